@@ -288,6 +288,21 @@ macro_rules! serde_as_text {
 }
 pub(crate) use serde_as_text;
 
+/// `invalid!(op if condition, "message {}", ..)` returns [`Error::Invalid`] from the method if the condition holds.
+macro_rules! invalid {
+    ($op:tt if let $pattern:pat = $value:expr, $($message:tt)+) => {
+        if let $pattern = $value {
+            return Err($crate::Error::invalid($op, format!($($message)+)));
+        }
+    };
+    ($op:tt if $condition:expr, $($message:tt)+) => {
+        if $condition {
+            return Err($crate::Error::invalid($op, format!($($message)+)));
+        }
+    };
+}
+pub(crate) use invalid;
+
 #[cfg(test)]
 mod tests {
     use super::*;

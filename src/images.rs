@@ -1,7 +1,7 @@
 //! Conversion between tensors and image objects of OpenCL devices.
 
-use crate::storage::{Caller, Image, ImageDesc, ImageFormat};
-use crate::{DType, Error, Result, Shape, Tensor, backend};
+use crate::ops::dispatch::prelude::*;
+use crate::storage::{Image, ImageDesc, ImageFormat};
 
 impl Tensor {
     /// Copies the elements to an RGBA image on their OpenCL device, in MNN's NC4HW4 layout, for kernels that read images.
@@ -27,8 +27,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for other dtypes; [`Error::Invalid`] for more than four dims, no elements, more pixels than the
-    /// device's images can have ([`ImageLimits`](crate::device::ImageLimits)), and on devices without images;
-    /// [`Error::OutOfMemory`].
+    /// device's images can have ([`ImageLimits`](crate::device::ImageLimits)), and on devices without images.
     pub fn to_image(&self) -> Result<Image> {
         if !matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16) {
             return Err(Error::UnsupportedDType { op: "to_image", dtype: self.dtype, expected: "f32, f16 or bf16" });
@@ -44,10 +43,7 @@ impl Tensor {
     }
 
     /// Copies an [image](Tensor::to_image) back to a contiguous tensor of this shape: f32 for a float image, f16 for a half image. One
-    /// launch.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if a tensor of this shape has an image of another size.
+    /// launch. Fails with [`Error::Invalid`] if a tensor of this shape has an image of another size.
     #[track_caller]
     pub fn from_image(image: &Image, shape: impl Into<Shape>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -60,10 +56,8 @@ impl Tensor {
             [n, c, h, w] => [n, c, h, w],
             _ => [0; 4],
         };
-        if [c.div_ceil(4).saturating_mul(w), n.saturating_mul(h)] != [width, height] {
-            let reason = format!("the {image:?} does not have the size for a tensor of shape {shape}");
-            return Err(Error::invalid("from_image", reason));
-        }
+        invalid!("from_image" if [c.div_ceil(4).saturating_mul(w), n.saturating_mul(h)] != [width, height],
+            "the {image:?} does not have the size for a tensor of shape {shape}");
         let dtype = if format == ImageFormat::F16 { DType::F16 } else { DType::F32 };
         backend::compute(shape, dtype, image.device(), |b, out| b.read_image(image, out))
     }

@@ -195,6 +195,11 @@ impl Expr {
         self.0.shape_hash
     }
 
+    /// The hash of the formula's structure, computed when it was built.
+    pub(crate) fn hash_value(&self) -> u64 {
+        self.0.hash
+    }
+
     /// True if both formulas are the same object.
     pub(crate) fn is_same(&self, other: &Expr) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
@@ -336,13 +341,6 @@ fn equal_within(a: &Expr, b: &Expr, budget: &mut u32) -> Option<bool> {
 }
 
 impl Eq for Expr {}
-
-impl Expr {
-    /// The hash of the formula's structure, computed when it was built.
-    pub(crate) fn hash_value(&self) -> u64 {
-        self.0.hash
-    }
-}
 
 impl Hash for Expr {
     fn hash<H: Hasher>(&self, state: &mut H) {

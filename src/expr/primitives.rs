@@ -86,31 +86,79 @@ pub(crate) fn is_integer(c: f64) -> bool {
     c.trunc() == c && c.abs() <= 9e15
 }
 
-/// Primitives with one operand.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub(crate) enum Unary {
-    Neg,
-    Abs,
-    Floor,
-    Ceil,
-    Round,
-    Trunc,
-    Sqrt,
-    Exp,
-    Log,
-    Log2,
-    Log10,
-    Expm1,
-    Log1p,
-    Sin,
-    Cos,
-    Tanh,
-    Erf,
-    Erfc,
-    Lgamma,
-    Atan,
-    Sigmoid,
+/// Defines primitives: their enum, and the value of each in f64.
+macro_rules! primitives {
+    ($(#[$doc:meta])+ $name:ident($($x:ident),+): $($(#[$note:meta])* $op:ident $value:expr;)*) => {
+        $(#[$doc])+
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        #[repr(u8)]
+        pub(crate) enum $name {
+            $($(#[$note])* $op,)*
+        }
+
+        impl $name {
+            /// The value in f64, for constant folding.
+            pub(crate) fn eval(self, $($x: f64),+) -> f64 {
+                match self {
+                    $($name::$op => $value,)*
+                }
+            }
+        }
+    };
+}
+
+primitives! {
+    /// Primitives with one operand.
+    Unary(x):
+    Neg -x;
+    Abs x.abs();
+    Floor x.floor();
+    Ceil x.ceil();
+    Round x.round_ties_even();
+    Trunc x.trunc();
+    Sqrt x.sqrt();
+    Exp x.exp();
+    Log x.ln();
+    Log2 x.log2();
+    Log10 x.log10();
+    Expm1 x.exp_m1();
+    Log1p x.ln_1p();
+    Sin x.sin();
+    Cos x.cos();
+    Tanh x.tanh();
+    Erf libm::erf(x);
+    Erfc libm::erfc(x);
+    Lgamma libm::lgamma(x);
+    Atan x.atan();
+    Sigmoid 1.0 / (1.0 + (-x).exp());
+}
+
+primitives! {
+    /// Primitives with two operands.
+    Binary(a, b):
+    Add a + b;
+    Sub a - b;
+    Mul a * b;
+    Div a / b;
+    /// Truncated remainder: the result has the sign of the dividend (C's `fmod` and `%`).
+    Rem a % b;
+    Pow a.powf(b);
+    Max if a.is_nan() || a > b { a } else { b };
+    Min if a.is_nan() || a < b { a } else { b };
+    Lt (a < b) as u8 as f64;
+    Le (a <= b) as u8 as f64;
+    Eq (a == b) as u8 as f64;
+    Copysign a.copysign(b);
+    /// Integers only, like all that follow.
+    And (a as i64 & b as i64) as f64;
+    Or (a as i64 | b as i64) as f64;
+    Xor (a as i64 ^ b as i64) as f64;
+    /// Shift left; 0 for a shift outside 0..64.
+    Shl shl(a as i64, b as i64) as f64;
+    /// Arithmetic shift right; -1 or 0, by the sign, for a shift outside 0..64.
+    Shr shr(a as i64, b as i64) as f64;
+    /// The greatest common divisor; never negative, and 0 for two zeros.
+    Gcd gcd(a as i64, b as i64) as f64;
 }
 
 impl Unary {
@@ -119,62 +167,6 @@ impl Unary {
         use Unary::*;
         !matches!(self, Neg | Abs | Floor | Ceil | Round | Trunc)
     }
-
-    /// The value in f64, for constant folding.
-    pub(crate) fn eval(self, x: f64) -> f64 {
-        match self {
-            Unary::Neg => -x,
-            Unary::Abs => x.abs(),
-            Unary::Floor => x.floor(),
-            Unary::Ceil => x.ceil(),
-            Unary::Round => x.round_ties_even(),
-            Unary::Trunc => x.trunc(),
-            Unary::Sqrt => x.sqrt(),
-            Unary::Exp => x.exp(),
-            Unary::Log => x.ln(),
-            Unary::Log2 => x.log2(),
-            Unary::Log10 => x.log10(),
-            Unary::Expm1 => x.exp_m1(),
-            Unary::Log1p => x.ln_1p(),
-            Unary::Sin => x.sin(),
-            Unary::Cos => x.cos(),
-            Unary::Tanh => x.tanh(),
-            Unary::Erf => libm::erf(x),
-            Unary::Erfc => libm::erfc(x),
-            Unary::Lgamma => libm::lgamma(x),
-            Unary::Atan => x.atan(),
-            Unary::Sigmoid => 1.0 / (1.0 + (-x).exp()),
-        }
-    }
-}
-
-/// Primitives with two operands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub(crate) enum Binary {
-    Add,
-    Sub,
-    Mul,
-    Div,
-    /// Truncated remainder: the result has the sign of the dividend (C's `fmod` and `%`).
-    Rem,
-    Pow,
-    Max,
-    Min,
-    Lt,
-    Le,
-    Eq,
-    Copysign,
-    // Integers only.
-    And,
-    Or,
-    Xor,
-    /// Shift left; 0 for a shift outside 0..64.
-    Shl,
-    /// Arithmetic shift right; -1 or 0, by the sign, for a shift outside 0..64.
-    Shr,
-    /// The greatest common divisor; never negative, and 0 for two zeros.
-    Gcd,
 }
 
 impl Binary {
@@ -187,33 +179,6 @@ impl Binary {
     pub(crate) fn needs_integers(self) -> bool {
         use Binary::*;
         matches!(self, And | Or | Xor | Shl | Shr | Gcd)
-    }
-
-    /// The value in f64, for constant folding.
-    pub(crate) fn eval(self, a: f64, b: f64) -> f64 {
-        let integers = |f: fn(i64, i64) -> i64| f(a as i64, b as i64) as f64;
-        match self {
-            Binary::Add => a + b,
-            Binary::Sub => a - b,
-            Binary::Mul => a * b,
-            Binary::Div => a / b,
-            Binary::Rem => a % b,
-            Binary::Pow => a.powf(b),
-            Binary::Max if a.is_nan() || a > b => a,
-            Binary::Max => b,
-            Binary::Min if a.is_nan() || a < b => a,
-            Binary::Min => b,
-            Binary::Lt => (a < b) as u8 as f64,
-            Binary::Le => (a <= b) as u8 as f64,
-            Binary::Eq => (a == b) as u8 as f64,
-            Binary::Copysign => a.copysign(b),
-            Binary::And => integers(|a, b| a & b),
-            Binary::Or => integers(|a, b| a | b),
-            Binary::Xor => integers(|a, b| a ^ b),
-            Binary::Shl => integers(shl),
-            Binary::Shr => integers(shr),
-            Binary::Gcd => integers(gcd),
-        }
     }
 }
 

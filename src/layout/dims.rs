@@ -3,7 +3,8 @@
 use smallvec::SmallVec;
 
 use super::shape::{Dims, Shape, impl_from};
-use crate::{Error, Result};
+use crate::Result;
+use crate::error::invalid;
 
 /// For each dim of a shape, whether to reduce it.
 pub(crate) type Mask = SmallVec<[bool; 6]>;
@@ -69,9 +70,7 @@ impl ReduceDims {
                 continue;
             }
             let d = shape.dim(op, dim)?;
-            if std::mem::replace(&mut mask[d], true) {
-                return Err(Error::invalid(op, format!("dimension {dim} is given twice in {dims:?}")));
-            }
+            invalid!(op if std::mem::replace(&mut mask[d], true), "dimension {dim} is given twice in {dims:?}");
         }
         Ok(mask)
     }

@@ -8,6 +8,7 @@ pub(crate) mod shape;
 #[cfg(test)]
 mod tests;
 
+use crate::error::invalid;
 use crate::layout::shape::{Dims, Shape};
 use crate::{Error, Result};
 
@@ -183,10 +184,8 @@ impl Layout {
     /// Selects the indices `start..start + len` of dimension `dim`.
     pub(crate) fn narrow(&self, op: &'static str, dim: usize, start: usize, len: usize) -> Result<Layout> {
         let size = self.shape.dims()[dim];
-        if start.checked_add(len).is_none_or(|end| end > size) {
-            let reason = format!("{len} elements from index {start} on do not fit in dimension {dim} of size {size}");
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if start.checked_add(len).is_none_or(|end| end > size),
+            "{len} elements from index {start} on do not fit in dimension {dim} of size {size}");
         Ok(self.slice_dim(dim, start, 1, len))
     }
 
@@ -208,9 +207,7 @@ impl Layout {
         (start, end): (Option<isize>, Option<isize>),
         step: isize,
     ) -> Result<Layout> {
-        if step == 0 {
-            return Err(Error::invalid(op, "the step must not be 0"));
-        }
+        invalid!(op if step == 0, "the step must not be 0");
         let size = self.shape.dims()[dim] as isize;
         let (lo, hi) = if step > 0 { (0, size) } else { (-1, size - 1) };
         let position = |i: isize| (if i < 0 { i.saturating_add(size) } else { i }).clamp(lo, hi);

@@ -4,6 +4,7 @@ use std::fmt;
 
 use smallvec::SmallVec;
 
+use crate::error::invalid;
 use crate::{Error, Result};
 
 /// A small vector with one entry a dimension, without heap allocation up to rank 6.
@@ -202,9 +203,7 @@ impl NewShape {
             || Error::invalid(op, format!("{from} holds {numel} elements, which do not fill the sizes {:?}", self.0));
         let known: Shape = self.0.iter().filter(|&&d| d != -1).map(|&d| d.max(0) as usize).collect();
         let holes = self.0.len() - known.rank();
-        if self.0.iter().any(|&d| d < -1) || holes > 1 {
-            return Err(Error::invalid(op, format!("only one of the sizes {:?} may be -1", self.0)));
-        }
+        invalid!(op if self.0.iter().any(|&d| d < -1) || holes > 1, "only one of the sizes {:?} may be -1", self.0);
         let rest = match (holes, known.numel()) {
             (0, n) if n == numel => 1,
             (1, n) if n > 0 && numel.is_multiple_of(n) => numel / n,

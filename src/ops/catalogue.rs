@@ -8,21 +8,18 @@ use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::sync::OnceLock;
 
-use smallvec::SmallVec;
-
 use crate::autograd::{check_unrecorded, gradients_only};
+use crate::can_cast;
 use crate::error::Excerpt;
 use crate::expr::table::{Accepts, Output, ROWS, Row};
-use crate::ops::dispatch::arguments::{Argument, ParameterKind};
-use crate::ops::dispatch::checks::{invalid, mismatch};
+use crate::ops::dispatch::arguments::ParameterKind;
 use crate::ops::dispatch::operation::{CallTarget, Dtypes, Kind, Operation, ResultDType};
 use crate::ops::dispatch::parameters::{Parameter, Signature, Slots, Value};
+use crate::ops::dispatch::prelude::*;
 use crate::ops::dispatch::registry::{self, Backend, Implementation, Registration};
 use crate::ops::elementwise::derivative_of_result;
 use crate::ops::native::recorded::Recorded;
 use crate::ops::{elementwise, index, linalg, native, nn, random, reduce, shape, sort};
-use crate::storage::Caller;
-use crate::{Error, Result, Tensor, can_cast, no_grad};
 
 /// The entry lists of all families, in the order of the documentation.
 const FAMILIES: &[fn() -> Vec<Operation>] = &[
@@ -55,12 +52,6 @@ const FAMILIES: &[fn() -> Vec<Operation>] = &[
     nn::loss::operations,
 ];
 
-/// Returns PyTorch's name in the documentation of a row: the text between the first backquotes after "PyTorch:".
-fn torch_name(row: &Row) -> &'static str {
-    let named = row.doc.split_once("PyTorch:").map_or("", |(_, rest)| rest);
-    named.split('`').nth(1).unwrap_or("")
-}
-
 fn row_operations(row: &'static Row) -> impl Iterator<Item = Operation> {
     let gives = match (row.output, row.accepts) {
         (Output::Bool, _) => ResultDType::Bool,
@@ -68,7 +59,8 @@ fn row_operations(row: &'static Row) -> impl Iterator<Item = Operation> {
         (Output::Same, Accepts::Any | Accepts::Integer) => ResultDType::Same,
     };
     let takes = if row.accepts == Accepts::Integer { Dtypes::Integers } else { Dtypes::All };
-    let torch = torch_name(row);
+    // The text between the first backquotes after "PyTorch:" in the row's documentation.
+    let torch = row.doc.split_once("PyTorch:").and_then(|(_, rest)| rest.split('`').nth(1)).unwrap_or("");
     let tensor = |name: &&'static str| Parameter::new(name, ParameterKind::Tensor, None);
     // A default without a fraction is an integer, so that integer tensors keep their dtype.
     let number = |x: f64| if x.fract() == 0.0 { Argument::Int(x as i64) } else { Argument::Float(x) };
@@ -103,8 +95,8 @@ pub fn operations() -> &'static [Operation] {
     ALL.get_or_init(|| {
         let mut all: Vec<Operation> = FAMILIES.iter().flat_map(|family| family()).collect();
         all.extend(ROWS.iter().copied().flat_map(row_operations));
-        for &(name, row) in elementwise::pointwise::ALIASES {
-            let same = all.iter().find(|op| op.name == row).expect("aliases name rows");
+        for &(name, of) in elementwise::pointwise::ALIASES {
+            let same = all.iter().find(|op| op.name == of).expect("aliases name operations");
             all.push(Operation { name, torch: name, ..same.clone() });
         }
         all.sort_by_key(|op| op.kind);
@@ -299,7 +291,7 @@ const CONVOLUTIONS: [&str; 6] =
 /// ```
 ///
 /// # Errors
-/// The errors of [`call`] and [`grad`](crate::autograd::grad); [`Error::Invalid`](crate::Error::Invalid) for more gradients than results.
+/// The errors of [`call`] and [`grad`](crate::autograd::grad); [`Error::Invalid`] for more gradients than results.
 pub fn gradients(
     name: &str,
     tensors: &[Option<&Tensor>],

@@ -11,7 +11,8 @@ const PIECE_BYTES: usize = 4 << 20;
 
 /// Elements as bytes, in row-major order and the host's byte order. Streams are buffered in pieces of at most 4 MiB.
 impl Tensor {
-    /// Copies elements given as bytes (PyTorch's `frombuffer`).
+    /// Copies elements given as bytes (PyTorch's `frombuffer`). Fails with [`Error::Invalid`] for a number of bytes that does not
+    /// match the shape, and for bools other than 0 and 1.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -20,10 +21,6 @@ impl Tensor {
     /// assert_eq!(x.to_vec::<i32>()?, [1, -2]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a number of bytes that does not match the shape, and for bools other than 0 and 1;
-    /// [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn from_bytes(bytes: &[u8], shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -36,6 +33,7 @@ impl Tensor {
     }
 
     /// Reads the next elements of `from` into a new tensor (NumPy's `fromfile`). Device memory is allocated after reading 4 MiB.
+    /// Fails with [`Error::Invalid`] if `from` fails or ends early, and for bools other than 0 and 1.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -44,9 +42,6 @@ impl Tensor {
     /// assert_eq!((x.to_vec::<u8>()?, stream), (vec![1, 2, 3, 4], &[5][..]));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if `from` fails or ends early, and for bools other than 0 and 1; [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn read_from(
         from: &mut dyn Read,
@@ -67,12 +62,14 @@ impl Tensor {
             if at > 0 {
                 read(part)?;
             }
-            write_piece(op, &storage, at, part, dtype)?;
+            check_bools(op, part, dtype)?;
+            storage.write(at, part)?;
         }
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
-    /// Copies the bytes of the elements to `out`, which must have exactly the size of all elements. Waits for the device.
+    /// Copies the bytes of the elements to `out`, which must have exactly the size of all elements. Waits for the device. Fails
+    /// with [`Error::Invalid`] for another number of bytes.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -82,16 +79,13 @@ impl Tensor {
     /// assert_eq!(bytes, [1, 3, 2, 4]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for another number of bytes; [`Error::OutOfMemory`] and device failures.
     pub fn read_bytes(&self, out: &mut [u8]) -> Result<()> {
         check_length("read_bytes", out.len(), self.shape(), self.dtype)?;
         let source = self.detach().contiguous()?;
         source.storage.read(source.layout.offset * self.dtype.size(), out)
     }
 
-    /// Writes the elements to `to` (NumPy's `tofile`). Waits for the device.
+    /// Writes the elements to `to` (NumPy's `tofile`). Waits for the device. Fails with [`Error::Invalid`] if `to` fails.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -101,9 +95,6 @@ impl Tensor {
     /// assert_eq!(bytes, [0, 3, 1, 4, 2, 5]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if `to` fails; [`Error::OutOfMemory`] and device failures.
     pub fn write_to(&self, to: &mut dyn Write) -> Result<()> {
         let source = self.detach().contiguous()?;
         let (start, bytes) = (source.layout.offset * source.dtype.size(), source.numel() * source.dtype.size());
@@ -115,12 +106,6 @@ impl Tensor {
         }
         Ok(())
     }
-}
-
-/// Writes the bytes of elements to a storage after checking that they are valid for the dtype.
-fn write_piece(op: &'static str, storage: &Storage, at: usize, bytes: &[u8], dtype: DType) -> Result<()> {
-    check_bools(op, bytes, dtype)?;
-    storage.write(at, bytes)
 }
 
 /// Checks that `bytes` are the elements of a tensor of this shape and dtype.

@@ -11,15 +11,13 @@ use crate::{DType, Device, Element, Error, Result, Tensor, elements};
 
 impl Tensor {
     /// Returns the elements in row-major order. Waits for the device. For read access
-    /// [`Tensor::to_host`] is cheaper: it uses memory that the allocator caches.
-    ///
-    /// # Errors
-    /// [`Error::DTypeMismatch`] if `T` is not this tensor's element type.
+    /// [`Tensor::to_host`] is cheaper: it uses memory that the allocator caches. Fails with [`Error::DTypeMismatch`] if `T` is not
+    /// this tensor's element type.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         self.read_elements("to_vec")
     }
 
-    /// Returns the elements as an ndarray array of this shape. Waits for the device.
+    /// Returns the elements as an ndarray array of this shape. Waits for the device. Fails as [`Tensor::to_vec`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -27,19 +25,14 @@ impl Tensor {
     /// assert_eq!(a.to_ndarray::<f32>()?, ndarray::array![[1.0, 0.0], [0.0, 1.0]].into_dyn());
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// As [`Tensor::to_vec`].
     pub fn to_ndarray<T: Element>(&self) -> Result<ArrayD<T>> {
         let op = "to_ndarray";
         let values = self.read_elements(op)?;
         ArrayD::from_shape_vec(IxDyn(self.shape().dims()), values).map_err(|e| Error::invalid(op, e.to_string()))
     }
 
-    /// Returns the only element (PyTorch's `item`). Waits for the device.
-    ///
-    /// # Errors
-    /// A tensor that does not have exactly one element; as [`Tensor::to_vec`].
+    /// Returns the only element (PyTorch's `item`). Waits for the device. Fails as [`Tensor::to_vec`] does, and unless there is
+    /// exactly one element.
     pub fn item<T: Element>(&self) -> Result<T> {
         match self.numel() {
             1 => Ok(self.read_elements("item")?[0]),
@@ -70,9 +63,6 @@ impl Tensor {
 
     /// Returns this tensor on `device`: the same storage if the tensor is already there, otherwise a copy of exactly its elements in its
     /// [memory format](Tensor::memory_format) (PyTorch's `to`). Differentiable: the gradient is copied back.
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`], [`Error::OutOfMemory`] and device failures.
     #[track_caller]
     pub fn to_device(&self, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -101,9 +91,6 @@ impl Tensor {
     /// assert_eq!(pinned.to_device(device)?.to_vec::<f32>()?, x.to_vec::<f32>()?);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`], [`Error::OutOfMemory`] and device failures.
     #[track_caller]
     pub fn pin_memory(&self, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -122,10 +109,7 @@ impl Tensor {
         self.storage.is_pinned(device)
     }
 
-    /// Calls [`Tensor::to_dtype`] and [`Tensor::to_device`] in the order that transfers fewer bytes.
-    ///
-    /// # Errors
-    /// As those two methods.
+    /// Calls [`Tensor::to_dtype`] and [`Tensor::to_device`] in the order that transfers fewer bytes. Fails as those two methods do.
     #[track_caller]
     pub fn to(&self, dtype: DType, device: Device) -> Result<Tensor> {
         if dtype.size() < self.dtype.size() {

@@ -10,9 +10,6 @@ use crate::{DType, Device, Element, Error, Result, Scalar, Shape, Tensor};
 /// Constants and sequences.
 impl Tensor {
     /// Returns uninitialised elements (PyTorch's `empty`); write them before reading them.
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn empty(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -33,9 +30,6 @@ impl Tensor {
     /// assert_eq!((a.storage().nbytes(), b.storage().nbytes()), (48, 24));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn zeros(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -50,9 +44,6 @@ impl Tensor {
     }
 
     /// Returns ones (PyTorch's `ones`); `true` for bool.
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn ones(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         Tensor::full(shape, 1, options)
@@ -60,7 +51,8 @@ impl Tensor {
 
     /// Returns a tensor filled with `value` (PyTorch's `full`, but f32 by default).
     ///
-    /// The value is converted to the dtype like Rust's `as`: floats too large for an integer saturate, integers wrap.
+    /// The value is converted to the dtype like Rust's `as`: floats too large for an integer saturate, integers wrap. Fails with
+    /// [`Error::Invalid`] for a number that the dtype cannot hold (see [`Tensor::fill_`]).
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -68,9 +60,6 @@ impl Tensor {
     /// assert_eq!(a.to_vec::<i64>()?, [7; 4]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a number that the dtype cannot hold (see [`Tensor::fill_`]), [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn full(
         shape: impl Into<Shape>,
@@ -92,6 +81,7 @@ impl Tensor {
     }
 
     /// Returns a matrix with ones on the diagonal and zeros elsewhere (PyTorch's `eye`). The shape is `n` or `[rows, columns]`.
+    /// Fails with [`Error::Invalid`] for a shape that does not have one or two sizes.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -99,9 +89,6 @@ impl Tensor {
     /// assert_eq!(Tensor::eye([2, 3], Device::Cpu)?.to_vec::<f32>()?, [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a shape that does not have one or two sizes; [`Error::NoDevice`] and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn eye(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let shape = shape.into();
@@ -116,36 +103,24 @@ impl Tensor {
     }
 
     /// Returns [`Tensor::empty`] with this tensor's shape, memory format, dtype and device.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn empty_like(&self) -> Result<Tensor> {
         Ok(Tensor::empty(self.shape(), self)?.with_format_of(self))
     }
 
     /// Returns [`Tensor::zeros`] with this tensor's shape, memory format, dtype and device.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn zeros_like(&self) -> Result<Tensor> {
         Ok(Tensor::zeros(self.shape(), self)?.with_format_of(self))
     }
 
     /// Returns [`Tensor::ones`] with this tensor's shape, memory format, dtype and device.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn ones_like(&self) -> Result<Tensor> {
         Ok(Tensor::ones(self.shape(), self)?.with_format_of(self))
     }
 
     /// Returns [`Tensor::full`] with this tensor's shape, memory format, dtype and device.
-    ///
-    /// # Errors
-    /// As [`Tensor::full`].
     #[track_caller]
     pub fn full_like(&self, value: impl Into<Scalar>) -> Result<Tensor> {
         Ok(Tensor::full(self.shape(), value, self)?.with_format_of(self))
@@ -196,7 +171,7 @@ impl Tensor {
 
 /// Tensors from values of the host, whose type determines the dtype.
 impl Tensor {
-    /// Copies `values`, in row-major order.
+    /// Copies `values`, in row-major order. Fails with [`Error::Invalid`] for a shape of another number of elements.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -204,9 +179,6 @@ impl Tensor {
     /// assert_eq!(a.i((1, 0))?.item::<f32>()?, 3.0);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn from_slice<T: Element>(values: &[T], shape: impl Into<Shape>, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -216,10 +188,8 @@ impl Tensor {
         Ok(out)
     }
 
-    /// Creates a tensor of `values`, in row-major order. On [`Device::Cpu`] the tensor takes over the vector without a copy.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`].
+    /// Creates a tensor of `values`, in row-major order. On [`Device::Cpu`] the tensor takes over the vector without a copy. Fails
+    /// with [`Error::Invalid`] for a shape of another number of elements.
     #[track_caller]
     pub fn from_vec<T: Element>(values: Vec<T>, shape: impl Into<Shape>, device: Device) -> Result<Tensor> {
         if !device.is_host() {
@@ -236,7 +206,7 @@ impl Tensor {
     /// ([`unified_memory`](crate::device::DeviceInfo::unified_memory)) also makes no copy if the address and the size in bytes are
     /// multiples of 16. Such elements get a buffer of their own with `CL_MEM_USE_HOST_PTR`; a driver may need a larger alignment,
     /// usually a page, to use them in place. [`into_host`](Self::into_host) then maps them, and dropping the last handle waits for
-    /// the device. Other devices copy the elements.
+    /// the device. Other devices copy the elements. Fails with [`Error::Invalid`] for a shape of another number of elements.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -248,9 +218,6 @@ impl Tensor {
     /// assert_eq!((host[0], host.as_ptr()), (2.0, place));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`] for a copy.
     #[track_caller]
     pub fn from_host_memory<T: Element>(
         memory: impl AsMut<[T]> + Send + 'static,

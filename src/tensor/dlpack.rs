@@ -3,9 +3,10 @@
 use dlpark::versioned::Dlpack;
 
 use super::Shape;
+use crate::error::invalid;
 use crate::layout::Layout;
 use crate::storage::DlpackMemory;
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor};
 
 impl Tensor {
     /// Exports this tensor without a copy as [DLPack](https://dmlc.github.io/dlpack/latest/) (PyTorch's `torch.utils.dlpack.to_dlpack`).
@@ -24,13 +25,11 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a tensor that is not on the CPU, and, as in PyTorch, for a tensor that requires a gradient: export
-    /// the result of [`detach`](Self::detach).
+    /// [`crate::Error::Invalid`] for a tensor that is not on the CPU, and, as in PyTorch, for a tensor that requires a gradient:
+    /// export the result of [`detach`](Self::detach).
     pub fn to_dlpack(&self) -> Result<Dlpack> {
-        if self.requires_grad() {
-            let reason = "autograd would not notice writes of other libraries: export its detach()";
-            return Err(Error::invalid("to_dlpack", reason));
-        }
+        invalid!("to_dlpack" if self.requires_grad(),
+            "autograd would not notice writes of other libraries: export its detach()");
         let Layout { shape, strides, offset } = &self.layout;
         self.storage.to_dlpack(self.dtype, (shape.dims(), strides), *offset)
     }

@@ -31,7 +31,7 @@ pub struct HostArray<T: Element> {
 }
 
 impl Tensor {
-    /// Copies the values to the host, in row-major order. Waits for the device.
+    /// Copies the values to the host, in row-major order. Waits for the device. Fails as [`Tensor::to_ndarray`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -39,9 +39,6 @@ impl Tensor {
     /// assert_eq!(host.iter().sum::<f32>(), 3.0);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// As [`Tensor::to_ndarray`].
     #[track_caller]
     pub fn to_host<T: Element>(&self) -> Result<HostArray<T>> {
         let _caller = Caller::enter();
@@ -53,7 +50,8 @@ impl Tensor {
     /// Like [`Tensor::to_host`], but without a copy if the tensor is on the CPU, contiguous and the last handle on its storage;
     /// the array then owns the whole storage. There is also no copy if an OpenCL device works on memory of the host
     /// ([`from_host_memory`](Tensor::from_host_memory)): that memory is mapped while the array lives, and
-    /// [`HostArray::into_tensor`] returns to that device. In all other cases the values are copied.
+    /// [`HostArray::into_tensor`] returns to that device. In all other cases the values are copied. Fails as [`Tensor::to_ndarray`]
+    /// does. An error drops this handle, too.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -64,9 +62,6 @@ impl Tensor {
     /// assert_eq!(other.into_host::<f32>()?[..], [1.0; 3]); // this one is the last
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// As [`Tensor::to_ndarray`]. An error drops this handle, too.
     #[track_caller]
     pub fn into_host<T: Element>(mut self) -> Result<HostArray<T>> {
         let _caller = Caller::enter();
@@ -81,7 +76,8 @@ impl Tensor {
     /// Calls `f` with the values in row-major order, for operations of your own that read weights. A contiguous tensor on the CPU
     /// is not copied. A strided tensor or a tensor on an OpenCL device is copied like by [`Tensor::to_host`]. Waits for the device.
     ///
-    /// Until `f` returns, writing to the storage is an error, for each thread and through each view; reading is allowed.
+    /// Until `f` returns, writing to the storage is an error, for each thread and through each view; reading is allowed. Fails as
+    /// [`Tensor::to_ndarray`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -94,9 +90,6 @@ impl Tensor {
     /// w.zero_()?;
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// As [`Tensor::to_ndarray`].
     #[track_caller]
     pub fn with_host<T: Element, R>(&self, f: impl FnOnce(&[T]) -> R) -> Result<R> {
         let _caller = Caller::enter();

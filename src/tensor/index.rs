@@ -5,6 +5,7 @@ use std::ops::{Range, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToIncl
 use smallvec::SmallVec;
 
 use super::Layout;
+use crate::error::invalid;
 use crate::layout::shape::impl_from;
 use crate::{Error, Result, Tensor};
 
@@ -137,10 +138,8 @@ pub(crate) fn index_layout(op: &'static str, layout: &Layout, items: &[Index]) -
     let rank = layout.shape.rank();
     let used = items.iter().filter(|i| matches!(i, Index::At(_) | Index::Range { .. } | Index::Step { .. })).count();
     let ellipses = items.iter().filter(|&&i| i == Index::Ellipsis).count();
-    if used > rank || ellipses > 1 {
-        let reason = format!("{used} indexes and {ellipses} ellipses do not match a tensor of shape {}", layout.shape);
-        return Err(Error::invalid(op, reason));
-    }
+    invalid!(op if used > rank || ellipses > 1,
+        "{used} indexes and {ellipses} ellipses do not match a tensor of shape {}", layout.shape);
     let mut layout = layout.clone();
     let mut dim = 0;
     for item in items {

@@ -39,6 +39,18 @@ pub use options::TensorOptions;
 ///
 /// `Send + Sync`. All methods take `&self`, even in-place methods (names ending in `_`), because storage is shared.
 ///
+/// The documentation of a method names only the errors particular to the method. Besides these, methods fail with
+/// - [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for shapes other than described, and shapes that do not broadcast;
+/// - [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for dtypes other than described; "floats" are f32, f16, bf16 and f64;
+/// - [`Error::DTypeMismatch`](crate::Error::DTypeMismatch) for tensors of different dtypes, unless the method promotes or converts
+///   them, as elementwise methods do;
+/// - [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) for tensors on different devices;
+/// - [`Error::DimOutOfRange`](crate::Error::DimOutOfRange) for a dim that the tensor does not have;
+/// - [`Error::NoDevice`](crate::Error::NoDevice), [`Error::OutOfMemory`](crate::Error::OutOfMemory), and failures of the device.
+///
+/// In-place methods also fail with [`Error::Autograd`](crate::Error::Autograd) for a leaf that requires a gradient, or a view of such a
+/// leaf, outside [`no_grad`](crate::no_grad), and with [`Error::Invalid`](crate::Error::Invalid) for an expanded view.
+///
 /// ```
 /// use claystone::{Device, Tensor};
 /// let a = Tensor::zeros(&[3, 4], Device::Cpu)?;
@@ -197,9 +209,6 @@ impl Tensor {
     /// assert_eq!(y.to_vec::<f32>()?, [9.0; 1000]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) for a stream of another device.
     pub fn record_stream(&self, stream: &Stream) -> Result<()> {
         self.storage.record_stream(stream)
     }

@@ -7,6 +7,7 @@
 
 use std::ops::{Add, AddAssign, Div, DivAssign, Mul, MulAssign, Neg, Sub, SubAssign};
 
+use crate::layout::shape::impl_from;
 use crate::storage::Caller;
 use crate::{Result, Tensor};
 
@@ -24,16 +25,9 @@ enum LeftOperand<'a> {
     Owned(Tensor),
 }
 
-impl<'a> From<&'a Tensor> for LeftOperand<'a> {
-    fn from(t: &'a Tensor) -> LeftOperand<'a> {
-        LeftOperand::Borrowed(t)
-    }
-}
-
-impl From<Tensor> for LeftOperand<'_> {
-    fn from(t: Tensor) -> Self {
-        LeftOperand::Owned(t)
-    }
+impl_from! { LeftOperand<'a>:
+    ['a] &'a Tensor, t => LeftOperand::Borrowed(t);
+    ['a] Tensor, t => LeftOperand::Owned(t);
 }
 
 /// Computes the result for `left` and an optional `right`: with `in_place` if `left` owns its storage alone, otherwise with `out_of_place`.
@@ -59,19 +53,18 @@ fn compute_maybe_in_place(
     if free { unwrap_or_panic(in_place(&t).map(|()| t)) } else { unwrap_or_panic(out_of_place(&t)) }
 }
 
-/// Implements an operator between tensors, and with a number on the right, by calling the named methods.
-macro_rules! impl_binary_operators {
-    ($($op:ident $method:ident $method_:ident $scalar:ident $scalar_:ident $assign:ident $assign_method:ident;)*) => { $(
-        impl_binary_operators!(@assign $assign $assign_method $method_: &Tensor, Tensor);
-        impl_binary_operators!(@assign_number $assign $assign_method $scalar_: f64, i64);
-        impl_binary_operators!(@tensors $op $method $method_: &Tensor, &Tensor; &Tensor, Tensor; Tensor, &Tensor; Tensor, Tensor);
-        impl_binary_operators!(@numbers $op $method $scalar $scalar_: f64 i64);
+/// Implements an operator, with a tensor or a number on the right, and its assignment by calling the named methods. A number may also
+/// be on the left.
+macro_rules! impl_operators {
+    ($($op:ident $method:ident $method_:ident, $scalar:ident $scalar_:ident $reversed:ident, $assign:ident $assign_method:ident;)*) => { $(
+        impl_operators!(@tensors $op $method $method_: &Tensor, &Tensor; &Tensor, Tensor; Tensor, &Tensor; Tensor, Tensor);
+        impl_operators!(@number $op $method $scalar $scalar_ $reversed: &Tensor, f64; &Tensor, i64; Tensor, f64; Tensor, i64);
+        impl_operators!(@assign $assign $assign_method $method_: other, &Tensor, other; other, Tensor, &other);
+        impl_operators!(@assign $assign $assign_method $scalar_: number, f64, number; number, i64, number);
     )* };
     (@tensors $op:ident $method:ident $method_:ident: $($left:ty, $right:ty);*) => { $(
-        /// Applies the operator element by element, with broadcasting.
-        ///
-        /// # Panics
-        /// If the method of this name returns an error, with its message.
+        /// Applies the operator element by element, with broadcasting. Panics with the message of the error that the method of this
+        /// name returns.
         impl $op<$right> for $left {
             type Output = Tensor;
 
@@ -82,39 +75,8 @@ macro_rules! impl_binary_operators {
             }
         }
     )* };
-    (@assign $op:ident $method:ident $method_:ident: $($right:ty),*) => { $(
-        /// Applies the operator in place.
-        ///
-        /// # Panics
-        /// If the in-place method returns an error, with its message.
-        impl $op<$right> for Tensor {
-            #[track_caller]
-            fn $method(&mut self, other: $right) {
-                let other: &Tensor = &other;
-                unwrap_or_panic(self.$method_(other).map(|_| ()))
-            }
-        }
-    )* };
-    (@assign_number $op:ident $method:ident $scalar_:ident: $($number:ty),*) => { $(
-        /// Applies the operator in place.
-        ///
-        /// # Panics
-        /// If the in-place method returns an error, with its message.
-        impl $op<$number> for Tensor {
-            #[track_caller]
-            fn $method(&mut self, number: $number) {
-                unwrap_or_panic(self.$scalar_(number).map(|_| ()))
-            }
-        }
-    )* };
-    (@numbers $op:ident $method:ident $scalar:ident $scalar_:ident: $($number:ty)*) => { $(
-        impl_binary_operators!(@number $op $method $scalar $scalar_ $number: &Tensor, Tensor);
-    )* };
-    (@number $op:ident $method:ident $scalar:ident $scalar_:ident $number:ty: $($tensor:ty),*) => { $(
-        /// Applies the operator to each element and a number.
-        ///
-        /// # Panics
-        /// If the method returns an error, with its message.
+    (@number $op:ident $method:ident $scalar:ident $scalar_:ident $reversed:ident: $($tensor:ty, $number:ty);*) => { $(
+        /// Applies the operator to each element and a number. Panics with the message of the method's error.
         impl $op<$number> for $tensor {
             type Output = Tensor;
 
@@ -123,45 +85,33 @@ macro_rules! impl_binary_operators {
                 compute_maybe_in_place(self.into(), None, |t| t.$scalar(number), |t| t.$scalar_(number).map(|_| ()))
             }
         }
-    )* };
-}
 
-/// Implements an operator with a number on the left.
-macro_rules! impl_reversed_operators {
-    ($($op:ident $method:ident $scalar:ident;)*) => { $(
-        impl_reversed_operators!(@numbers $op $method $scalar: f64 i64);
-    )* };
-    (@numbers $op:ident $method:ident $scalar:ident: $($number:ty)*) => { $(
-        impl_reversed_operators!(@number $op $method $scalar $number: &Tensor, Tensor);
-    )* };
-    (@number $op:ident $method:ident $scalar:ident $number:ty: $($tensor:ty),*) => { $(
-        /// Applies the operator to a number and each element.
-        ///
-        /// # Panics
-        /// If the method returns an error, with its message.
+        /// Applies the operator to a number and each element. Panics with the message of the method's error.
         impl $op<$tensor> for $number {
             type Output = Tensor;
 
             #[track_caller]
             fn $method(self, tensor: $tensor) -> Tensor {
-                unwrap_or_panic(tensor.$scalar(self))
+                unwrap_or_panic(tensor.$reversed(self))
+            }
+        }
+    )* };
+    (@assign $op:ident $method:ident $method_:ident: $($x:ident, $right:ty, $value:expr);*) => { $(
+        /// Applies the operator in place. Panics with the message of the method's error.
+        impl $op<$right> for Tensor {
+            #[track_caller]
+            fn $method(&mut self, $x: $right) {
+                unwrap_or_panic(self.$method_($value).map(|_| ()))
             }
         }
     )* };
 }
 
-impl_binary_operators! {
-    Add add add_ add_scalar add_scalar_ AddAssign add_assign;
-    Sub sub sub_ sub_scalar sub_scalar_ SubAssign sub_assign;
-    Mul mul mul_ mul_scalar mul_scalar_ MulAssign mul_assign;
-    Div div div_ div_scalar div_scalar_ DivAssign div_assign;
-}
-
-impl_reversed_operators! {
-    Add add add_scalar;
-    Sub sub rsub_scalar;
-    Mul mul mul_scalar;
-    Div div rdiv_scalar;
+impl_operators! {
+    Add add add_, add_scalar add_scalar_ add_scalar, AddAssign add_assign;
+    Sub sub sub_, sub_scalar sub_scalar_ rsub_scalar, SubAssign sub_assign;
+    Mul mul mul_, mul_scalar mul_scalar_ mul_scalar, MulAssign mul_assign;
+    Div div div_, div_scalar div_scalar_ rdiv_scalar, DivAssign div_assign;
 }
 
 impl Neg for &Tensor {

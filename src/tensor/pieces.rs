@@ -1,6 +1,7 @@
 //! Splitting along a dimension, and other views that are short compositions.
 
 use super::Dims;
+use crate::error::invalid;
 use crate::{Error, Result, Tensor};
 
 /// Collects `count` items. Returns an error instead of aborting if there is no memory for the list.
@@ -16,29 +17,23 @@ fn try_collect_list<T>(op: &'static str, count: usize, items: impl Iterator<Item
 
 impl Tensor {
     /// Returns one tensor for each index of dimension `dim`, which is removed (PyTorch's `unbind`).
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`].
     pub fn unbind(&self, dim: isize) -> Result<Vec<Tensor>> {
         let size = self.dim_size("unbind", dim)?;
         try_collect_list("unbind", size, (0..size as isize).map(|i| self.select(dim, i)))
     }
 
-    /// Splits dimension `dim` into pieces of `size`; the last piece has the remainder (PyTorch's `split`).
-    ///
-    /// # Errors
-    /// A size of zero; [`Error::DimOutOfRange`].
+    /// Splits dimension `dim` into pieces of `size`; the last piece has the remainder (PyTorch's `split`). Fails for a size of
+    /// zero.
     pub fn split(&self, size: usize, dim: isize) -> Result<Vec<Tensor>> {
         let whole = self.dim_size("split", dim)?;
-        if size == 0 {
-            return Err(Error::invalid("split", "the size of a piece must be above 0"));
-        }
+        invalid!("split" if size == 0, "the size of a piece must be above 0");
         // An empty dimension gives one empty piece.
         let starts = (0..whole.max(1)).step_by(size);
         try_collect_list("split", starts.len(), starts.map(|i| self.narrow(dim, i, size.min(whole - i))))
     }
 
-    /// Splits dimension `dim` into pieces of these sizes (PyTorch's `split` with a list).
+    /// Splits dimension `dim` into pieces of these sizes (PyTorch's `split` with a list). Fails for sizes whose sum is not the size
+    /// of the dimension.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -46,14 +41,10 @@ impl Tensor {
     /// assert_eq!(pieces[1].to_vec::<f32>()?, [2.0, 3.0, 4.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Sizes whose sum is not the size of the dimension; [`Error::DimOutOfRange`].
     pub fn split_with_sizes(&self, sizes: &[usize], dim: isize) -> Result<Vec<Tensor>> {
         let (op, whole) = ("split_with_sizes", self.dim_size("split_with_sizes", dim)?);
-        if sizes.iter().try_fold(0usize, |sum, &n| sum.checked_add(n)) != Some(whole) {
-            return Err(Error::invalid(op, format!("the sizes {sizes:?} do not add up to {whole}")));
-        }
+        invalid!(op if sizes.iter().try_fold(0usize, |sum, &n| sum.checked_add(n)) != Some(whole),
+            "the sizes {sizes:?} do not add up to {whole}");
         let mut end = 0;
         let piece = |&n: &usize| {
             end += n;
@@ -62,37 +53,25 @@ impl Tensor {
         sizes.iter().map(piece).collect()
     }
 
-    /// Splits dimension `dim` into at most `chunks` pieces of equal size; the last has the remainder (PyTorch's `chunk`).
-    ///
-    /// # Errors
-    /// Zero chunks; [`Error::DimOutOfRange`].
+    /// Splits dimension `dim` into at most `chunks` pieces of equal size; the last has the remainder (PyTorch's `chunk`). Fails for
+    /// zero chunks.
     pub fn chunk(&self, chunks: usize, dim: isize) -> Result<Vec<Tensor>> {
         let whole = self.dim_size("chunk", dim)?;
-        if chunks == 0 {
-            return Err(Error::invalid("chunk", "the number of chunks must be above 0"));
-        }
+        invalid!("chunk" if chunks == 0, "the number of chunks must be above 0");
         self.split(whole.div_ceil(chunks).max(1), dim)
     }
 
     /// Splits dimension `dim` into exactly `sections` pieces; the first pieces are larger by one if the sizes cannot be equal
-    /// (PyTorch's `tensor_split`).
-    ///
-    /// # Errors
-    /// Zero sections; [`Error::DimOutOfRange`].
+    /// (PyTorch's `tensor_split`). Fails for zero sections.
     pub fn tensor_split(&self, sections: usize, dim: isize) -> Result<Vec<Tensor>> {
         let whole = self.dim_size("tensor_split", dim)?;
-        if sections == 0 {
-            return Err(Error::invalid("tensor_split", "the number of sections must be above 0"));
-        }
+        invalid!("tensor_split" if sections == 0, "the number of sections must be above 0");
         let size = |i: usize| whole / sections + usize::from(i < whole % sections);
         let sizes = try_collect_list("tensor_split", sections, (0..sections).map(|i| Ok(size(i))))?;
         self.split_with_sizes(&sizes, dim)
     }
 
     /// Splits dimension `dim` at these indexes, which are clamped like the ends of a slice (PyTorch's `tensor_split` with indices).
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`].
     pub fn tensor_split_at(&self, indices: &[isize], dim: isize) -> Result<Vec<Tensor>> {
         self.dim_size("tensor_split_at", dim)?;
         let starts = std::iter::once(Some(0)).chain(indices.iter().copied().map(Some));
@@ -105,31 +84,22 @@ impl Tensor {
     }
 
     /// Turns a scalar into `[1]` (PyTorch's `atleast_1d`).
-    ///
-    /// # Errors
-    /// None: the result is a view.
     pub fn atleast_1d(&self) -> Result<Tensor> {
         if self.rank() == 0 { self.unsqueeze(0) } else { Ok(self.shallow_clone()) }
     }
 
     /// Adds leading dimensions up to two: a vector becomes a row (PyTorch's `atleast_2d`).
-    ///
-    /// # Errors
-    /// None: the result is a view.
     pub fn atleast_2d(&self) -> Result<Tensor> {
         if self.rank() < 2 { self.atleast_1d()?.unsqueeze(0) } else { Ok(self.shallow_clone()) }
     }
 
     /// Adds dimensions up to three: a matrix `[m, n]` becomes `[m, n, 1]`, a vector `[1, n, 1]` (PyTorch's `atleast_3d`).
-    ///
-    /// # Errors
-    /// None: the result is a view.
     pub fn atleast_3d(&self) -> Result<Tensor> {
         if self.rank() < 3 { self.atleast_2d()?.unsqueeze(-1) } else { Ok(self.shallow_clone()) }
     }
 
     /// Returns the view rotated by `k` times 90 degrees from dimension `a` towards dimension `b` (PyTorch's `rot90`, where the
-    /// dimensions default to 0 and 1).
+    /// dimensions default to 0 and 1). Fails for two equal dimensions.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -137,15 +107,10 @@ impl Tensor {
     /// assert_eq!(a.rot90(1, 0, 1)?.to_vec::<f32>()?, [1.0, 3.0, 0.0, 2.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`]; two equal dimensions.
     pub fn rot90(&self, k: isize, a: isize, b: isize) -> Result<Tensor> {
         let op = "rot90";
         let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
-        if i == j {
-            return Err(Error::invalid(op, format!("a rotation needs two dimensions, and {a} and {b} are the same")));
-        }
+        invalid!(op if i == j, "a rotation needs two dimensions, and {a} and {b} are the same");
         match k.rem_euclid(4) {
             0 => Ok(self.shallow_clone()),
             1 => self.flip(b)?.transpose(a, b),
@@ -154,44 +119,29 @@ impl Tensor {
         }
     }
 
-    /// Swaps the last two dimensions (PyTorch's `mT`).
-    ///
-    /// # Errors
-    /// Fewer than two dimensions.
+    /// Swaps the last two dimensions (PyTorch's `mT`). Fails for fewer than two dimensions.
     pub fn mt(&self) -> Result<Tensor> {
         self.transpose(-2, -1).map_err(|e| e.with_op("mt"))
     }
 
-    /// Expands to the shape of `other` (PyTorch's `expand_as`).
-    ///
-    /// # Errors
-    /// As [`Tensor::expand`].
+    /// Expands to the shape of `other` (PyTorch's `expand_as`). Fails as [`Tensor::expand`] does.
     pub fn expand_as(&self, other: &Tensor) -> Result<Tensor> {
         self.expand(other.shape()).map_err(|e| e.with_op("expand_as"))
     }
 
-    /// Reshapes to the shape of `other` (PyTorch's `reshape_as`).
-    ///
-    /// # Errors
-    /// As [`Tensor::reshape`].
+    /// Reshapes to the shape of `other` (PyTorch's `reshape_as`). Fails as [`Tensor::reshape`] does.
     #[track_caller]
     pub fn reshape_as(&self, other: &Tensor) -> Result<Tensor> {
         self.reshape(other.shape()).map_err(|e| e.with_op("reshape_as"))
     }
 
     /// Flattens to one dimension (PyTorch's `ravel`); a view if the strides allow it.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn ravel(&self) -> Result<Tensor> {
         self.reshape(self.numel())
     }
 
     /// Removes the dimensions `dims` whose size is 1 (PyTorch's `squeeze` with several dimensions).
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`].
     pub fn squeeze_dims(&self, dims: &[isize]) -> Result<Tensor> {
         let op = "squeeze_dims";
         let mut removed = dims.iter().map(|&d| self.shape().dim(op, d)).collect::<Result<Dims>>()?;

@@ -9,6 +9,7 @@ use smallvec::SmallVec;
 use super::create::check_storage;
 use super::{Layout, Shape};
 use crate::autograd::{record_unary_differentiable, record_view};
+use crate::error::invalid;
 use crate::layout::shape::{Dims, NewShape};
 use crate::storage::Caller;
 use crate::{DType, DimList, Error, ReduceDims, Result, Tensor};
@@ -21,25 +22,13 @@ fn distinct_dims(op: &'static str, dims: &[isize], rank: usize) -> Result<Dims> 
         if !(0..rank as isize).contains(&d) {
             return Err(Error::DimOutOfRange { op, dim, rank });
         }
-        if out.contains(&(d as usize)) {
-            return Err(Error::invalid(op, format!("{dims:?} names dimension {d} twice")));
-        }
+        invalid!(op if out.contains(&(d as usize)), "{dims:?} names dimension {d} twice");
         out.push(d as usize);
     }
     Ok(out)
 }
 
 impl Tensor {
-    /// Records a view that has every element once. `back` maps the view's gradient to this tensor's shape.
-    fn record_full_view(
-        &self,
-        op: &'static str,
-        layout: Layout,
-        back: impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static,
-    ) -> Tensor {
-        record_view(op, layout, self, back)
-    }
-
     /// Reinterprets the same bytes as another dtype (PyTorch's `view(dtype)`), outside the graph. If the element size changes, the
     /// size of the last dimension changes with it.
     ///
@@ -57,9 +46,8 @@ impl Tensor {
     pub fn view_dtype(&self, dtype: DType) -> Result<Tensor> {
         let (op, from, to) = ("view_dtype", self.dtype.size(), dtype.size());
         let mut view = self.detach();
-        if dtype == DType::Bool && self.dtype != DType::Bool {
-            return Err(Error::invalid(op, format!("not every {} is a bool: compare with .ne(0)", self.dtype)));
-        }
+        invalid!(op if dtype == DType::Bool && self.dtype != DType::Bool,
+            "not every {} is a bool: compare with .ne(0)", self.dtype);
         view.dtype = dtype;
         if from == to {
             return Ok(view);
@@ -112,7 +100,8 @@ impl Tensor {
     }
 
     /// Returns the elements in another shape, in the same row-major order (PyTorch's `reshape`). One size may be -1 and is then
-    /// inferred. The result is a view if the strides allow it, otherwise a contiguous copy; see [`Tensor::shares_storage`].
+    /// inferred. The result is a view if the strides allow it, otherwise a contiguous copy; see [`Tensor::shares_storage`]. Fails
+    /// for sizes whose product is not the number of elements.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -121,9 +110,6 @@ impl Tensor {
     /// assert_eq!(a.t()?.reshape(6)?.to_vec::<f32>()?, [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Sizes whose product is not the number of elements.
     #[track_caller]
     pub fn reshape(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -134,10 +120,8 @@ impl Tensor {
         }
     }
 
-    /// Like [`Tensor::reshape`], but always a view (PyTorch's `view`).
-    ///
-    /// # Errors
-    /// Sizes whose product is not the number of elements; a shape that these strides cannot express.
+    /// Like [`Tensor::reshape`], but always a view (PyTorch's `view`). Fails for sizes whose product is not the number of elements,
+    /// and for a shape that these strides cannot express.
     pub fn view(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
         let shape = shape.into().resolve("view", &format_args!("shape {}", self.shape()), self.numel())?;
         self.try_view("view", &shape).ok_or_else(|| {
@@ -152,7 +136,7 @@ impl Tensor {
 
     fn try_view(&self, op: &'static str, shape: &Shape) -> Option<Tensor> {
         let old = self.shape().clone();
-        Some(self.record_full_view(op, self.layout.reshape(shape)?, move |grad| grad.reshape(&old)))
+        Some(record_view(op, self.layout.reshape(shape)?, self, move |grad| grad.reshape(&old)))
     }
 
     /// Swaps dimensions `a` and `b` (PyTorch's `transpose`).
@@ -165,19 +149,14 @@ impl Tensor {
     /// assert!(b.shares_storage(&a));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`].
     pub fn transpose(&self, a: isize, b: isize) -> Result<Tensor> {
         let op = "transpose";
         let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
-        Ok(self.record_full_view(op, self.layout.transpose(i, j), move |grad| grad.transpose(a, b)))
+        Ok(record_view(op, self.layout.transpose(i, j), self, move |grad| grad.transpose(a, b)))
     }
 
-    /// Transposes a matrix; returns a vector or a scalar unchanged (PyTorch's `t`).
-    ///
-    /// # Errors
-    /// More than two dimensions: use [`Tensor::transpose`].
+    /// Transposes a matrix; returns a vector or a scalar unchanged (PyTorch's `t`). Fails for more than two dimensions: use
+    /// [`Tensor::transpose`].
     pub fn t(&self) -> Result<Tensor> {
         match self.rank() {
             0 | 1 => Ok(self.shallow_clone()),
@@ -186,7 +165,8 @@ impl Tensor {
         }
     }
 
-    /// Reorders the dimensions: dimension `dims[i]` becomes dimension `i` (PyTorch's `permute`).
+    /// Reorders the dimensions: dimension `dims[i]` becomes dimension `i` (PyTorch's `permute`). Fails for `dims` that do not name
+    /// every dimension exactly once.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -194,22 +174,18 @@ impl Tensor {
     /// assert_eq!(a.permute(&[1, 0])?.shape().dims(), &[3, 2]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// `dims` that do not name every dimension exactly once.
     pub fn permute(&self, dims: &[isize]) -> Result<Tensor> {
         let op = "permute";
         let order = dims.iter().map(|&d| self.shape().dim(op, d)).collect::<Result<Dims>>()?;
         let mut back: Dims<isize> = SmallVec::from_elem(-1, self.rank());
         order.iter().enumerate().for_each(|(i, &d)| back[d] = i as isize);
-        if order.len() != self.rank() || back.contains(&-1) {
-            let reason = format!("{dims:?} does not name each of the {} dimensions once", self.rank());
-            return Err(Error::invalid(op, reason));
-        }
-        Ok(self.record_full_view(op, self.layout.permute(&order), move |grad| grad.permute(&back)))
+        invalid!(op if order.len() != self.rank() || back.contains(&-1),
+            "{dims:?} does not name each of the {} dimensions once", self.rank());
+        Ok(record_view(op, self.layout.permute(&order), self, move |grad| grad.permute(&back)))
     }
 
-    /// Moves dimensions `source` to positions `destination`; the other dimensions keep their order (PyTorch's `movedim`).
+    /// Moves dimensions `source` to positions `destination`; the other dimensions keep their order (PyTorch's `movedim`). Fails
+    /// with [`Error::Invalid`] for a repeated dimension, or if `source` and `destination` differ in length.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -218,16 +194,10 @@ impl Tensor {
     /// assert_eq!(a.movedim([0, 1], [-1, -2])?.shape().dims(), [4, 3, 2]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`]; [`Error::Invalid`] for a repeated dimension, or if `source` and `destination` differ in length.
     pub fn movedim(&self, source: impl Into<DimList>, destination: impl Into<DimList>) -> Result<Tensor> {
         let op = "movedim";
         let (source, destination) = (source.into().0, destination.into().0);
-        if source.len() != destination.len() {
-            let reason = format!("{source:?} and {destination:?} differ in length");
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if source.len() != destination.len(), "{source:?} and {destination:?} differ in length");
         let (from, to) = (distinct_dims(op, &source, self.rank())?, distinct_dims(op, &destination, self.rank())?);
         let mut others = (0..self.rank()).filter(|d| !from.contains(d));
         let order: Dims<isize> = (0..self.rank())
@@ -239,7 +209,8 @@ impl Tensor {
         self.permute(&order)
     }
 
-    /// Selects the indexes `start..start + len` of dimension `dim` (PyTorch's `narrow`).
+    /// Selects the indexes `start..start + len` of dimension `dim` (PyTorch's `narrow`). Fails for a range that does not fit in the
+    /// dimension; [`Tensor::slice`] clamps instead.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -247,9 +218,6 @@ impl Tensor {
     /// assert_eq!(a.narrow(1, 1, 2)?.to_vec::<f32>()?, [1.0, 2.0, 4.0, 5.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// A range that does not fit in the dimension; [`Tensor::slice`] clamps instead.
     pub fn narrow(&self, dim: isize, start: usize, len: usize) -> Result<Tensor> {
         let op = "narrow";
         let dim = self.shape().dim(op, dim)?;
@@ -257,7 +225,7 @@ impl Tensor {
     }
 
     /// Selects Python's `[start:end:step]` in dimension `dim`. Negative ends count from the end, ends out of range are clamped, `None`
-    /// is the first or last element, and a negative step reverses the order.
+    /// is the first or last element, and a negative step reverses the order. Fails for a step of zero.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -266,9 +234,6 @@ impl Tensor {
     /// assert_eq!(a.slice(0, None, None, -2)?.to_vec::<f32>()?, [4.0, 2.0, 0.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// A step of zero.
     pub fn slice(
         &self,
         dim: isize,
@@ -294,7 +259,7 @@ impl Tensor {
         if self.shape().dims()[d] != 1 {
             return Ok(self.shallow_clone());
         }
-        Ok(self.record_full_view("squeeze", self.layout.remove(d), move |grad| grad.unsqueeze(d as isize)))
+        Ok(record_view("squeeze", self.layout.remove(d), self, move |grad| grad.unsqueeze(d as isize)))
     }
 
     /// Removes all dimensions of size 1.
@@ -303,21 +268,20 @@ impl Tensor {
         self.view(kept)
     }
 
-    /// Inserts dimensions of size 1 at positions `dims` of the result (PyTorch's `unsqueeze`, NumPy's `expand_dims`).
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`]; [`Error::Invalid`] for a repeated dimension.
+    /// Inserts dimensions of size 1 at positions `dims` of the result (PyTorch's `unsqueeze`, NumPy's `expand_dims`). Fails with
+    /// [`Error::Invalid`] for a repeated dimension.
     pub fn unsqueeze(&self, dims: impl Into<DimList>) -> Result<Tensor> {
         let (op, dims) = ("unsqueeze", dims.into().0);
         let mut new = distinct_dims(op, &dims, self.rank() + dims.len())?;
         new.sort_unstable();
         let layout = new.iter().fold(self.layout.clone(), |layout, &d| layout.insert(d));
         let back: Dims<isize> = new.iter().map(|&d| d as isize).collect();
-        Ok(self.record_full_view(op, layout, move |grad| grad.squeeze_dims(&back)))
+        Ok(record_view(op, layout, self, move |grad| grad.squeeze_dims(&back)))
     }
 
     /// Stretches dimensions of size 1 to `shape`, which may have more leading dimensions; -1 keeps a size (PyTorch's
-    /// `expand`). Repeated elements share memory. The gradient is the sum over the repetitions.
+    /// `expand`). Repeated elements share memory. The gradient is the sum over the repetitions. Fails with [`Error::ShapeMismatch`]
+    /// if a size other than 1 would change.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -326,9 +290,6 @@ impl Tensor {
     /// assert_eq!((b.shape().dims(), b.strides()), (&[4, 2, 3][..], &[0, 3, 1][..]));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`] if a size other than 1 would change.
     pub fn expand(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
         self.expand_as_op("expand", &shape.into())
     }
@@ -369,9 +330,6 @@ impl Tensor {
     /// assert_eq!(a.flatten(0, -1)?.shape().dims(), &[6]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`].
     #[track_caller]
     pub fn flatten(&self, start: isize, end: isize) -> Result<Tensor> {
         let op = "flatten";
@@ -380,9 +338,7 @@ impl Tensor {
         }
         let (a, b) = (self.shape().dim(op, start)?, self.shape().dim(op, end)?);
         let dims = self.shape().dims();
-        if a > b {
-            return Err(Error::invalid(op, format!("dimension {start} comes after dimension {end}")));
-        }
+        invalid!(op if a > b, "dimension {start} comes after dimension {end}");
         let joined = Shape::from(&dims[a..=b]).numel();
         self.reshape(dims[..a].iter().copied().chain([joined]).chain(dims[b + 1..].iter().copied()).collect::<Shape>())
     }
@@ -396,10 +352,8 @@ impl Tensor {
         self.view(dims[..d].iter().chain(inner.dims()).chain(&dims[d + 1..]).copied().collect::<Shape>())
     }
 
-    /// Reverses these dimensions, all for `()`: a view with negative strides (PyTorch's `flip` copies).
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`]; a repeated dimension.
+    /// Reverses these dimensions, all for `()`: a view with negative strides (PyTorch's `flip` copies). Fails for a repeated
+    /// dimension.
     pub fn flip(&self, dims: impl Into<ReduceDims>) -> Result<Tensor> {
         let op = "flip";
         let flipped = dims.into().mask(op, self.shape())?;
@@ -418,18 +372,12 @@ impl Tensor {
         Ok(record_view(op, flip(&self.layout), self, move |grad| grad.record_flip(op, flip.clone())))
     }
 
-    /// Reverses dimension 1: the columns of each matrix (PyTorch's `fliplr`).
-    ///
-    /// # Errors
-    /// Fewer than two dimensions.
+    /// Reverses dimension 1: the columns of each matrix (PyTorch's `fliplr`). Fails for fewer than two dimensions.
     pub fn fliplr(&self) -> Result<Tensor> {
         self.flip(1).map_err(|e| e.with_op("fliplr"))
     }
 
-    /// Reverses dimension 0: the rows (PyTorch's `flipud`).
-    ///
-    /// # Errors
-    /// A scalar.
+    /// Reverses dimension 0: the rows (PyTorch's `flipud`). Fails for a scalar.
     pub fn flipud(&self) -> Result<Tensor> {
         self.shape().dim("flipud", 0)?;
         self.flip(0).map_err(|e| e.with_op("flipud"))
@@ -440,9 +388,7 @@ impl Tensor {
     pub fn diagonal(&self, shift: isize, a: isize, b: isize) -> Result<Tensor> {
         let op = "diagonal";
         let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
-        if i == j {
-            return Err(Error::invalid(op, format!("a diagonal needs two dimensions, and {a} and {b} are the same")));
-        }
+        invalid!(op if i == j, "a diagonal needs two dimensions, and {a} and {b} are the same");
         self.select_view(op, move |l| Ok(l.diagonal(shift, i, j)))
     }
 }

@@ -3,6 +3,7 @@
 use super::Layout;
 use super::create::check_storage;
 use crate::autograd::{is_tracked, record_unary_differentiable, record_view};
+use crate::error::invalid;
 use crate::layout::shape::Shape;
 use crate::storage::Storage;
 use crate::{DType, Error, Result, Tensor};
@@ -12,7 +13,8 @@ const MAX_STRIDE_ELEMENTS: usize = 1 << 48;
 
 impl Tensor {
     /// Returns all windows of `size` elements along dimension `dim`, `step` apart, as a new last dimension (PyTorch's `unfold`).
-    /// Windows longer than the step overlap: they share memory, and the gradients of shared elements are added.
+    /// Windows longer than the step overlap: they share memory, and the gradients of shared elements are added. Fails for a window
+    /// longer than the dimension, and for a step of zero.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -22,9 +24,6 @@ impl Tensor {
     /// assert_eq!(windows.to_vec::<f32>()?, [0.0, 1.0, 2.0, 2.0, 3.0, 4.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`]; a window longer than the dimension; a step of zero.
     pub fn unfold(&self, dim: isize, size: usize, step: usize) -> Result<Tensor> {
         let op = "unfold";
         if self.rank() == 0 && matches!(dim, -1 | 0) && size <= 1 && step > 0 {
@@ -32,10 +31,8 @@ impl Tensor {
         }
         let d = self.shape().dim(op, dim)?;
         let len = self.shape().dims()[d];
-        if size > len || step == 0 {
-            let reason = format!("windows of {size}, {step} apart, do not fit in dimension {d} of size {len}");
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if size > len || step == 0,
+            "windows of {size}, {step} apart, do not fit in dimension {d} of size {len}");
         let windows = self.layout.unfold(d, size, step);
         windows.shape.clone().checked(op)?; // the windows of an expanded view may overflow the element count
         let shape = self.shape().clone();
@@ -131,10 +128,8 @@ fn checked_strided_layout(
     storage_len: usize,
 ) -> Result<Layout> {
     let shape = shape.checked(op)?;
-    if stride.len() != shape.rank() {
-        let reason = format!("shape {shape} has {} dimensions, and {} strides are given", shape.rank(), stride.len());
-        return Err(Error::invalid(op, reason));
-    }
+    invalid!(op if stride.len() != shape.rank(),
+        "shape {shape} has {} dimensions, and {} strides are given", shape.rank(), stride.len());
     let (mut low, mut high) = (offset as i128, offset as i128);
     for (&d, &s) in shape.dims().iter().zip(stride) {
         let reach = (d as i128 - 1) * s as i128;
@@ -142,12 +137,8 @@ fn checked_strided_layout(
     }
     // An empty tensor accesses nothing, but its strides still enter into computations and must not overflow.
     let computable = offset <= storage_len && stride.iter().all(|s| s.unsigned_abs() <= MAX_STRIDE_ELEMENTS);
-    if !computable || shape.numel() > 0 && (low < 0 || high >= storage_len as i128) {
-        let reason = format!(
-            "shape {shape}, strides {stride:?} and offset {offset} reach elements {low} to {high} of a storage of {storage_len}"
-        );
-        return Err(Error::invalid(op, reason));
-    }
+    invalid!(op if !computable || shape.numel() > 0 && (low < 0 || high >= storage_len as i128),
+        "shape {shape}, strides {stride:?} and offset {offset} reach elements {low} to {high} of a storage of {storage_len}");
     Ok(Layout { shape, strides: stride.iter().copied().collect(), offset })
 }
 

@@ -37,11 +37,17 @@ fn dims_of((shape, dims, _): Form) -> (Argument, Vec<usize>) {
 }
 
 fn of_row(row: &'static ReductionRow) -> Vec<Case> {
+    // The alias of the row, under which calls by name are tested too.
+    let alias = ["amax", "amin"].into_iter().find(|name| &name[1..] == row.name);
+    [row.name].into_iter().chain(alias).flat_map(|name| named_cases(name, row)).collect()
+}
+
+fn named_cases(name: &'static str, row: &'static ReductionRow) -> Vec<Case> {
     // A reduction of no elements if the row allows it, otherwise a reduction without results.
     let empty: Form = (&[0, 3], Some(if row.allows_no_elements() { &[0] } else { &[1] }), false);
     let one = |form: Form| {
         let (argument, dims) = dims_of(form);
-        let case = case(row.name);
+        let case = case(name);
         // Extremes have a kink at equal elements.
         let case = match row.name.contains("max") || row.name.contains("min") {
             true => case.distinct(form.0),

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::layout::dims::ReduceDims;
+use crate::layout::shape::impl_from;
 use crate::{DType, Device, Scalar};
 
 /// An argument of an operation other than a tensor.
@@ -52,56 +53,28 @@ impl fmt::Display for Argument {
     }
 }
 
-macro_rules! impl_from {
-    ($($t:ty, $x:ident => $e:expr;)*) => {
-        $(impl From<$t> for Argument {
-            fn from($x: $t) -> Argument {
-                $e
-            }
-        })*
-    };
-}
-
-impl_from! {
-    i64, x => Argument::Int(x);
-    i32, x => Argument::Int(x.into());
-    isize, x => Argument::Int(x as i64);
-    usize, x => Argument::Int(x as i64);
-    f64, x => Argument::Float(x);
-    bool, x => Argument::Bool(x);
-    &str, x => Argument::Text(x.into());
-    DType, x => Argument::DType(x);
-    Device, x => Argument::Device(x);
-    &[i32], x => Argument::Ints(x.iter().map(|&i| i.into()).collect());
-    &[isize], x => Argument::Ints(x.iter().map(|&i| i as i64).collect());
-    &[usize], x => Argument::Ints(x.iter().map(|&i| i as i64).collect());
-    &[f64], x => Argument::Floats(x.to_vec());
-    &ReduceDims, x => match x.given() {
-        Some(dims) => Argument::from(dims),
-        None => Argument::None,
-    };
-    Scalar, x => match x {
+impl_from! { Argument:
+    [] i64, x => Argument::Int(x);
+    [] i32, x => Argument::Int(x.into());
+    [] isize, x => Argument::Int(x as i64);
+    [] usize, x => Argument::Int(x as i64);
+    [] f64, x => Argument::Float(x);
+    [] bool, x => Argument::Bool(x);
+    [] &str, x => Argument::Text(x.into());
+    [] DType, x => Argument::DType(x);
+    [] Device, x => Argument::Device(x);
+    [] &[i32], x => Argument::Ints(x.iter().map(|&i| i.into()).collect());
+    [] &[isize], x => Argument::Ints(x.iter().map(|&i| i as i64).collect());
+    [] &[usize], x => Argument::Ints(x.iter().map(|&i| i as i64).collect());
+    [const N: usize] &[i32; N], x => Argument::from(&x[..]);
+    [const N: usize] &[usize; N], x => Argument::from(&x[..]);
+    [] &[f64], x => Argument::Floats(x.to_vec());
+    [] &ReduceDims, x => x.given().map_or(Argument::None, Argument::from);
+    [] Scalar, x => match x {
         Scalar::Int(i) => Argument::Int(i),
         Scalar::Float(f) => Argument::Float(f),
     };
-}
-
-impl<const N: usize> From<&[i32; N]> for Argument {
-    fn from(x: &[i32; N]) -> Argument {
-        Argument::from(&x[..])
-    }
-}
-
-impl<const N: usize> From<&[usize; N]> for Argument {
-    fn from(x: &[usize; N]) -> Argument {
-        Argument::from(&x[..])
-    }
-}
-
-impl<T: Into<Argument>> From<Option<T>> for Argument {
-    fn from(x: Option<T>) -> Argument {
-        x.map_or(Argument::None, Into::into)
-    }
+    [T: Into<Argument>] Option<T>, x => x.map_or(Argument::None, Into::into);
 }
 
 macro_rules! parameter_kinds {

@@ -24,20 +24,6 @@ pub(crate) fn shape_mismatch(op: &'static str, a: &Tensor, b: &Tensor, hint: &'s
     Error::ShapeMismatch { op, lhs: a.shape().clone(), rhs: b.shape().clone(), hint }
 }
 
-/// `invalid!(op if condition, "message {}", ..)` returns [`Error::Invalid`] from the method if the condition holds.
-macro_rules! invalid {
-    ($op:tt if let $pattern:pat = $value:expr, $($message:tt)+) => {
-        if let $pattern = $value {
-            return Err($crate::Error::invalid($op, format!($($message)+)));
-        }
-    };
-    ($op:tt if $condition:expr, $($message:tt)+) => {
-        if $condition {
-            return Err($crate::Error::invalid($op, format!($($message)+)));
-        }
-    };
-}
-
 /// `mismatch!(op if condition, a, b, hint)` returns [`Error::ShapeMismatch`] of tensors `a` and `b` if the condition holds.
 macro_rules! mismatch {
     ($op:tt if $condition:expr, $a:expr, $b:expr, $hint:expr) => {
@@ -83,4 +69,5 @@ pub(crate) fn call_with_cast<R>(cast: &[Tensor], method: impl FnOnce(&[Tensor]) 
     method(cast)
 }
 
-pub(crate) use {cast_first, invalid, mismatch, unsupported};
+pub(crate) use crate::error::invalid;
+pub(crate) use {cast_first, mismatch, unsupported};

@@ -16,12 +16,19 @@ pub(crate) mod results;
 
 /// Imports for the files that define methods of `Tensor`.
 pub(crate) mod prelude {
+    pub(crate) use smallvec::SmallVec;
+
+    pub(crate) use super::args::Args;
+    pub(crate) use super::arguments::Argument;
     pub(crate) use super::autocast::{autocast_inputs, autocast_to_f32};
     pub(crate) use super::checks::{
         WithOp, cast_first, invalid, mismatch, same_device, same_dtype, shape_mismatch, unsupported,
     };
     pub(crate) use super::operation::operations;
     pub(crate) use super::registry::{call_replacement, return_replacement};
-    pub(crate) use crate::Error;
+    pub(crate) use crate::autograd::{self, Saved};
+    pub(crate) use crate::backend::{self, problem::map::Params};
     pub(crate) use crate::storage::Caller; // linked in the documentation of most methods
+    pub(crate) use crate::tensor::{Dims, Layout};
+    pub(crate) use crate::{DType, Device, Error, Expr, Result, Scalar, Shape, Tensor, no_grad};
 }

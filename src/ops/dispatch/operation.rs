@@ -4,6 +4,7 @@ use crate::expr::table::Row;
 use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::parameters::{Parameter, Signature};
+use crate::ops::elementwise::pointwise::ALIASES;
 use crate::{DType, Result, Tensor};
 
 macro_rules! operation_kinds {
@@ -186,8 +187,8 @@ impl Operation {
     ///
     /// Views, copies, aliases, in-place forms, and operations that create or randomly fill tensors cannot be replaced.
     pub fn is_replaceable(&self) -> bool {
-        let own = self.row().is_none_or(|row| row.name == self.name);
-        own && !matches!(self.kind, Kind::Creation | Kind::Random | Kind::View | Kind::Copying | Kind::InPlace)
+        let alias = ALIASES.iter().any(|(alias, _)| *alias == self.name);
+        !alias && !matches!(self.kind, Kind::Creation | Kind::Random | Kind::View | Kind::Copying | Kind::InPlace)
     }
 
     /// Calls the method with the given tensors and arguments, after filling in defaults.

@@ -5,6 +5,7 @@ use std::fmt;
 use smallvec::SmallVec;
 
 use crate::error::Excerpt;
+use crate::layout::shape::impl_from;
 use crate::ops::dispatch::arguments::{Argument, ParameterKind};
 use crate::{Error, Result, Tensor};
 
@@ -57,28 +58,11 @@ pub enum Value<'a> {
     Argument(Argument),
 }
 
-impl<'a> From<&'a Tensor> for Value<'a> {
-    fn from(t: &'a Tensor) -> Value<'a> {
-        Value::Tensor(t)
-    }
-}
-
-impl<'a> From<Option<&'a Tensor>> for Value<'a> {
-    fn from(t: Option<&'a Tensor>) -> Value<'a> {
-        t.map_or(Value::Argument(Argument::None), Value::Tensor)
-    }
-}
-
-impl<'a> From<&'a [&'a Tensor]> for Value<'a> {
-    fn from(tensors: &'a [&'a Tensor]) -> Value<'a> {
-        Value::Tensors(tensors)
-    }
-}
-
-impl<T: Into<Argument>> From<T> for Value<'_> {
-    fn from(argument: T) -> Self {
-        Value::Argument(argument.into())
-    }
+impl_from! { Value<'a>:
+    ['a] &'a Tensor, t => Value::Tensor(t);
+    ['a] Option<&'a Tensor>, t => t.map_or(Value::Argument(Argument::None), Value::Tensor);
+    ['a] &'a [&'a Tensor], tensors => Value::Tensors(tensors);
+    ['a, T: Into<Argument>] T, argument => Value::Argument(argument.into());
 }
 
 impl fmt::Display for Value<'_> {
@@ -175,7 +159,8 @@ impl<'a> Signature<'a> {
         Ok((slots, arguments))
     }
 
-    /// Converts a call with named parameters to the positional tensors and arguments that [`call`](crate::ops::call) takes.
+    /// Converts a call with named parameters to the positional tensors and arguments that [`call`](crate::ops::call) takes. Fails
+    /// with [`Error::Invalid`] for an unknown name, a parameter that is given twice, and a value of the wrong kind.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops};
@@ -186,9 +171,6 @@ impl<'a> Signature<'a> {
     /// ops::call("layer_norm", &tensors, &arguments)?;
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for an unknown name, a parameter that is given twice, and a value of the wrong kind.
     pub fn by_position<'t>(
         self,
         tensors: &[Option<&'t Tensor>],

@@ -12,41 +12,24 @@ pub(crate) trait FromResults: Sized {
     fn from_results(results: Vec<Tensor>) -> Result<Self>;
 }
 
-impl IntoResults for Tensor {
-    fn into_results(self) -> Vec<Tensor> {
-        vec![self]
-    }
+macro_rules! into_results {
+    ($([$($generics:tt)*] $t:ty, $x:pat => $results:expr;)*) => { $(
+        impl<$($generics)*> IntoResults for $t {
+            fn into_results(self) -> Vec<Tensor> {
+                let $x = self;
+                $results
+            }
+        }
+    )* };
 }
 
-impl IntoResults for &Tensor {
-    fn into_results(self) -> Vec<Tensor> {
-        vec![self.shallow_clone()]
-    }
-}
-
-impl IntoResults for Vec<Tensor> {
-    fn into_results(self) -> Vec<Tensor> {
-        self
-    }
-}
-
-impl IntoResults for (Tensor, Tensor) {
-    fn into_results(self) -> Vec<Tensor> {
-        vec![self.0, self.1]
-    }
-}
-
-impl IntoResults for (Tensor, Tensor, Tensor) {
-    fn into_results(self) -> Vec<Tensor> {
-        vec![self.0, self.1, self.2]
-    }
-}
-
-/// Keeps only the results that are present.
-impl<const N: usize> IntoResults for [Option<Tensor>; N] {
-    fn into_results(self) -> Vec<Tensor> {
-        self.into_iter().flatten().collect()
-    }
+into_results! {
+    [] Tensor, t => vec![t];
+    [] &Tensor, t => vec![t.shallow_clone()];
+    [] Vec<Tensor>, all => all;
+    [] (Tensor, Tensor), (a, b) => vec![a, b];
+    [] (Tensor, Tensor, Tensor), (a, b, c) => vec![a, b, c];
+    [const N: usize] [Option<Tensor>; N], all => all.into_iter().flatten().collect(); // only the results that are present
 }
 
 impl FromResults for Tensor {

@@ -3,16 +3,12 @@
 use std::slice;
 use std::sync::LazyLock;
 
-use smallvec::SmallVec;
-
-use crate::autograd::{self, InPlace};
-use crate::backend::problem::map::Params;
+use crate::MemoryFormat;
+use crate::autograd::InPlace;
 use crate::device::capture::is_capturing;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise;
-use crate::tensor::Layout;
 use crate::tensor::bytes::check_bytes;
-use crate::{DType, Expr, MemoryFormat, Result, Scalar, Tensor, backend};
 
 /// The formulas `x` and `s`, created once because creating an expression allocates.
 static IDENTITY: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
@@ -44,9 +40,6 @@ impl Tensor {
     /// assert!(b.is_contiguous() && !b.shares_storage(&a));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`] and device failures.
     #[track_caller]
     pub fn try_clone(&self) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -81,9 +74,6 @@ impl Tensor {
 
     /// Returns these elements in row-major order: this tensor itself if it is contiguous, otherwise a copy made by one launch.
     /// Operations of this crate accept any strides; use this for code that needs contiguous memory. Differentiable.
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`] and device failures.
     #[track_caller]
     pub fn contiguous(&self) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -92,7 +82,8 @@ impl Tensor {
 
     /// Returns these elements in the given memory order: this tensor itself if it has that order, otherwise a copy made by one launch
     /// (PyTorch's `x.to(memory_format=torch.channels_last)`). Operations and layers keep the order of their input if they can. Views
-    /// such as [`Tensor::flatten`] follow the shape and not the order in memory. Differentiable.
+    /// such as [`Tensor::flatten`] follow the shape and not the order in memory. Differentiable. Fails with
+    /// [`Error::Invalid`] for a tensor whose number of dims does not match the format.
     ///
     /// ```
     /// use claystone::{Device, MemoryFormat, Tensor};
@@ -102,10 +93,6 @@ impl Tensor {
     /// assert_eq!(y.permute(&[0, 2, 3, 1])?.is_contiguous(), true);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] for a tensor whose number of dims does not match the format; [`crate::Error::OutOfMemory`] and device
-    /// failures.
     #[track_caller]
     pub fn to_memory_format(&self, format: MemoryFormat) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -133,7 +120,8 @@ impl Tensor {
     /// between floats.
     ///
     /// Conversions follow Rust's `as`. Floats truncate towards zero and saturate as integers, NaN becomes 0, and integers wrap.
-    /// Halves round to nearest even. As a bool, every value except 0 is true.
+    /// Halves round to nearest even. As a bool, every value except 0 is true. A device without double precision cannot convert to
+    /// or from f64.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -141,9 +129,6 @@ impl Tensor {
     /// assert_eq!(t.to_dtype(DType::U8)?.to_vec::<u8>()?, [1, 0, 255]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`]; a device without double precision cannot convert to or from f64.
     #[track_caller]
     pub fn to_dtype(&self, dtype: DType) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -177,12 +162,8 @@ impl Tensor {
     /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype. In place; differentiable in `src`.
     ///
     /// Both tensors are on one device. Tensors of one shape and dtype that are contiguous in one memory format may be on different
-    /// devices; such a copy waits for the device.
-    ///
-    /// # Errors
-    /// [`crate::Error::ShapeMismatch`], [`crate::Error::DeviceMismatch`]; [`crate::Error::Autograd`] if this is a leaf that requires a
-    /// gradient, or a view of such a leaf; [`crate::Error::Invalid`] if this is an expanded view; [`crate::Error::Partial`] if a copy
-    /// between devices, or between overlapping views, fails midway.
+    /// devices; such a copy waits for the device. Fails with [`Error::Partial`] if a copy between devices, or between
+    /// overlapping views, fails midway.
     pub fn copy_(&self, src: &Tensor) -> Result<&Tensor> {
         self.copy_recorded("copy_", src, false)
     }
@@ -203,9 +184,6 @@ impl Tensor {
     /// assert_eq!(x.to_vec::<f32>()?, [1.0; 3]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::copy_`].
     pub fn copy_non_blocking_(&self, src: &Tensor) -> Result<&Tensor> {
         self.copy_recorded("copy_non_blocking_", src, true)
     }
@@ -263,8 +241,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a wrong number of bytes, for bools other than 0 and 1, and for an expanded view; otherwise as
-    /// [`Tensor::fill_`]; [`crate::Error::Partial`] if the device fails midway.
+    /// [`Error::Invalid`] for a wrong number of bytes, for bools other than 0 and 1, and for an expanded view; otherwise as
+    /// [`Tensor::fill_`]; [`Error::Partial`] if the device fails midway.
     pub fn write_bytes_(&self, bytes: &[u8]) -> Result<&Tensor> {
         self.write_elements("write_bytes_", bytes, false)
     }
@@ -282,9 +260,6 @@ impl Tensor {
     /// assert_eq!(x.to_vec::<u8>()?, [1, 2, 3, 4]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::write_bytes_`].
     pub fn write_bytes_non_blocking_(&self, bytes: &[u8]) -> Result<&Tensor> {
         self.write_elements("write_bytes_non_blocking_", bytes, true)
     }
@@ -321,9 +296,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a fraction as a value of an integer dtype, for a number outside the dtype's range, such as NaN,
-    /// for a finite number that rounds to infinity, and for an expanded view; [`crate::Error::Autograd`] if this is a leaf that
-    /// requires a gradient, or a view of such a leaf.
+    /// [`Error::Invalid`] for a fraction as a value of an integer dtype, for a number outside the dtype's range, such as
+    /// NaN, for a finite number that rounds to infinity, and for an expanded view.
     pub fn fill_(&self, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "fill_";
         let scalars = [value.into().stored(op, self.dtype)?];
@@ -333,10 +307,7 @@ impl Tensor {
         Ok(self)
     }
 
-    /// Sets every element to zero. In place.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::fill_`].
+    /// Sets every element to zero. In place. Fails as [`Tensor::fill_`] does.
     pub fn zero_(&self) -> Result<&Tensor> {
         self.fill_(0).with_op("zero_")
     }

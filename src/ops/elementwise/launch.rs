@@ -2,16 +2,14 @@
 
 use std::slice;
 
-use smallvec::SmallVec;
-
-use crate::backend::problem::map::{Formulas, Params};
+use crate::MemoryFormat;
+use crate::backend::problem::map::Formulas;
 use crate::backend::{self, Backend};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
 use crate::storage::is_uninit_scope;
-use crate::tensor::{Layout, result_layout};
-use crate::{DType, Device, MemoryFormat, Result, Shape, Tensor};
+use crate::tensor::result_layout;
 
 /// Calls `f` with the program of `exprs` and its parameters. The constants in `exprs` are appended to the scalars.
 #[inline(always)]

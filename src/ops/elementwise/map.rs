@@ -3,14 +3,12 @@
 use std::slice;
 use std::sync::Arc;
 
-use smallvec::SmallVec;
-
-use crate::backend::problem::map::{Params, compute_type};
+use crate::backend::problem::map::compute_type;
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply_tracked;
 use crate::ops::elementwise::launch::launch_program_into;
-use crate::{Compute, DType, Expr, Result, Scalar, Tensor, autograd, is_grad_enabled};
+use crate::{Compute, is_grad_enabled};
 
 /// Builds the formula with `f`, and checks that it matches the inputs.
 fn build_formula(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr) -> Result<Expr> {
@@ -19,13 +17,8 @@ fn build_formula(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -
     let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
     let expr = f(&leaves);
     let program = Program::shared(slice::from_ref(&expr));
-    if program.inputs() > inputs.len() || program.caller_scalars() > 0 || program.seeds() > 0 {
-        let reason = format!(
-            "the expression reads more than the {} inputs it was given: build it from the arguments of the closure",
-            inputs.len()
-        );
-        return Err(Error::invalid(op, reason));
-    }
+    invalid!(op if program.inputs() > inputs.len() || program.caller_scalars() > 0 || program.seeds() > 0,
+        "the expression reads more than the {} inputs it was given: build it from the arguments of the closure", inputs.len());
     unsupported!(op if program.needs_float() && !first.dtype.is_float(), first.dtype, "floats for this expression");
     drop(program);
     Ok(expr)
@@ -68,7 +61,8 @@ impl Tensor {
     ///
     /// The result has the dtype of the first input and is differentiable. Inputs broadcast and may have any strides; one launch computes
     /// the result on any device. Numbers in the formula, such as a learning rate, may change from call to call without compiling another
-    /// kernel, because they are kernel arguments. Only numbers from [`Expr::constant`] are compiled in.
+    /// kernel, because they are kernel arguments. Only numbers from [`Expr::constant`] are compiled in. Fails without an input, and
+    /// for a formula that reads an input that was not given.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -78,10 +72,6 @@ impl Tensor {
     /// assert_eq!(hypotenuse.to_vec::<f32>()?, [5.0, 13.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Inputs on different devices, of different dtypes or with shapes that do not broadcast; no input at all; a formula that reads
-    /// an input that was not given.
     #[track_caller]
     pub fn map(inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -90,7 +80,8 @@ impl Tensor {
     }
 
     /// Same as [`Tensor::map`], with custom derivatives: `derivatives` returns one formula for each input. Use it if the gradient is
-    /// not the derivative of the formula, or if that derivative is inaccurate.
+    /// not the derivative of the formula, or if that derivative is inaccurate. Fails as [`Tensor::map`] does, for the derivatives
+    /// too, and for a wrong number of derivatives.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::Expr};
@@ -101,9 +92,6 @@ impl Tensor {
     /// assert_eq!((y.to_vec::<f32>()?, x.grad().unwrap().to_vec::<f32>()?), (vec![0.0, 2.0], vec![1.0, 1.0]));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::map`], for the derivatives too; a wrong number of derivatives.
     #[track_caller]
     pub fn map_with(
         inputs: &[&Tensor],
@@ -212,10 +200,7 @@ pub struct MapInto {
 
 impl MapInto {
     /// Builds one formula for each of `outputs` with `f`, from `inputs` and the given number of scalars. `op` names the operation in
-    /// errors.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::map_into`].
+    /// errors. Fails as [`Tensor::map_into`] does.
     pub fn new(
         op: &'static str,
         inputs: Vec<Tensor>,
@@ -231,8 +216,8 @@ impl MapInto {
     /// Computes the outputs in one launch.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a wrong number of scalars, and for a fraction if all tensors are integers; tracked tensors
-    /// outside [`crate::no_grad`]; device failures.
+    /// [`Error::Invalid`] for a wrong number of scalars, and for a fraction if all tensors are integers; tracked tensors outside
+    /// [`crate::no_grad`].
     pub fn launch(&self, scalars: &[Scalar]) -> Result<()> {
         if scalars.len() != self.scalars {
             let reason = format!("{} scalars are given, and the formulas read {}", scalars.len(), self.scalars);

@@ -11,13 +11,10 @@ pub(crate) mod pointwise;
 use std::slice;
 use std::sync::LazyLock;
 
-use smallvec::SmallVec;
-
 use launch::allocate_broadcast_result;
 pub(crate) use launch::{allocate_result, apply, apply_into, apply_one, broadcast_shape, fill_result};
 
-use crate::autograd::{self, InPlace, Saved};
-use crate::backend::problem::map::Params;
+use crate::autograd::InPlace;
 use crate::expr::philox::Seed;
 use crate::expr::rows::rows;
 use crate::expr::table::{Accepts, Output, Row};
@@ -26,7 +23,7 @@ use crate::ops::dispatch::autocast::autocast_row_to_f32;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::dispatch::promote;
 use crate::ops::dispatch::registry::registered_name;
-use crate::{DType, Result, Scalar, Shape, Tensor, autocast_dtype, get_default_dtype};
+use crate::{autocast_dtype, get_default_dtype};
 
 /// Returns true in the common case that all operands have this dtype and none is a mask.
 fn all_have_dtype(dtype: DType, row: &Row, inputs: &[&Tensor]) -> bool {
@@ -77,7 +74,8 @@ fn convert_operands(row: &Row, inputs: &[&Tensor], common: DType) -> Result<Opti
 }
 
 impl Row {
-    /// Applies this row to `inputs`, one tensor for each operand, and to `scalars`, as the method of the same name does.
+    /// Applies this row to `inputs`, one tensor for each operand, and to `scalars`, as the method of the same name does. Fails as
+    /// the method does, and with [`Error::Invalid`] for a wrong number of inputs or scalars.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::ROWS};
@@ -86,9 +84,6 @@ impl Row {
     /// assert_eq!(relu.apply(&[&x], &[])?.to_vec::<f32>()?, [0.0, 2.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of the method; [`Error::Invalid`] for a wrong number of inputs or scalars.
     #[track_caller]
     pub fn apply(&'static self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
         self.check_counts(inputs, scalars)?;
@@ -120,18 +115,24 @@ impl Row {
     /// -inf, such a power has the sign or NaN that `sqrt` gives.
     fn specialise<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> RowFormulas<'a> {
         use table::rows::{pow_scalar, reciprocal, rsqrt, sqrt, square};
-        let as_row = |row, scalars| RowFormulas { formulas: FormulaSource::Row(row), scalars };
+        let of_row =
+            |row: &'static Row, scalars| RowFormulas { expr: row.expr(), derivatives: row.derivatives(), scalars };
+        let power = |[expr, derivative]: &'static [Expr; 2]| RowFormulas {
+            expr,
+            derivatives: slice::from_ref(derivative),
+            scalars: &[],
+        };
         if !std::ptr::eq(self, &pow_scalar) {
-            return as_row(self, scalars);
+            return of_row(self, scalars);
         }
         match scalars[0].to_f64() {
-            2.0 => as_row(&square, &[]),
-            3.0 => CUBE.formulas(),
-            0.5 if common.is_float() => as_row(&sqrt, &[]),
-            -0.5 if common.is_float() => as_row(&rsqrt, &[]),
-            -1.0 if common.is_float() => as_row(&reciprocal, &[]),
-            -2.0 if common.is_float() => RECIPROCAL_SQUARE.formulas(),
-            _ => as_row(self, scalars),
+            2.0 => of_row(&square, &[]),
+            3.0 => power(&CUBE),
+            0.5 if common.is_float() => of_row(&sqrt, &[]),
+            -0.5 if common.is_float() => of_row(&rsqrt, &[]),
+            -1.0 if common.is_float() => of_row(&reciprocal, &[]),
+            -2.0 if common.is_float() => power(&RECIPROCAL_SQUARE),
+            _ => of_row(self, scalars),
         }
     }
 
@@ -146,52 +147,20 @@ impl Row {
 
 /// The formula of a row and its derivatives, for given scalars.
 struct RowFormulas<'a> {
-    formulas: FormulaSource,
+    expr: &'static Expr,
+    derivatives: &'static [Expr],
     scalars: &'a [Scalar],
 }
 
-/// The source of the formulas of a row.
-enum FormulaSource {
-    Row(&'static Row),
-    PowerFormula(&'static PowerFormula),
+/// The formula and the derivative of powers whose exponents have no row of their own.
+static CUBE: LazyLock<[Expr; 2]> = LazyLock::new(|| power_formulas(|x| x.square() * x, |x| 3.0 * x.square()));
+static RECIPROCAL_SQUARE: LazyLock<[Expr; 2]> =
+    LazyLock::new(|| power_formulas(|x| x.square().recip(), |x| -2.0 / (x.square() * x)));
+
+fn power_formulas(expr: fn(&Expr) -> Expr, derivative: fn(&Expr) -> Expr) -> [Expr; 2] {
+    let x = Expr::input(0);
+    [expr(&x).with_fixed_program(), derivative(&x)]
 }
-
-impl RowFormulas<'_> {
-    fn expr(&self) -> &'static Expr {
-        match self.formulas {
-            FormulaSource::Row(row) => row.expr(),
-            FormulaSource::PowerFormula(power) => &power.expr,
-        }
-    }
-
-    fn derivatives(&self) -> &'static [Expr] {
-        match self.formulas {
-            FormulaSource::Row(row) => row.derivatives(),
-            FormulaSource::PowerFormula(power) => slice::from_ref(&power.derivative),
-        }
-    }
-}
-
-/// A power with an exponent that has no row of its own.
-struct PowerFormula {
-    expr: Expr,
-    derivative: Expr,
-}
-
-impl PowerFormula {
-    fn new(expr: impl Fn(&Expr) -> Expr, derivative: impl Fn(&Expr) -> Expr) -> PowerFormula {
-        let x = Expr::input(0);
-        PowerFormula { expr: expr(&x).with_fixed_program(), derivative: derivative(&x) }
-    }
-
-    fn formulas(&'static self) -> RowFormulas<'static> {
-        RowFormulas { formulas: FormulaSource::PowerFormula(self), scalars: &[] }
-    }
-}
-
-static CUBE: LazyLock<PowerFormula> = LazyLock::new(|| PowerFormula::new(|x| x.square() * x, |x| 3.0 * x.square()));
-static RECIPROCAL_SQUARE: LazyLock<PowerFormula> =
-    LazyLock::new(|| PowerFormula::new(|x| x.square().recip(), |x| -2.0 / (x.square() * x)));
 
 /// Applies a row of the elementwise table to tensors, and records the result if an input is tracked. All generated methods call this.
 #[track_caller]
@@ -221,10 +190,10 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
         && dtype.is_float()
         && autograd::is_tracked(inputs)
     {
-        let out = apply_one(row.name, inputs, params, computed.expr(), dtype)?;
+        let out = apply_one(row.name, inputs, params, computed.expr, dtype)?;
         return Ok(record_derivative_of_result(row.name, out, inputs[0], derivative));
     }
-    apply_tracked(row.name, inputs, params, computed.expr(), dtype, &|i| computed.derivatives()[i].clone())
+    apply_tracked(row.name, inputs, params, computed.expr, dtype, &|i| computed.derivatives[i].clone())
 }
 
 /// Returns the derivative of a row as a formula of its result, if that is as accurate as a formula of the operand.
@@ -288,7 +257,7 @@ fn apply_row_into(
     }
     let computed = row.specialise(scalars, common);
     let params = Params::from_scalars(computed.scalars);
-    let expr = slice::from_ref(computed.expr());
+    let expr = slice::from_ref(computed.expr);
     if !all_have_dtype(common, row, inputs)
         && let Some(inputs) = convert_operands(row, inputs, common)?
     {
@@ -316,7 +285,7 @@ fn apply_row_recorded(
     let computed = row.specialise(scalars, common);
     let derivative = |i: usize| match row.output {
         Output::Bool => Expr::constant(0.0),
-        _ => computed.derivatives()[i].clone(),
+        _ => computed.derivatives[i].clone(),
     };
     let read = |i: usize| (0..inputs.len()).any(|j| inputs[j].requires_grad() && derivative(j).uses_input(i));
     let of_result = derivative_of_result(row);
@@ -326,7 +295,7 @@ fn apply_row_recorded(
     };
     let kept = inputs.iter().enumerate().map(before).collect::<Result<SmallVec<[Tensor; 3]>>>()?;
     let params = Params::from_scalars(computed.scalars);
-    apply_into(row.name, inputs, params, slice::from_ref(computed.expr()), &[target])?;
+    apply_into(row.name, inputs, params, slice::from_ref(computed.expr), &[target])?;
     let kept: SmallVec<[&Tensor; 3]> = kept.iter().collect();
     change.finish(|out| match of_result {
         Some(derivative) => record_derivative_of_result(row.name, out, target, derivative),

@@ -1,8 +1,8 @@
-//! Elementwise operations that are composed of table rows, and PyTorch's aliases of some rows.
+//! Elementwise operations that are composed of table rows, and PyTorch's aliases of some operations.
 
+use crate::ReduceDims;
 use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
-use crate::{DType, Expr, Result, Shape, Tensor};
 
 /// Wraps the bool that a method returns in a tensor, because the catalogue's operations return tensors.
 fn bool_tensor(x: &Tensor, says: bool) -> Result<Tensor> {
@@ -22,9 +22,7 @@ operations! {
 }
 
 impl Tensor {
-    /// Inverts the bits: `-1 - x` for integers, the logical negation for bools (PyTorch's `bitwise_not`).
-    ///
-    /// # Errors
+    /// Inverts the bits: `-1 - x` for integers, the logical negation for bools (PyTorch's `bitwise_not`). Fails with
     /// [`Error::UnsupportedDType`] for floats.
     #[track_caller]
     pub fn bitwise_not(&self) -> Result<Tensor> {
@@ -36,9 +34,6 @@ impl Tensor {
     }
 
     /// The in-place form of [`Tensor::bitwise_not`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::bitwise_not`] and of every in-place operation.
     pub fn bitwise_not_(&self) -> Result<&Tensor> {
         match self.dtype() {
             DType::Bool => self.logical_not_(),
@@ -49,7 +44,7 @@ impl Tensor {
     /// Returns `x` for positive elements and `weight * x` for all others (PyTorch's `prelu`).
     ///
     /// The weight is one number or, for `[N, C, ..]`, one number for each of the C channels. Floats of one dtype; one launch.
-    /// Differentiable in both.
+    /// Differentiable in both. Fails with [`Error::ShapeMismatch`] for a weight that is neither one number nor `[C]`.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -58,10 +53,6 @@ impl Tensor {
     /// assert_eq!(x.prelu(&weight)?.to_vec::<f32>()?, [-2.0, -2.0, -1.0, -1.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`] for a weight that is neither one number nor `[C]`; [`Error::UnsupportedDType`],
-    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn prelu(&self, weight: &Tensor) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -79,10 +70,8 @@ impl Tensor {
         apply_formula(op, &[self, &weight], self.dtype(), &leaky, |i| leaky.diff(i))
     }
 
-    /// Multiplies the first half along `dim` by the sigmoid of the second half (PyTorch's `glu`). Differentiable.
-    ///
-    /// # Errors
-    /// An odd size; [`Error::DimOutOfRange`].
+    /// Multiplies the first half along `dim` by the sigmoid of the second half (PyTorch's `glu`). Differentiable. Fails for an odd
+    /// size.
     #[track_caller]
     pub fn glu(&self, dim: isize) -> Result<Tensor> {
         return_replacement!(op = "glu", [self], dim);
@@ -93,10 +82,7 @@ impl Tensor {
     }
 
     /// Rounds to `decimals` decimal places, ties to even. A negative number rounds to tens, hundreds and so on (PyTorch's `round`
-    /// with `decimals`). The gradient is 0.
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] for integers; [`Error::OutOfMemory`].
+    /// with `decimals`). The gradient is 0. Floats.
     #[track_caller]
     pub fn round_decimals(&self, decimals: i32) -> Result<Tensor> {
         return_replacement!("round_decimals", [self], decimals);
@@ -110,9 +96,6 @@ impl Tensor {
     }
 
     /// Returns true if shapes and all elements are equal (PyTorch's `equal`). Waits for the device.
-    ///
-    /// # Errors
-    /// [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn equal(&self, other: &Tensor) -> Result<bool> {
         return_replacement!(op = "equal", [self, other]);
@@ -121,7 +104,7 @@ impl Tensor {
     }
 
     /// Returns true if all elements are close in the sense of [`Tensor::isclose`] (PyTorch's `allclose`, with defaults of 1e-5 for
-    /// `rtol` and 1e-8 for `atol`). Waits for the device.
+    /// `rtol` and 1e-8 for `atol`). Waits for the device. Fails as [`Tensor::isclose`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -129,19 +112,13 @@ impl Tensor {
     /// assert!(a.allclose(&a.add_scalar(1e-7)?, 1e-5, 1e-8, false)?);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::isclose`].
     #[track_caller]
     pub fn allclose(&self, other: &Tensor, rtol: f64, atol: f64, equal_nan: bool) -> Result<bool> {
         return_replacement!(op = "allclose", [self, other], rtol, atol, equal_nan);
         self.isclose(other, rtol, atol, equal_nan).with_op(op)?.all((), false)?.item::<bool>()
     }
 
-    /// Returns the tensor itself (PyTorch's `positive`).
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] for bool.
+    /// Returns the tensor itself (PyTorch's `positive`). Fails with [`Error::UnsupportedDType`] for bool.
     pub fn positive(&self) -> Result<Tensor> {
         unsupported!("positive" if self.dtype() == DType::Bool, DType::Bool, "integers or floats");
         Ok(self.shallow_clone())
@@ -149,42 +126,43 @@ impl Tensor {
 }
 
 macro_rules! aliases {
-    ($($alias:ident $(($other:ident))? => $name:ident;)*) => {
+    ($($alias:ident $(($($arg:ident: $t:ty),+))? => $name:ident;)*) => {
         impl Tensor { $(
             #[doc = concat!("Same as [`", stringify!($name), "`](Self::", stringify!($name), "), by PyTorch's other name.")]
-            ///
-            /// # Errors
-            /// The errors of that method.
             #[track_caller]
-            pub fn $alias(&self $(, $other: &Tensor)?) -> Result<Tensor> {
-                self.$name($($other)?)
+            pub fn $alias(&self $($(, $arg: $t)+)?) -> Result<Tensor> {
+                self.$name($($($arg),+)?)
             }
         )* }
 
-        /// Pairs of an alias and the name of the row that it stands for.
+        /// Pairs of an alias and the name of the operation that it stands for.
         pub(crate) static ALIASES: &[(&str, &str)] = &[$((stringify!($alias), stringify!($name))),*];
     };
 }
 
 aliases! {
     absolute => abs;
+    amax(dims: impl Into<ReduceDims>, keepdim: bool) => max;
+    amin(dims: impl Into<ReduceDims>, keepdim: bool) => min;
     arccos => acos;
     arccosh => acosh;
     arcsin => asin;
     arcsinh => asinh;
     arctan => atan;
-    arctan2(other) => atan2;
+    arctan2(other: &Tensor) => atan2;
     arctanh => atanh;
-    divide(other) => div;
+    argwhere => nonzero;
+    divide(other: &Tensor) => div;
     fix => trunc;
-    greater(other) => gt;
-    greater_equal(other) => ge;
-    less(other) => lt;
-    less_equal(other) => le;
-    multiply(other) => mul;
+    ger(other: &Tensor) => outer;
+    greater(other: &Tensor) => gt;
+    greater_equal(other: &Tensor) => ge;
+    less(other: &Tensor) => lt;
+    less_equal(other: &Tensor) => le;
+    multiply(other: &Tensor) => mul;
     negative => neg;
-    not_equal(other) => ne;
+    not_equal(other: &Tensor) => ne;
     sgn => sign;
-    subtract(other) => sub;
-    true_divide(other) => div;
+    subtract(other: &Tensor) => sub;
+    true_divide(other: &Tensor) => div;
 }

@@ -3,18 +3,11 @@
 //! Several indices are first combined into one i64 tensor of linear offsets in memory. The combined tensor indexes a dim of stride 1, so
 //! that reads and writes use the same two kernels as with a single index, for tensors of any strides.
 
-use smallvec::SmallVec;
-
-use crate::autograd::Saved;
 use crate::backend::problem::index::{Combine, IndexTerm, Indexed};
-use crate::ops::dispatch::args::Args;
-use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::{check_index, gradient_of_read};
 use crate::ops::index::scatter::copy_if_shared;
 use crate::ops::record_gradients;
-use crate::tensor::{Dims, Layout};
-use crate::{DType, Result, Shape, Tensor, autograd, backend};
 
 /// Index tensors that have been checked against the shape of a tensor.
 struct AdvancedIndex {
@@ -172,6 +165,58 @@ impl SavedIndices {
     }
 }
 
+/// A write of values, which broadcast, to the elements that index tensors select.
+struct IndexUpdate<'a> {
+    op: &'static str,
+    indices: &'a [Option<&'a Tensor>],
+    values: &'a Tensor,
+    /// Whether to add the values to the elements.
+    accumulate: bool,
+}
+
+impl IndexUpdate<'_> {
+    /// Returns a copy of `x` with the update, recorded.
+    fn apply_to_copy(&self, x: &Tensor) -> Result<Tensor> {
+        let (out, indices) = (x.cast(x.dtype)?, expand_masks(self.op, x, self.indices)?);
+        self.write(&out, &indices)?;
+        Ok(self.record(out, x, indices))
+    }
+
+    fn apply_in_place(&self, target: &Tensor) -> Result<()> {
+        let change = autograd::begin_in_place(self.op, target, &[self.values])?;
+        let indices = expand_masks(self.op, target, self.indices)?;
+        self.write(target, &indices)?;
+        if let Some(change) = change {
+            change.finish(|out| self.record(out, target, indices));
+        }
+        Ok(())
+    }
+
+    fn write(&self, target: &Tensor, indices: &SavedIndices) -> Result<()> {
+        let &IndexUpdate { op, values, accumulate, .. } = self;
+        same_device(op, &[target, values])?;
+        same_dtype(op, &[target, values])?;
+        let selection = AdvancedIndex::new(op, target, indices)?;
+        if selection.shape.broadcast(op, values.shape())? != selection.shape {
+            let hint = "the values must broadcast to the shape of the indexed elements";
+            let (lhs, rhs) = (selection.shape, values.shape().clone());
+            return Err(Error::ShapeMismatch { op, lhs, rhs, hint });
+        }
+        selection.write(if accumulate { Combine::Add } else { Combine::Set }, target, values)
+    }
+
+    /// Records `out`: a copy of `x` with the update.
+    fn record(&self, out: Tensor, x: &Tensor, indices: SavedIndices) -> Tensor {
+        let &IndexUpdate { op, values, accumulate, .. } = self;
+        let shape = values.shape().clone();
+        record_gradients(op, out, &[x, values], move |i, grad| match i {
+            0 if accumulate => Ok(grad.shallow_clone()),
+            0 => grad.index_put(&indices.get(op)?, &Tensor::zeros((), (grad.dtype, grad.device()))?, false),
+            _ => grad.index(&indices.get(op)?)?.sum_to(&shape),
+        })
+    }
+}
+
 operations! {
     index(input: x, indices: xs, dims: sizes) "Tensor.__getitem__": Indexing, All -> Same, differentiable
         => |a| a.tensor(0)?.index(&read_indices(a, 1)?);
@@ -268,7 +313,7 @@ impl Tensor {
     ///
     /// The values broadcast to the shape that [`Tensor::index`] would return. For an index that occurs several times, the last value is
     /// kept, and its gradient goes to all of these values. Accumulated values all count, in an order that gives the same bits on every
-    /// run.
+    /// run. Fails as [`Tensor::index`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -278,90 +323,23 @@ impl Tensor {
     /// assert_eq!(sum.to_vec::<f32>()?, [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index`]; [`Error::ShapeMismatch`] for `values` that do not broadcast; [`Error::DTypeMismatch`].
     #[track_caller]
     pub fn index_put(&self, indices: &[Option<&Tensor>], values: &Tensor, accumulate: bool) -> Result<Tensor> {
         let _caller = Caller::enter();
         if let Some(out) = call_index_replacement("index_put", &[self, values], indices, Some(accumulate))? {
             return Ok(out);
         }
-        self.index_put_by("index_put", indices, values, accumulate)
-    }
-
-    fn index_put_by(
-        &self,
-        op: &'static str,
-        indices: &[Option<&Tensor>],
-        values: &Tensor,
-        accumulate: bool,
-    ) -> Result<Tensor> {
-        let (out, kept) = (self.cast(self.dtype)?, expand_masks(op, self, indices)?);
-        out.put_values(op, &kept, values, accumulate)?;
-        Ok(self.record_put(op, out, kept, values, accumulate))
-    }
-
-    /// Records `out`: a copy of this tensor with the values written to the indexed elements.
-    fn record_put(
-        &self,
-        op: &'static str,
-        out: Tensor,
-        kept: SavedIndices,
-        values: &Tensor,
-        accumulate: bool,
-    ) -> Tensor {
-        let shape = values.shape().clone();
-        record_gradients(op, out, &[self, values], move |i, grad| match i {
-            0 if accumulate => Ok(grad.shallow_clone()),
-            0 => grad.index_put(&kept.get(op)?, &Tensor::zeros((), (grad.dtype, grad.device()))?, false),
-            _ => grad.index(&kept.get(op)?)?.sum_to(&shape),
-        })
-    }
-
-    fn index_put_by_(
-        &self,
-        op: &'static str,
-        indices: &[Option<&Tensor>],
-        values: &Tensor,
-        accumulate: bool,
-    ) -> Result<()> {
-        let change = autograd::begin_in_place(op, self, &[values])?;
-        let kept = expand_masks(op, self, indices)?;
-        self.put_values(op, &kept, values, accumulate)?;
-        if let Some(change) = change {
-            change.finish(|out| self.record_put(op, out, kept, values, accumulate));
-        }
-        Ok(())
+        IndexUpdate { op: "index_put", indices, values, accumulate }.apply_to_copy(self)
     }
 
     /// The in-place form of [`Tensor::index_put`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_put`]; [`Error::Autograd`] if this is a leaf that requires a gradient, or a view of such a leaf;
-    /// [`Error::Invalid`] if this is an expanded view.
     pub fn index_put_(&self, indices: &[Option<&Tensor>], values: &Tensor, accumulate: bool) -> Result<&Tensor> {
-        self.index_put_by_("index_put_", indices, values, accumulate)?;
+        IndexUpdate { op: "index_put_", indices, values, accumulate }.apply_in_place(self)?;
         Ok(self)
     }
 
-    fn put_values(&self, op: &'static str, indices: &SavedIndices, values: &Tensor, accumulate: bool) -> Result<()> {
-        same_device(op, &[self, values])?;
-        same_dtype(op, &[self, values])?;
-        let selection = AdvancedIndex::new(op, self, indices)?;
-        if selection.shape.broadcast(op, values.shape())? != selection.shape {
-            let hint = "the values must broadcast to the shape of the indexed elements";
-            let (lhs, rhs) = (selection.shape, values.shape().clone());
-            return Err(Error::ShapeMismatch { op, lhs, rhs, hint });
-        }
-        selection.write(if accumulate { Combine::Add } else { Combine::Set }, self, values)
-    }
-
     /// Returns the elements at `index`, of any shape, of this tensor flattened in row-major order (PyTorch's `take`). Negative indices
-    /// count from the end. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index`].
+    /// count from the end. Differentiable. Fails as [`Tensor::index`] does.
     #[track_caller]
     pub fn take(&self, index: &Tensor) -> Result<Tensor> {
         return_replacement!("take", [self, index]);
@@ -378,26 +356,23 @@ impl Tensor {
     pub fn put(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<Tensor> {
         return_replacement!(op = "put", [self, index, source], accumulate);
         let (index, source) = flatten_pair(op, index, source)?;
-        let flat = self.reshape(self.numel())?;
-        flat.index_put_by(op, &[Some(&index)], &source, accumulate)?.reshape(self.shape())
+        let update = IndexUpdate { op, indices: &[Some(&index)], values: &source, accumulate };
+        update.apply_to_copy(&self.reshape(self.numel())?)?.reshape(self.shape())
     }
 
     /// The in-place form of [`Tensor::put`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::put`] and [`Tensor::index_put_`].
     pub fn put_(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<&Tensor> {
         let op = "put_";
         let (index, source) = flatten_pair(op, index, source)?;
         match self.view(self.numel()) {
-            Ok(flat) => flat.index_put_by_(op, &[Some(&index)], &source, accumulate)?,
+            Ok(flat) => {
+                IndexUpdate { op, indices: &[Some(&index)], values: &source, accumulate }.apply_in_place(&flat)?
+            }
             Err(_) => drop(self.copy_(&self.put(&index, &source, accumulate).with_op(op)?)?),
         }
         Ok(self)
     }
-}
 
-impl Tensor {
     /// Returns a copy of this tensor in which the elements of `source`, in order, replace those where `mask` is true (PyTorch's
     /// `masked_scatter`). Tensor and mask broadcast together. Reads the number of true elements from the device. Differentiable in
     /// both.
@@ -412,8 +387,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] for a mask that does not broadcast; [`Error::Invalid`] if `source` has fewer elements than are true in
-    /// the mask; [`Error::UnsupportedDType`] for a mask that is not bool; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    /// [`Error::ShapeMismatch`] for a mask that does not broadcast; [`Error::Invalid`] if `source` has fewer elements than are true
+    /// in the mask; [`Error::UnsupportedDType`] for a mask that is not bool.
     #[track_caller]
     pub fn masked_scatter(&self, mask: &Tensor, source: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "masked_scatter", [self, mask, source]);
@@ -422,20 +397,19 @@ impl Tensor {
         let x = self.expand(&shape)?.atleast_1d()?;
         let out = match x.masked_source(op, mask, source)? {
             None => x.try_clone()?,
-            Some((mask, source)) => x.index_put_by(op, &[Some(&mask)], &source, false)?,
+            Some((mask, source)) => {
+                IndexUpdate { op, indices: &[Some(&mask)], values: &source, accumulate: false }.apply_to_copy(&x)?
+            }
         };
         out.reshape(&shape)
     }
 
     /// The in-place form of [`Tensor::masked_scatter`], with the mask broadcast to this tensor.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::masked_scatter`] and [`Tensor::index_put_`].
     pub fn masked_scatter_(&self, mask: &Tensor, source: &Tensor) -> Result<&Tensor> {
         let op = "masked_scatter_";
         let x = self.atleast_1d()?;
         if let Some((mask, source)) = x.masked_source(op, mask, source)? {
-            x.index_put_by_(op, &[Some(&mask)], &source, false)?;
+            IndexUpdate { op, indices: &[Some(&mask)], values: &source, accumulate: false }.apply_in_place(&x)?;
         }
         Ok(self)
     }

@@ -1,10 +1,9 @@
 //! Assignment to a part of a tensor, in place or as a differentiable copy.
 
 use crate::autograd::{is_tracked, record_differentiable};
+use crate::layout::shape::impl_from;
 use crate::ops::dispatch::prelude::*;
 use crate::tensor::index::{Index, Indices, index_layout};
-use crate::tensor::{Layout, Shape};
-use crate::{Result, Scalar, Tensor};
 
 /// The value that [`Tensor::slice_assign_`] assigns: a tensor or a number.
 #[derive(Clone, Copy)]
@@ -16,21 +15,14 @@ pub enum Assigned<'a> {
     Number(Scalar),
 }
 
-impl<'a> From<&'a Tensor> for Assigned<'a> {
-    fn from(t: &'a Tensor) -> Assigned<'a> {
-        Assigned::Tensor(t)
-    }
-}
-
-impl<T: Into<Scalar>> From<T> for Assigned<'_> {
-    fn from(number: T) -> Self {
-        Assigned::Number(number.into())
-    }
+impl_from! { Assigned<'a>:
+    ['a] &'a Tensor, t => Assigned::Tensor(t);
+    ['a, T: Into<Scalar>] T, number => Assigned::Number(number.into());
 }
 
 impl Tensor {
     /// Assigns a tensor, broadcast and converted, or a number to the elements that [`Tensor::i`] returns for the same indices, as
-    /// Python's `x[...] = value`. In place.
+    /// Python's `x[...] = value`. In place. Fails as [`Tensor::i`] and [`Tensor::copy_`] do.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -39,9 +31,6 @@ impl Tensor {
     /// assert_eq!(a.to_vec::<f32>()?, [0.0, 5.0, 5.0, 0.0, 1.0, 2.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::i`] and [`Tensor::copy_`].
     pub fn slice_assign_<'a>(&self, indices: impl Indices, value: impl Into<Assigned<'a>>) -> Result<&Tensor> {
         let part = self.i(indices)?;
         match value.into() {
@@ -53,10 +42,7 @@ impl Tensor {
     }
 
     /// Returns a copy of this tensor in which `src`, broadcast, replaces the elements that [`Tensor::i`] returns for the same indices.
-    /// Differentiable in both.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::i`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    /// Differentiable in both. Fails as [`Tensor::i`] does.
     #[track_caller]
     pub fn slice_assign(&self, indices: impl Indices, src: &Tensor) -> Result<Tensor> {
         let (op, items) = ("slice_assign", indices.indices());
@@ -68,10 +54,7 @@ impl Tensor {
     }
 
     /// Returns a copy of this tensor in which `src` replaces the part that [`Tensor::slice`] returns for the same arguments (PyTorch's
-    /// `slice_scatter`). Differentiable in both.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::slice`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    /// `slice_scatter`). Differentiable in both. Fails as [`Tensor::slice`] does.
     #[track_caller]
     pub fn slice_scatter(
         &self,
@@ -89,9 +72,6 @@ impl Tensor {
 
     /// Returns a copy of this tensor in which `src` replaces the slice at `index` of dim `dim` (PyTorch's `select_scatter`).
     /// Differentiable in both.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::select`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn select_scatter(&self, src: &Tensor, dim: isize, index: isize) -> Result<Tensor> {
         return_replacement!(op = "select_scatter", [self, src], dim, index);
@@ -101,9 +81,6 @@ impl Tensor {
 
     /// Returns a copy of this tensor in which `src` replaces the diagonal that [`Tensor::diagonal`] returns for the same arguments
     /// (PyTorch's `diagonal_scatter`). Differentiable in both.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::diagonal`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn diagonal_scatter(&self, src: &Tensor, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
         return_replacement!(op = "diagonal_scatter", [self, src], offset, dim1, dim2);

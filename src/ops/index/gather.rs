@@ -9,14 +9,9 @@
 //! and adds up the rows; otherwise work-items with the same destination take turns. Atomics would be faster for millions of indices
 //! into one column, but would not give the same bits on every run.
 
-use smallvec::SmallVec;
-
-use crate::autograd::Saved;
 use crate::backend::problem::index::Indexed;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::record_gradients;
-use crate::tensor::{Dims, Layout};
-use crate::{DType, Result, Shape, Tensor, autograd, backend};
 
 pub use crate::ops::index::scatter_reduce::ScatterReduce;
 
@@ -84,18 +79,26 @@ operations! {
     one_hot(input: x, num_classes: size) functional: Indexing, IntegersOnly -> I64;
 }
 
-/// Records `out`, which was read from `x` along `dim` through `index`, as [`Tensor::gather`] does.
-pub(crate) fn record_gather(out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
-    record_gather_as("gather", out, x, dim, index)
-}
-
-fn record_gather_as(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
+/// Records `out`, which was read from `x` along `dim` through `index`: a vector that selects slices, or one index for each element.
+pub(crate) fn record_read(
+    op: &'static str,
+    out: Tensor,
+    x: &Tensor,
+    dim: isize,
+    index: &Tensor,
+    slices: bool,
+) -> Tensor {
+    if !autograd::is_tracked(&[x]) {
+        return out;
+    }
     let (index, shape) = (Saved::new(index), x.shape().clone());
     record_gradients(op, out, &[x], move |_, grad| {
         let index = index.get(op)?;
-        gradient_of_read(grad, &shape, |zeros, grad, in_place| match in_place {
-            true => zeros.scatter_add_(dim, index, grad).map(Tensor::detach),
-            false => zeros.scatter_add(dim, index, grad),
+        gradient_of_read(grad, &shape, |zeros, grad, in_place| match (in_place, slices) {
+            (true, true) => zeros.index_add_(dim, index, grad).map(Tensor::detach),
+            (true, false) => zeros.scatter_add_(dim, index, grad).map(Tensor::detach),
+            (false, true) => zeros.index_add(dim, index, grad),
+            (false, false) => zeros.scatter_add(dim, index, grad),
         })
     })
 }
@@ -113,9 +116,9 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`], [`Error::DeviceMismatch`]; [`Error::Invalid`] if `index` is not a vector.
-    /// [`Error::IndexOutOfRange`] for a negative or too large index: at once on the CPU, and on OpenCL from the next call of this
-    /// thread that waits for the device. Until then the elements are 0.
+    /// [`Error::UnsupportedDType`]; [`Error::Invalid`] if `index` is not a vector. [`Error::IndexOutOfRange`] for a negative or too
+    /// large index: at once on the CPU, and on OpenCL from the next call of this thread that waits for the device. Until then the
+    /// elements are 0.
     #[track_caller]
     pub fn index_select(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
         return_replacement!("index_select", [self, index], dim);
@@ -129,17 +132,7 @@ impl Tensor {
         let (x_layout, step) = without_stride(self, d, &shape);
         let (index_layout, size) = (broadcast_index(index, d, &shape), self.shape().dims()[d]);
         let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
-        if !autograd::is_tracked(&[self]) {
-            return Ok(out);
-        }
-        let (index, shape) = (Saved::new(index), self.shape().clone());
-        Ok(record_gradients(op, out, &[self], move |_, grad| {
-            let index = index.get(op)?;
-            gradient_of_read(grad, &shape, |zeros, grad, in_place| match in_place {
-                true => zeros.index_add_(dim, index, grad).map(Tensor::detach),
-                false => zeros.index_add(dim, index, grad),
-            })
-        }))
+        Ok(record_read(op, out, self, dim, index, true))
     }
 
     pub(crate) fn check_index_vector(&self, op: &'static str, index: &Tensor) -> Result<()> {
@@ -152,7 +145,8 @@ impl Tensor {
     }
 
     /// Gathers `out[i][j] = self[index[i][j]][j]`, and likewise along any `dim`, with one element for each index (PyTorch's `gather`).
-    /// `index` has as many dims as this tensor, and is not larger in any dim except `dim`. Differentiable.
+    /// `index` has as many dims as this tensor, and is not larger in any dim except `dim`. Differentiable. Fails as
+    /// [`Tensor::index_select`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -161,9 +155,6 @@ impl Tensor {
     /// assert_eq!(t.gather(1, &index)?.to_vec::<f32>()?, [2.0, 3.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_select`]; [`Error::ShapeMismatch`].
     #[track_caller]
     pub fn gather(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
         return_replacement!("gather", [self, index], dim);
@@ -178,15 +169,12 @@ impl Tensor {
         let (x_layout, step) = without_stride(self, d, index.shape());
         let (index_layout, size) = (index.layout.clone(), self.shape().dims()[d]);
         let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
-        Ok(record_gather_as(op, out, self, dim, index))
+        Ok(record_read(op, out, self, dim, index, false))
     }
 
     /// Same as [`Tensor::gather`], with this tensor and `index` broadcast against each other outside `dim` (PyTorch's
     /// `take_along_dim`). Without a `dim`, both are flattened. Accepts the results of `argsort`, and of `argmax` with `keepdim`.
     /// Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::gather`].
     #[track_caller]
     pub fn take_along_dim(&self, index: &Tensor, dim: impl Into<Option<isize>>) -> Result<Tensor> {
         let (op, dim) = ("take_along_dim", dim.into());
@@ -202,10 +190,7 @@ impl Tensor {
     }
 
     /// Returns the rows of this table at `index`, of any shape: shape `index.shape() + self.shape()[1..]` (PyTorch's `embedding`).
-    /// Differentiable in the table.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_select`]; [`Error::Invalid`] for a scalar table.
+    /// Differentiable in the table. Fails as [`Tensor::index_select`] does, and with [`Error::Invalid`] for a scalar table.
     #[track_caller]
     pub fn embedding(&self, index: &Tensor) -> Result<Tensor> {
         return_replacement!("embedding", [self, index]);
@@ -213,10 +198,7 @@ impl Tensor {
     }
 
     /// Same as [`Tensor::embedding`], but row `padding_idx` gets no gradient, so that training does not change it. A negative
-    /// `padding_idx` counts from the end.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::embedding`]; [`Error::IndexOutOfRange`] for the padding.
+    /// `padding_idx` counts from the end. Fails as [`Tensor::embedding`] does, and with [`Error::IndexOutOfRange`] for the padding.
     #[track_caller]
     pub fn embedding_with(&self, index: &Tensor, padding_idx: impl Into<Option<isize>>) -> Result<Tensor> {
         let (op, padding) = ("embedding", padding_idx.into());
@@ -245,7 +227,7 @@ impl Tensor {
     }
 
     /// Converts class numbers of any shape to vectors with 1 at the class and 0 elsewhere, as i64: shape `self.shape() + [classes]`
-    /// (PyTorch's `one_hot`).
+    /// (PyTorch's `one_hot`). Fails as [`Tensor::index_select`] does for numbers out of range.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -253,9 +235,6 @@ impl Tensor {
     /// assert_eq!(t.one_hot(3)?.to_vec::<i64>()?, [0, 0, 1, 1, 0, 0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`]; [`Error::IndexOutOfRange`] as for [`Tensor::index_select`].
     #[track_caller]
     pub fn one_hot(&self, classes: usize) -> Result<Tensor> {
         return_replacement!(op = "one_hot", [self], classes);

@@ -4,10 +4,8 @@
 //! The indices of nonzero elements are counted and written in two passes. All other operations are composed of sorts, scans and
 //! searches.
 
-use crate::backend::problem::map::Params;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
-use crate::{DType, Device, Expr, Result, Scalar, Tensor, autograd, backend};
 
 operations! {
     unique(input: x): Sorting, All -> Same;
@@ -18,7 +16,6 @@ operations! {
     bincount(input: x, weights: x?, minlength: size = 0): Sorting, IntegersOnly -> I64;
     histc(input: x, bins: size = 100, min: float = 0, max: float = 0): Sorting, Floats -> Same;
     nonzero(input: x): Indexing, All -> I64;
-    argwhere(input: x): Indexing, All -> I64;
     masked_select(input: x, mask: x): Indexing, All -> Same, differentiable;
 }
 
@@ -32,17 +29,14 @@ fn flatten_detached(t: &Tensor) -> Result<Tensor> {
     t.detach().reshape([t.numel()])
 }
 
-/// Returns a contiguous bool tensor that is true where `t` is not zero.
-fn nonzero_mask(t: &Tensor) -> Result<Tensor> {
-    if t.dtype == DType::Bool { t.detach().contiguous() } else { t.detach().ne_scalar(0)?.contiguous() }
-}
-
 /// Returns the indices of the nonzero elements, one row for each, in row-major order, as coordinates in a tensor with the sizes `dims`.
 fn nonzero_indices(t: &Tensor, dims: &[usize]) -> Result<Tensor> {
-    match t.device() {
-        _ if t.numel() == 0 => Tensor::zeros([0, dims.len()], (DType::I64, t.device())),
-        device => backend::of_device(device).nonzero(t, &|| nonzero_mask(t), dims),
+    if t.numel() == 0 {
+        return Tensor::zeros([0, dims.len()], (DType::I64, t.device()));
     }
+    let t = t.detach();
+    let mask = || if t.dtype == DType::Bool { t.contiguous() } else { t.ne_scalar(0)?.contiguous() };
+    backend::of_device(t.device()).nonzero(&t, &mask, dims)
 }
 
 /// Splits a vector into runs of equal elements. Returns the value of each run, the number of each element's run (from 1), and the
@@ -103,9 +97,6 @@ fn row_ranks(rows: &Tensor) -> Result<Tensor> {
 
 impl Tensor {
     /// Returns the distinct elements in ascending order, as a vector (PyTorch's `unique`). Each NaN counts as distinct. Waits for the device.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`] and device failures.
     #[track_caller]
     pub fn unique(&self) -> Result<Tensor> {
         return_replacement!("unique", [self]);
@@ -114,9 +105,6 @@ impl Tensor {
 
     /// Returns [`Tensor::unique`], and a tensor of this shape with the index of each element's value in that vector (PyTorch's `unique` with
     /// `return_inverse`). Waits for the device.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::unique`].
     #[track_caller]
     pub fn unique_inverse(&self) -> Result<(Tensor, Tensor)> {
         return_replacement!("unique_inverse", [self]);
@@ -127,9 +115,6 @@ impl Tensor {
     }
 
     /// Returns [`Tensor::unique`] and the number of occurrences of each value (PyTorch's `unique` with `return_counts`). Waits for the device.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::unique`].
     #[track_caller]
     pub fn unique_counts(&self) -> Result<(Tensor, Tensor)> {
         return_replacement!("unique_counts", [self]);
@@ -151,9 +136,6 @@ impl Tensor {
     /// assert_eq!((inverse.to_vec::<i64>()?, counts.to_vec::<i64>()?), (vec![1, 0, 1], vec![1, 2]));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`]; the errors of [`Tensor::unique`].
     #[track_caller]
     pub fn unique_all(&self, dim: impl Into<Option<isize>>) -> Result<(Tensor, Tensor, Tensor)> {
         let dim = dim.into();
@@ -190,9 +172,6 @@ impl Tensor {
     /// assert_eq!(counts.to_vec::<i64>()?, [2, 3, 1]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::unique`].
     #[track_caller]
     pub fn unique_consecutive(&self) -> Result<(Tensor, Tensor, Tensor)> {
         return_replacement!("unique_consecutive", [self]);
@@ -210,9 +189,6 @@ impl Tensor {
     /// assert_eq!(t.masked_select(&t.gt_scalar(1)?)?.to_vec::<f32>()?, [2.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`] and device failures.
     #[track_caller]
     pub fn nonzero(&self) -> Result<Tensor> {
         return_replacement!("nonzero", [self]);
@@ -223,21 +199,8 @@ impl Tensor {
         nonzero_indices(self, self.shape().dims())
     }
 
-    /// Same as [`Tensor::nonzero`] (PyTorch's `argwhere`).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::nonzero`].
-    #[track_caller]
-    pub fn argwhere(&self) -> Result<Tensor> {
-        return_replacement!("argwhere", [self]);
-        self.nonzero()
-    }
-
     /// Returns the elements where `mask` is not zero, in row-major order, as a vector (PyTorch's `masked_select`). Tensor and mask
     /// broadcast together. Waits for the device. Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn masked_select(&self, mask: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "masked_select", [self, mask]);
@@ -300,10 +263,8 @@ impl Tensor {
     /// Counts the elements in each of `bins` equal parts of `min` to `max`, in this tensor's dtype (PyTorch's `histc`). Floats.
     ///
     /// Elements outside the range, and NaN, do not count; `max` itself counts in the last part. If `min` and `max` are equal, the minimum
-    /// and maximum of the elements replace them. Waits for the device.
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`]; [`Error::Invalid`] without bins, for `max` below `min`, and for limits that are not finite.
+    /// and maximum of the elements replace them. Waits for the device. Fails with [`Error::Invalid`] without bins, for `max` below
+    /// `min`, and for limits that are not finite.
     #[track_caller]
     pub fn histc(&self, bins: usize, min: f64, max: f64) -> Result<Tensor> {
         return_replacement!(op = "histc", [self], bins, min, max);

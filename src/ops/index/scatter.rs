@@ -1,13 +1,10 @@
 //! Writing through one index tensor: `scatter` and similar, where each index selects an element, and `index_add` and similar, where
 //! a vector of indices selects slices.
 
-use crate::autograd::Saved;
 use crate::backend::problem::index::{Combine, Indexed, Scatter};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::{broadcast_index, check_index, check_index_shape, with_dim_size, without_stride};
 use crate::ops::record_gradients;
-use crate::tensor::Layout;
-use crate::{DType, Result, Scalar, Shape, Tensor, autograd, backend};
 
 impl Indexed<'_> {
     /// Writes `x` to `target` through the index. `layout` addresses `target`, with stride 0 along the indexed dim `d`.
@@ -95,6 +92,22 @@ operations! {
     index_fill / index_fill_ (input: x, dim: int, index: x, value: scalar): Indexing, All -> Same, differentiable;
 }
 
+/// The values that an update writes.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    Tensor(&'a Tensor),
+    /// A tensor multiplied by a number.
+    Scaled(&'a Tensor, Scalar),
+    /// One number for all elements.
+    Number(Scalar),
+}
+
+impl<'a> Source<'a> {
+    fn tensor(self) -> Option<&'a Tensor> {
+        if let Source::Tensor(t) | Source::Scaled(t, _) = self { Some(t) } else { None }
+    }
+}
+
 /// A write to a tensor along `dim`: `source` is combined with the elements at the indices.
 struct ScatterUpdate<'a> {
     op: &'static str,
@@ -103,47 +116,74 @@ struct ScatterUpdate<'a> {
     slices: bool,
     dim: isize,
     index: &'a Tensor,
-    source: &'a Tensor,
+    source: Source<'a>,
 }
 
 impl ScatterUpdate<'_> {
-    /// Checks the write against `target` and performs it. Returns the part of the source that was read.
-    fn write(&self, target: &Tensor) -> Result<Tensor> {
-        let &ScatterUpdate { op, combine, dim, index, source, .. } = self;
-        let (d, source, index) = match self.slices {
-            true => {
-                let d = target.check_slices(op, dim, index, source)?;
-                (d, source.shallow_clone(), ScatterIndex::for_slices(index, d, source.shape()))
+    /// Checks the write against `target` and performs it. Returns the part of the source tensor that was read.
+    fn write(&self, target: &Tensor) -> Result<Option<Tensor>> {
+        let &ScatterUpdate { op, combine, slices, dim, index, source } = self;
+        let (d, source, wraps) = match source {
+            Source::Number(value) => {
+                let d = target.shape().dim(op, dim)?;
+                let shape = if slices {
+                    target.check_index_vector(op, index)?;
+                    with_dim_size(target.shape(), d, index.numel())
+                } else {
+                    target.check_scatter_index(op, dim, index)?;
+                    index.shape().clone()
+                };
+                (d, expand_number(op, value, &shape, target)?, slices)
             }
-            false => {
+            Source::Tensor(source) if slices => {
+                (target.check_slices(op, dim, index, source)?, source.shallow_clone(), false)
+            }
+            Source::Tensor(source) => {
                 let (d, source) = target.check_scatter(op, dim, index, source)?;
-                (d, source, ScatterIndex::for_elements(index))
+                (d, source, false)
+            }
+            Source::Scaled(source, alpha) => {
+                let source = Source::Tensor(&scale_source(op, source, alpha)?);
+                return ScatterUpdate { source, ..*self }.write(target);
             }
         };
+        let index = match slices {
+            true => ScatterIndex { wraps, ..ScatterIndex::for_slices(index, d, source.shape()) },
+            false => ScatterIndex::for_elements(index),
+        };
         scatter(op, combine, target, d, &index, &source)?;
-        Ok(source)
+        Ok(self.source.tensor().is_some().then_some(source))
     }
 
     fn apply_in_place<'t>(&self, target: &'t Tensor) -> Result<&'t Tensor> {
-        let change = autograd::begin_in_place(self.op, target, &[self.source])?;
+        let change = autograd::begin_in_place(self.op, target, self.source.tensor().as_slice())?;
         let source = self.write(target)?;
         if let Some(change) = change {
-            change.finish(|out| self.record(out, target, &source));
+            change.finish(|out| self.record(out, target, source));
         }
         Ok(target)
     }
 
-    /// Returns a copy of `x` with the update, recorded.
+    /// Returns a copy of `x` with the update, recorded, or the result of a registered replacement.
+    #[track_caller]
     fn apply_to_copy(&self, x: &Tensor) -> Result<Tensor> {
+        let number = match self.source {
+            Source::Scaled(_, number) | Source::Number(number) => Some(number),
+            Source::Tensor(_) => None,
+        };
+        let arguments = || std::iter::once(self.dim.into()).chain(number.map(Argument::from)).collect();
+        let inputs: SmallVec<[&Tensor; 3]> = [x, self.index].into_iter().chain(self.source.tensor()).collect();
+        return_replacement!(self.op, inputs; arguments);
         let out = x.cast(x.dtype)?;
         let source = self.write(&out)?;
-        Ok(self.record(out, x, &source))
+        Ok(self.record(out, x, source))
     }
 
     /// Records `out`: a copy of `x` with the update.
-    fn record(&self, out: Tensor, x: &Tensor, source: &Tensor) -> Tensor {
+    fn record(&self, out: Tensor, x: &Tensor, source: Option<Tensor>) -> Tensor {
         let (&ScatterUpdate { op, combine, slices, dim, .. }, index) = (self, Saved::new(self.index));
-        record_gradients(op, out, &[x, source], move |i, grad| match (i, combine) {
+        let inputs: SmallVec<[&Tensor; 2]> = [x].into_iter().chain(&source).collect();
+        record_gradients(op, out, &inputs, move |i, grad| match (i, combine) {
             (1, _) if slices => grad.index_select(dim, index.get(op)?),
             (1, _) => grad.gather(dim, index.get(op)?),
             (_, Combine::Set) if slices => grad.index_fill(dim, index.get(op)?, 0),
@@ -153,38 +193,22 @@ impl ScatterUpdate<'_> {
     }
 }
 
-/// Records `out`, which is `x` with constants at the indexed elements. The gradient of these elements is zero.
-fn record_constant_elements(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
-    let index = Saved::new(index);
-    record_gradients(op, out, &[x], move |_, grad| grad.scatter_value(dim, index.get(op)?, 0))
-}
-
-/// Records `out`, which is `x` with constants in the indexed slices. The gradient of these slices is zero.
-fn record_constant_slices(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
-    let index = Saved::new(index);
-    record_gradients(op, out, &[x], move |_, grad| grad.index_fill(dim, index.get(op)?, 0))
-}
-
-/// Generates a method that writes `source` to a copy of the tensor, and its in-place form.
+/// Generates a method that writes a source to a copy of the tensor, and its in-place form.
 macro_rules! scatter_methods {
-    ($($(#[doc = $doc:literal])+ $name:ident / $in_place:ident: $combine:ident, $slices:literal;)*) => {
+    ($($(#[doc = $doc:literal])+
+        $name:ident / $in_place:ident ($($arg:ident: $t:ty),+): $combine:ident, $slices:literal, $source:expr;)*) => {
         impl Tensor { $(
             $(#[doc = $doc])+
             #[track_caller]
-            pub fn $name(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<Tensor> {
-                return_replacement!(op = stringify!($name), [self, index, source], dim);
-                ScatterUpdate { op, combine: Combine::$combine, slices: $slices, dim, index, source }.apply_to_copy(self)
+            pub fn $name(&self, dim: isize, index: &Tensor, $($arg: $t),+) -> Result<Tensor> {
+                let (op, combine, slices, source) = (stringify!($name), Combine::$combine, $slices, $source);
+                ScatterUpdate { op, combine, slices, dim, index, source }.apply_to_copy(self)
             }
 
             #[doc = concat!("The in-place form of [`Tensor::", stringify!($name), "`].")]
-            ///
-            /// # Errors
-            #[doc = concat!("The errors of [`Tensor::", stringify!($name), "`]; [`Error::Autograd`] if this is a leaf that")]
-            /// requires a gradient, or a view of such a leaf;
-            /// [`Error::Invalid`] if this is an expanded view.
-            pub fn $in_place(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<&Tensor> {
-                let op = stringify!($in_place);
-                ScatterUpdate { op, combine: Combine::$combine, slices: $slices, dim, index, source }.apply_in_place(self)
+            pub fn $in_place(&self, dim: isize, index: &Tensor, $($arg: $t),+) -> Result<&Tensor> {
+                let (op, combine, slices, source) = (stringify!($in_place), Combine::$combine, $slices, $source);
+                ScatterUpdate { op, combine, slices, dim, index, source }.apply_in_place(self)
             }
         )* }
     };
@@ -193,7 +217,8 @@ macro_rules! scatter_methods {
 scatter_methods! {
     /// Returns a copy of this tensor in which `source[i][j]` replaces `[index[i][j]][j]`, and likewise along any `dim` (PyTorch's
     /// `scatter`). For an index that occurs several times, the last value is kept, and its gradient goes to all of these values.
-    /// Differentiable in both.
+    /// Differentiable in both. Fails as [`Tensor::gather`] does, and with [`Error::ShapeMismatch`] if `index` is larger than
+    /// `source`.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -203,142 +228,32 @@ scatter_methods! {
     /// assert_eq!(t.to_vec::<f32>()?, [0.0, 0.0, 5.0, 6.0, 0.0, 0.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::gather`]; [`Error::ShapeMismatch`] if `index` is larger than `source`; [`Error::DTypeMismatch`].
-    scatter / scatter_: Set, false;
+    scatter / scatter_ (source: &Tensor): Set, false, Source::Tensor(source);
     /// Returns a copy of this tensor in which `source[i][j]` is added to `[index[i][j]][j]`, and likewise along any `dim` (PyTorch's
-    /// `scatter_add`). Values with equal indices add up. The same bits on every run. Differentiable in both.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::scatter`].
-    scatter_add / scatter_add_: Add, false;
+    /// `scatter_add`). Values with equal indices add up. The same bits on every run. Differentiable in both. Fails as
+    /// [`Tensor::scatter`] does.
+    scatter_add / scatter_add_ (source: &Tensor): Add, false, Source::Tensor(source);
     /// Returns a copy of this tensor in which slice i of `source` is added to slice `index[i]` along `dim` (PyTorch's `index_add`).
-    /// Slices with equal indices add up. The same bits on every run. Differentiable in both.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_select`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`].
-    index_add / index_add_: Add, true;
+    /// Slices with equal indices add up. The same bits on every run. Differentiable in both. Fails as [`Tensor::index_select`].
+    index_add / index_add_ (source: &Tensor): Add, true, Source::Tensor(source);
     /// Returns a copy of this tensor in which slice i of `source` replaces slice `index[i]` along `dim` (PyTorch's `index_copy`). For an
     /// index that occurs several times, the last slice is kept, and its gradient goes to all of these slices. Differentiable in both.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_add`].
-    index_copy / index_copy_: Set, true;
+    /// Fails as [`Tensor::index_add`] does.
+    index_copy / index_copy_ (source: &Tensor): Set, true, Source::Tensor(source);
+    /// Same as [`Tensor::scatter`], with one number as the source (PyTorch's `scatter` with a number for `src`). Differentiable.
+    /// Fails as [`Tensor::gather`] does, and with [`Error::Invalid`] for a number that the dtype cannot hold.
+    scatter_value / scatter_value_ (value: impl Into<Scalar>): Set, false, Source::Number(value.into());
+    /// Same as [`Tensor::index_add`], with the source multiplied by `alpha` (PyTorch's `index_add` with `alpha`). Differentiable in
+    /// both. Fails with [`Error::Invalid`] for a fraction with integers, or a number out of their range.
+    index_add_alpha / index_add_alpha_ (source: &Tensor, alpha: impl Into<Scalar>):
+        Add, true, Source::Scaled(source, alpha.into());
+    /// Returns a copy of this tensor with one number in all slices along `dim` at a vector of indices (PyTorch's `index_fill`). Negative
+    /// indices count from the end. Differentiable. Fails as [`Tensor::index_select`] does, and with [`Error::Invalid`] for a number
+    /// that the dtype cannot hold.
+    index_fill / index_fill_ (value: impl Into<Scalar>): Set, true, Source::Number(value.into());
 }
 
 impl Tensor {
-    /// Same as [`Tensor::scatter`], with one number as the source (PyTorch's `scatter` with a number for `src`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::gather`]; [`Error::Invalid`] for a number that the dtype cannot hold.
-    #[track_caller]
-    pub fn scatter_value(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
-        let value: Scalar = value.into();
-        return_replacement!(op = "scatter_value", [self, index], dim, value);
-        let out = self.cast(self.dtype)?;
-        out.scatter_number(op, dim, index, value)?;
-        Ok(record_constant_elements(op, out, self, dim, index))
-    }
-
-    /// The in-place form of [`Tensor::scatter_value`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::scatter_value`]; [`Error::Autograd`] if this is a leaf that requires a gradient, or a view of such a leaf;
-    /// [`Error::Invalid`] if this is an expanded view.
-    pub fn scatter_value_(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<&Tensor> {
-        let op = "scatter_value_";
-        let change = autograd::begin_in_place(op, self, &[])?;
-        self.scatter_number(op, dim, index, value.into())?;
-        if let Some(change) = change {
-            change.finish(|out| record_constant_elements(op, out, self, dim, index));
-        }
-        Ok(self)
-    }
-
-    /// Same as [`Tensor::index_add`], with the source multiplied by `alpha` (PyTorch's `index_add` with `alpha`). Differentiable in both.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_add`]; [`Error::Invalid`] for a fraction with integers, or a number out of their range.
-    #[track_caller]
-    pub fn index_add_alpha(
-        &self,
-        dim: isize,
-        index: &Tensor,
-        source: &Tensor,
-        alpha: impl Into<Scalar>,
-    ) -> Result<Tensor> {
-        let alpha: Scalar = alpha.into();
-        return_replacement!(op = "index_add_alpha", [self, index, source], dim, alpha);
-        let source = &scale_source(op, source, alpha)?;
-        ScatterUpdate { op, combine: Combine::Add, slices: true, dim, index, source }.apply_to_copy(self)
-    }
-
-    /// The in-place form of [`Tensor::index_add_alpha`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_add_`]; [`Error::Invalid`] for a fraction with integers, or a number out of their range.
-    pub fn index_add_alpha_(
-        &self,
-        dim: isize,
-        index: &Tensor,
-        source: &Tensor,
-        alpha: impl Into<Scalar>,
-    ) -> Result<&Tensor> {
-        let op = "index_add_alpha_";
-        let source = &scale_source(op, source, alpha.into())?;
-        ScatterUpdate { op, combine: Combine::Add, slices: true, dim, index, source }.apply_in_place(self)
-    }
-
-    /// Returns a copy of this tensor with one number in all slices along `dim` at a vector of indices (PyTorch's `index_fill`). Negative
-    /// indices count from the end. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_select`]; [`Error::Invalid`] for a number that the dtype cannot hold.
-    #[track_caller]
-    pub fn index_fill(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
-        let value: Scalar = value.into();
-        return_replacement!(op = "index_fill", [self, index], dim, value);
-        let out = self.cast(self.dtype)?;
-        out.fill_slices(op, dim, index, value)?;
-        Ok(record_constant_slices(op, out, self, dim, index))
-    }
-
-    /// The in-place form of [`Tensor::index_fill`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_fill`]; [`Error::Autograd`] if this is a leaf that requires a gradient, or a view of such a leaf;
-    /// [`Error::Invalid`] if this is an expanded view.
-    pub fn index_fill_(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<&Tensor> {
-        let op = "index_fill_";
-        let change = autograd::begin_in_place(op, self, &[])?;
-        self.fill_slices(op, dim, index, value.into())?;
-        if let Some(change) = change {
-            change.finish(|out| record_constant_slices(op, out, self, dim, index));
-        }
-        Ok(self)
-    }
-
-    fn scatter_number(&self, op: &'static str, dim: isize, index: &Tensor, value: Scalar) -> Result<()> {
-        let d = self.check_scatter_index(op, dim, index)?;
-        scatter(
-            op,
-            Combine::Set,
-            self,
-            d,
-            &ScatterIndex::for_elements(index),
-            &expand_number(op, value, index.shape(), self)?,
-        )
-    }
-
-    fn fill_slices(&self, op: &'static str, dim: isize, index: &Tensor, value: Scalar) -> Result<()> {
-        let d = self.shape().dim(op, dim)?;
-        self.check_index_vector(op, index)?;
-        let shape = with_dim_size(self.shape(), d, index.numel());
-        let index = ScatterIndex { wraps: true, ..ScatterIndex::for_slices(index, d, &shape) };
-        scatter(op, Combine::Set, self, d, &index, &expand_number(op, value, &shape, self)?)
-    }
-
     pub(crate) fn check_scatter_index(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<usize> {
         let d = self.shape().dim(op, dim)?;
         check_index(op, index)?;

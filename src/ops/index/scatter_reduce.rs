@@ -1,14 +1,11 @@
 //! Writing through an index, where all values with the same destination are reduced.
 
-use crate::autograd::Saved;
 use crate::backend::problem::index::Combine;
 use crate::error::{Excerpt, in_steps};
-use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::broadcast_index;
 use crate::ops::index::scatter::{ScatterIndex, expand_number, scatter};
 use crate::ops::record_gradients_with_result;
-use crate::{DType, Result, Scalar, Tensor, autograd, no_grad};
 
 /// The reduction that [`Tensor::scatter_reduce`] and [`Tensor::index_reduce`] apply to the values of one element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -26,6 +23,19 @@ pub enum ScatterReduce {
 }
 
 impl ScatterReduce {
+    /// The variants in order, with PyTorch's names and the combinations that compute them.
+    const ALL: [(ScatterReduce, &'static str, Combine); 5] = [
+        (Self::Sum, "sum", Combine::Add),
+        (Self::Prod, "prod", Combine::Multiply),
+        (Self::Mean, "mean", Combine::Add),
+        (Self::Amax, "amax", Combine::Max),
+        (Self::Amin, "amin", Combine::Min),
+    ];
+
+    fn name(self) -> &'static str {
+        Self::ALL[self as usize].1
+    }
+
     fn neutral_element(self, dtype: DType) -> Scalar {
         let (low, high) = match dtype {
             DType::I64 => (i64::MIN, i64::MAX),
@@ -43,25 +53,6 @@ impl ScatterReduce {
             ScatterReduce::Amin => Scalar::Int(high),
         }
     }
-
-    fn name(self) -> &'static str {
-        match self {
-            ScatterReduce::Sum => "sum",
-            ScatterReduce::Prod => "prod",
-            ScatterReduce::Mean => "mean",
-            ScatterReduce::Amax => "amax",
-            ScatterReduce::Amin => "amin",
-        }
-    }
-
-    fn combine(self) -> Combine {
-        match self {
-            ScatterReduce::Sum | ScatterReduce::Mean => Combine::Add,
-            ScatterReduce::Prod => Combine::Multiply,
-            ScatterReduce::Amax => Combine::Max,
-            ScatterReduce::Amin => Combine::Min,
-        }
-    }
 }
 
 impl std::str::FromStr for ScatterReduce {
@@ -69,8 +60,8 @@ impl std::str::FromStr for ScatterReduce {
 
     /// Parses PyTorch's names: `sum`, `prod`, `mean`, `amax`, `amin`.
     fn from_str(s: &str) -> Result<ScatterReduce> {
-        let all = [Self::Sum, Self::Prod, Self::Mean, Self::Amax, Self::Amin];
-        all.into_iter().find(|r| r.name() == s).ok_or_else(|| {
+        let found = Self::ALL.iter().find(|(_, name, _)| *name == s).map(|(reduce, ..)| *reduce);
+        found.ok_or_else(|| {
             let reason = format!("'{}' is not one of sum, prod, mean, amax, amin", Excerpt(s));
             Error::invalid("scatter_reduce", reason)
         })
@@ -86,7 +77,7 @@ fn reduce_into(
     source: &Tensor,
     (reduce, include_self): (ScatterReduce, bool),
 ) -> Result<()> {
-    let combine = reduce.combine();
+    let (.., combine) = ScatterReduce::ALL[reduce as usize];
     if combine.needs_f32(target.dtype) {
         let (wide, from) = (target.cast(DType::F32)?, source.cast(DType::F32)?);
         reduce_into(op, &wide, d, index, &from, (reduce, include_self))?;
@@ -137,6 +128,7 @@ operations! {
 impl Tensor {
     /// Returns a copy of this tensor in which each `source[i][j]` is reduced into `[index[i][j]][j]`, and likewise along any `dim` (PyTorch's
     /// `scatter_reduce`). Without `include_self`, the previous values of these elements do not take part. Differentiable in both.
+    /// Fails as [`Tensor::scatter`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::ScatterReduce};
@@ -146,9 +138,6 @@ impl Tensor {
     /// assert_eq!(t.to_vec::<f32>()?, [3.0, 1.0, 5.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::scatter`].
     #[track_caller]
     pub fn scatter_reduce(
         &self,
@@ -162,10 +151,7 @@ impl Tensor {
         self.scatter_reduced("scatter_reduce", dim, index, source, (reduce, include_self))
     }
 
-    /// The in-place form of [`Tensor::scatter_reduce`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::scatter_`].
+    /// The in-place form of [`Tensor::scatter_reduce`]. Fails as [`Tensor::scatter_`] does.
     pub fn scatter_reduce_(
         &self,
         dim: isize,
@@ -216,10 +202,8 @@ impl Tensor {
     }
 
     /// Returns a copy of this tensor in which slice i of `source` is reduced into slice `index[i]` along `dim`; see
-    /// [`Tensor::scatter_reduce`]. PyTorch's `index_reduce`, extended by sums. Differentiable in both.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::index_add`].
+    /// [`Tensor::scatter_reduce`]. PyTorch's `index_reduce`, extended by sums. Differentiable in both. Fails as
+    /// [`Tensor::index_add`] does.
     #[track_caller]
     pub fn index_reduce(
         &self,

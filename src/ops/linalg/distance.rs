@@ -1,6 +1,5 @@
 //! Vector norms of any order, distances and cosine similarity.
 
-use crate::autograd::Saved;
 use crate::backend::problem::gemm::Gemm;
 use crate::backend::problem::reduction::SafeRange;
 use crate::ops::dispatch::prelude::*;
@@ -8,7 +7,7 @@ use crate::ops::linalg::products::scaled_product_into;
 use crate::ops::record_gradients_with_result;
 use crate::ops::reduce::statistics::sum_of_squares;
 use crate::ops::reduce::{Mask, ReduceDims, reduced_shape};
-use crate::{DType, Expr, Result, Tensor, promote_types};
+use crate::promote_types;
 
 /// The number of points on one side from which Euclidean distances are computed by one matrix product.
 const MATMUL_MIN_POINTS: usize = 26;
@@ -84,13 +83,17 @@ impl Tensor {
                 norm.eq(0.0).or(x.eq(0.0)).select(0.0, derivative * grad)
             })
         });
-        if keepdim { Ok(kept) } else { remove_reduced_dims(op, &kept, &dims) }
+        if keepdim {
+            return Ok(kept);
+        }
+        kept.reshape(reduced_shape(kept.shape(), &dims.mask(op, kept.shape())?, false))
     }
 
     /// Distances of order `p` between all rows of `[.., m, k]` and all rows of `[.., n, k]`: `[.., m, n]` (PyTorch's `cdist`). The
     /// leading dims broadcast. Differentiable; the gradient of a distance of 0 is 0.
     ///
-    /// Euclidean distances between many points use one matrix product, which loses digits for points that nearly coincide.
+    /// Euclidean distances between many points use one matrix product, which loses digits for points that nearly coincide. Floats.
+    /// Fails with [`Error::Invalid`] for a negative `p`.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -99,10 +102,6 @@ impl Tensor {
     /// assert_eq!(a.cdist(&b, 2.0)?.to_vec::<f32>()?, [4.0, 5.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`]; [`Error::Invalid`] for a negative `p`; [`Error::UnsupportedDType`] for integers and bool,
-    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn cdist(&self, other: &Tensor, p: f64) -> Result<Tensor> {
         return_replacement!(op = "cdist", [self, other], p);
@@ -125,10 +124,7 @@ impl Tensor {
     }
 
     /// The distance of order `p` between vectors along the last dim, with `eps` added to each difference (PyTorch's
-    /// `pairwise_distance`, with defaults of 2 and 1e-6). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::vector_norm`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    /// `pairwise_distance`, with defaults of 2 and 1e-6). Differentiable. Fails as [`Tensor::vector_norm`] does.
     #[track_caller]
     pub fn pairwise_distance(&self, other: &Tensor, p: f64, eps: f64, keepdim: bool) -> Result<Tensor> {
         return_replacement!(op = "pairwise_distance", [self, other], p, eps, keepdim);
@@ -138,10 +134,7 @@ impl Tensor {
     }
 
     /// The cosine of the angle between vectors along `dim`: their dot product divided by the product of their norms, each at least `eps`
-    /// (PyTorch's `cosine_similarity`, with defaults of 1 for `dim` and 1e-8 for `eps`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::norm`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    /// (PyTorch's `cosine_similarity`, with defaults of 1 for `dim` and 1e-8 for `eps`). Differentiable. Fails as [`Tensor::norm`].
     #[track_caller]
     pub fn cosine_similarity(&self, other: &Tensor, dim: isize, eps: f64) -> Result<Tensor> {
         return_replacement!(op = "cosine_similarity", [self, other], dim, eps);
@@ -166,16 +159,6 @@ impl Tensor {
     }
 }
 
-/// Returns the mask of a reduction over the last dim.
-fn last_dim(t: &Tensor) -> Mask {
-    (1..=t.rank()).map(|d| d == t.rank()).collect()
-}
-
-/// Removes the reduced dims from `kept`, a reduction that kept them.
-fn remove_reduced_dims(op: &'static str, kept: &Tensor, dims: &ReduceDims) -> Result<Tensor> {
-    kept.reshape(reduced_shape(kept.shape(), &dims.mask(op, kept.shape())?, false))
-}
-
 /// Computes `sqrt(|x|² + |y|² - 2 x y)` with one product, whose epilogue adds the squares and takes the root. Points whose squares would
 /// overflow or underflow are scaled by a power of two.
 fn euclidean_distances(x: &Tensor, y: &Tensor) -> Result<Tensor> {
@@ -191,7 +174,8 @@ fn euclidean_distances(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     let parts = |t: &Tensor| -> Result<[Tensor; 3]> {
         let (t, norm) = (t.detach(), t.detach().norm(-1, true)?);
         let scaled = Tensor::map(&[&t, &norm], |e| &e[0] * factor(&e[1]))?;
-        let squares = sum_of_squares(op, &scaled.to_dtype(t.dtype.compute().dtype())?, &last_dim(&t), 1.0, false)?;
+        let last_dim: Mask = (1..=t.rank()).map(|d| d == t.rank()).collect();
+        let squares = sum_of_squares(op, &scaled.to_dtype(t.dtype.compute().dtype())?, &last_dim, 1.0, false)?;
         Ok([scaled, squares, norm])
     };
     let ([x_scaled, xx, x_norm], [y_scaled, yy, y_norm]) = (parts(x)?, parts(y)?);

@@ -11,8 +11,8 @@ use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
 use crate::error::Excerpt;
+use crate::layout::shape::impl_from;
 use crate::ops::dispatch::prelude::*;
-use crate::{Result, Shape, Tensor};
 
 /// The name of a dim: the code of a letter, or a number above all letters for a dim of an ellipsis.
 type DimName = u32;
@@ -74,11 +74,6 @@ impl NamedTensor {
     }
 }
 
-/// Returns true if the name is in the result or in another operand.
-fn is_needed(name: DimName, output: &[DimName], others: &[NamedTensor]) -> bool {
-    output.contains(&name) || others.iter().any(|o| o.names.contains(&name))
-}
-
 /// Sorts names into the order of the result. Names that the result lacks come first.
 fn sort_as_output(mut names: Vec<DimName>, output: &[DimName]) -> Vec<DimName> {
     names.sort_by_key(|n| output.iter().position(|o| o == n).map_or(0, |i| i + 1));
@@ -90,7 +85,9 @@ fn contract_pair(a: &NamedTensor, b: &NamedTensor, output: &[DimName], others: &
     let common = |n: &DimName| b.names.contains(n);
     let (shared, left): (Vec<DimName>, Vec<DimName>) = a.names.iter().partition(|n| common(n));
     let right: Vec<DimName> = b.names.iter().copied().filter(|n| !a.names.contains(n)).collect();
-    let (batch, summed): (Vec<DimName>, Vec<DimName>) = shared.into_iter().partition(|&n| is_needed(n, output, others));
+    // Names in the result or in another operand are kept.
+    let is_needed = |n: &DimName| output.contains(n) || others.iter().any(|o| o.names.contains(n));
+    let (batch, summed): (Vec<DimName>, Vec<DimName>) = shared.into_iter().partition(is_needed);
     if summed.is_empty() {
         let names = sort_as_output(batch.into_iter().chain(left).chain(right).collect(), output);
         return Ok(NamedTensor { t: a.permuted_to(&names)?.mul(&b.permuted_to(&names)?)?, names });
@@ -304,22 +301,10 @@ pub enum TensordotDims {
     Lists(Vec<isize>, Vec<isize>),
 }
 
-impl From<usize> for TensordotDims {
-    fn from(n: usize) -> TensordotDims {
-        TensordotDims::Count(n)
-    }
-}
-
-impl From<(&[isize], &[isize])> for TensordotDims {
-    fn from((a, b): (&[isize], &[isize])) -> TensordotDims {
-        TensordotDims::Lists(a.to_vec(), b.to_vec())
-    }
-}
-
-impl<const N: usize> From<([isize; N], [isize; N])> for TensordotDims {
-    fn from((a, b): ([isize; N], [isize; N])) -> TensordotDims {
-        TensordotDims::Lists(a.to_vec(), b.to_vec())
-    }
+impl_from! { TensordotDims:
+    [] usize, n => TensordotDims::Count(n);
+    [] (&[isize], &[isize]), (a, b) => TensordotDims::Lists(a.to_vec(), b.to_vec());
+    [const N: usize] ([isize; N], [isize; N]), (a, b) => TensordotDims::Lists(a.to_vec(), b.to_vec());
 }
 
 operations! {
@@ -355,8 +340,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an equation that does not match the operands, and for a letter with two sizes (size 1 broadcasts);
-    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for an equation that does not match the operands, and for a letter with two sizes (size 1 broadcasts).
     #[track_caller]
     pub fn einsum<T: Borrow<Tensor>>(equation: &str, operands: &[T]) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -436,10 +420,8 @@ impl Tensor {
     }
 
     /// Returns the dot products of all rows of this tensor with all rows of `other`, along the last dim (PyTorch's `inner`). If either is
-    /// a scalar, returns the elementwise product. Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`] if the last dims differ; otherwise the errors of [`Tensor::matmul`].
+    /// a scalar, returns the elementwise product. Differentiable. Fails as [`Tensor::matmul`] does, and with
+    /// [`Error::ShapeMismatch`] if the last dims differ.
     #[track_caller]
     pub fn inner(&self, other: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "inner", [self, other]);

@@ -7,14 +7,11 @@
 
 use std::slice;
 
-use smallvec::SmallVec;
-
+use crate::Compute;
 use crate::backend::problem::gemm::Gemm;
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::reduce;
-use crate::tensor::Dims;
-use crate::{Compute, DType, Expr, Result, Shape, Tensor, backend};
 
 impl<'a> Gemm<'a> {
     /// Creates a product with one result, without further tensors.

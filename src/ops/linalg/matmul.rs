@@ -6,16 +6,13 @@
 
 use std::slice;
 
-use smallvec::{SmallVec, smallvec};
+use smallvec::smallvec;
 
-use crate::autograd::{Factor, Gradients, Saved};
+use crate::autograd::{Factor, Gradients};
 use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT, RELU, RELU_GRAD};
-use crate::backend::problem::map::Params;
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::{elementwise, reduce};
-use crate::tensor::{Dims, Layout};
-use crate::{Error, Expr, Result, Shape, Tensor, autograd};
 
 operations! {
     matmul(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;
@@ -31,7 +28,8 @@ impl Tensor {
     ///
     /// Both tensors have the same dtype, which may be any. Floats up to f32 are summed in f32, f64 in f64, and integers in i64, with
     /// wrapping. For bf16 on a CPU with AVX512-BF16, elements, products and sums below the smallest normal number (1.2e-38) may count as
-    /// zero, as in PyTorch.
+    /// zero, as in PyTorch. Fails with [`Error::ShapeMismatch`] if the inner sizes differ, the leading dims do not broadcast, or a
+    /// side is a scalar.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -39,10 +37,6 @@ impl Tensor {
     /// assert_eq!(a.matmul(&a.t()?)?.to_vec::<f32>()?, [5.0, 14.0, 14.0, 50.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`] if the inner sizes differ, the leading dims do not broadcast, or a side is a scalar;
-    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn matmul(&self, rhs: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "matmul", [self, rhs]);
@@ -109,9 +103,6 @@ impl Tensor {
     /// assert_eq!(x.linear(&w, Some(&b))?.to_vec::<f32>()?, [4.0; 10]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn linear(&self, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let tensors: &[&Tensor] = match &bias {

@@ -5,13 +5,10 @@
 
 use std::sync::LazyLock;
 
-use crate::autograd::Saved;
 use crate::backend::problem::gemm::{Gemm, PRODUCT};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
 use crate::ops::record_gradients;
-use crate::tensor::Dims;
-use crate::{Expr, Result, Scalar, Shape, Tensor};
 
 /// The epilogues `alpha * (a b)` and `alpha * (a b) + beta * input`.
 static ALPHA_EPILOGUE: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) * Expr::scalar(0));
@@ -111,7 +108,6 @@ operations! {
     dot(input: x, tensor: x): LinearAlgebra, Numbers -> Same, differentiable;
     vdot(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;
     outer(input: x, vec2: x): LinearAlgebra, Numbers -> Same, differentiable;
-    ger(input: x, vec2: x): LinearAlgebra, Numbers -> Same, differentiable;
     addmm(input: x, mat1: x, mat2: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
     addmv(input: x, mat: x, vec: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
     addr(input: x, vec1: x, vec2: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
@@ -125,10 +121,8 @@ operations! {
 }
 
 impl Tensor {
-    /// The product of two matrices, without broadcasting (PyTorch's `mm`). See [`Tensor::matmul`]. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::matmul`]; [`Error::ShapeMismatch`] unless both are matrices.
+    /// The product of two matrices, without broadcasting (PyTorch's `mm`). See [`Tensor::matmul`]. Differentiable. Fails as
+    /// [`Tensor::matmul`] does, and with [`Error::ShapeMismatch`] unless both are matrices.
     #[track_caller]
     pub fn mm(&self, other: &Tensor) -> Result<Tensor> {
         return_replacement!("mm", [self, other]);
@@ -137,9 +131,7 @@ impl Tensor {
     }
 
     /// The products of two batches of matrices, without broadcasting (PyTorch's `bmm`). See [`Tensor::matmul`]. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::matmul`]; [`Error::ShapeMismatch`] for shapes other than `[b, m, k]` and `[b, k, n]`.
+    /// Fails as [`Tensor::matmul`] does, and with [`Error::ShapeMismatch`] for shapes other than `[b, m, k]` and `[b, k, n]`.
     #[track_caller]
     pub fn bmm(&self, other: &Tensor) -> Result<Tensor> {
         return_replacement!("bmm", [self, other]);
@@ -147,10 +139,8 @@ impl Tensor {
         self.matmul(other).with_op("bmm")
     }
 
-    /// The product of a matrix and a vector (PyTorch's `mv`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::matmul`]; [`Error::ShapeMismatch`] for shapes other than `[m, k]` and `[k]`.
+    /// The product of a matrix and a vector (PyTorch's `mv`). Differentiable. Fails as [`Tensor::matmul`] does, and with
+    /// [`Error::ShapeMismatch`] for shapes other than `[m, k]` and `[k]`.
     #[track_caller]
     pub fn mv(&self, vector: &Tensor) -> Result<Tensor> {
         return_replacement!("mv", [self, vector]);
@@ -158,10 +148,8 @@ impl Tensor {
         self.matmul(vector).with_op("mv")
     }
 
-    /// The dot product of two vectors (PyTorch's `dot`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::matmul`]; [`Error::ShapeMismatch`] unless both are vectors of one size.
+    /// The dot product of two vectors (PyTorch's `dot`). Differentiable. Fails as [`Tensor::matmul`] does, and with
+    /// [`Error::ShapeMismatch`] unless both are vectors of one size.
     #[track_caller]
     pub fn dot(&self, other: &Tensor) -> Result<Tensor> {
         return_replacement!("dot", [self, other]);
@@ -170,34 +158,19 @@ impl Tensor {
     }
 
     /// Same as [`Tensor::dot`], because all dtypes are real (PyTorch's `vdot`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::dot`].
     #[track_caller]
     pub fn vdot(&self, other: &Tensor) -> Result<Tensor> {
         return_replacement!("vdot", [self, other]);
         self.dot(other).with_op("vdot")
     }
 
-    /// The outer product of two vectors: `[n]` and `[m]` give `[n, m]` (PyTorch's `outer`). Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`] unless both are vectors, [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    /// The outer product of two vectors: `[n]` and `[m]` give `[n, m]` (PyTorch's `outer`). Differentiable. Fails with
+    /// [`Error::ShapeMismatch`] unless both are vectors.
     #[track_caller]
     pub fn outer(&self, other: &Tensor) -> Result<Tensor> {
         return_replacement!("outer", [self, other]);
         check_ranks("outer", (self, 1), (other, 1), VECTORS)?;
         self.unsqueeze(1)?.mul(other).with_op("outer")
-    }
-
-    /// Same as [`Tensor::outer`], by its BLAS name (PyTorch's `ger`).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::outer`].
-    #[track_caller]
-    pub fn ger(&self, other: &Tensor) -> Result<Tensor> {
-        return_replacement!("ger", [self, other]);
-        self.outer(other).with_op("ger")
     }
 
     /// Computes `beta * self + alpha * (a b)` of matrices a and b (PyTorch's `addmm`). This tensor broadcasts, and is not read if beta is
@@ -223,9 +196,6 @@ impl Tensor {
     }
 
     /// Computes `beta * self + alpha * (a x)` of a matrix a and a vector x (PyTorch's `addmv`); see [`Tensor::addmm`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::addmm`].
     #[track_caller]
     pub fn addmv(&self, a: &Tensor, x: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addmv", beta.into(), alpha.into());
@@ -236,9 +206,6 @@ impl Tensor {
     }
 
     /// Computes `beta * self + alpha * (x ⊗ y)` with the outer product of two vectors (PyTorch's `addr`); see [`Tensor::addmm`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::addmm`].
     #[track_caller]
     pub fn addr(&self, x: &Tensor, y: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addr", beta.into(), alpha.into());
@@ -248,9 +215,6 @@ impl Tensor {
     }
 
     /// Computes `beta * self + alpha * (a b)` of batches of matrices (PyTorch's `baddbmm`); see [`Tensor::addmm`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::addmm`].
     #[track_caller]
     pub fn baddbmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("baddbmm", beta.into(), alpha.into());
@@ -261,9 +225,6 @@ impl Tensor {
 
     /// Computes `beta * self + alpha * sum(a b)` with the sum over the batch (PyTorch's `addbmm`); see [`Tensor::addmm`]. The sum is part
     /// of the matrix product.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::addmm`].
     #[track_caller]
     pub fn addbmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addbmm", beta.into(), alpha.into());
@@ -313,10 +274,7 @@ impl Tensor {
     }
 
     /// Raises a square matrix, or each of a batch, to the power n by repeated squaring (PyTorch's `matrix_power`). The power 0 is the
-    /// identity. Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] unless the matrices are square; the errors of [`Tensor::matmul`].
+    /// identity. Differentiable. Fails as [`Tensor::matmul`] does, and with [`Error::Invalid`] unless the matrices are square.
     #[track_caller]
     pub fn matrix_power(&self, n: usize) -> Result<Tensor> {
         return_replacement!(op = "matrix_power", [self], n);
@@ -348,10 +306,8 @@ impl Tensor {
         }
     }
 
-    /// The sum of a matrix's diagonal, i64 for integers (PyTorch's `trace`). Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] unless this is a matrix.
+    /// The sum of a matrix's diagonal, i64 for integers (PyTorch's `trace`). Differentiable. Fails with [`Error::Invalid`] unless
+    /// this is a matrix.
     #[track_caller]
     pub fn trace(&self) -> Result<Tensor> {
         return_replacement!("trace", [self]);
@@ -369,9 +325,6 @@ impl Tensor {
     /// assert_eq!(a.kron(&b)?.to_vec::<f32>()?, [1.0, 10.0, 100.0, 2.0, 20.0, 200.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn kron(&self, other: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "kron", [self, other]);
@@ -388,10 +341,7 @@ impl Tensor {
     }
 
     /// The cross product of vectors with three elements along `dim` (PyTorch's `linalg.cross`). All other dims broadcast. Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`] if `dim` does not have size 3 in both, or if other dims do not broadcast; [`Error::DimOutOfRange`],
-    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    /// Fails with [`Error::ShapeMismatch`] if `dim` does not have size 3 in both, or if other dims do not broadcast.
     #[track_caller]
     pub fn cross(&self, other: &Tensor, dim: isize) -> Result<Tensor> {
         return_replacement!(op = "cross", [self, other], dim);

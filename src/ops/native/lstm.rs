@@ -24,7 +24,7 @@ impl Tensor {
     ///
     /// This tensor is the input's part of the gates before activation, and `hidden_gates` the hidden state's part, both `[N, 4 H]`. The
     /// cell state `cx` is `[N, H]`, and biases are `[4 H]`. Not recorded: compute gradients with [`Tensor::fused_lstm_cell_backward`].
-    /// Three launches.
+    /// Three launches. Floats.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -34,9 +34,6 @@ impl Tensor {
     /// assert_eq!((next.item::<f32>()?, h.item::<f32>()?), (0.5, 0.5 * 0.5f32.tanh()));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`], [`Error::UnsupportedDType`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn fused_lstm_cell(
         &self,
@@ -72,9 +69,6 @@ impl Tensor {
     ///
     /// `cy` and `gates` are results of the step. The gradients of the states after the step are zero if left out. Not recorded. Two
     /// launches.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::fused_lstm_cell`].
     #[track_caller]
     pub fn fused_lstm_cell_backward(
         &self,

@@ -103,8 +103,8 @@ impl Tensor {
     /// Blocks are not used with dropout, for the gradient of a mask, or if L is at most E.
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`]; [`Error::UnsupportedDType`] for integers and for a mask of integers; [`Error::Invalid`] for a
-    /// `dropout_p` outside `0.0..1.0`; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    /// [`Error::UnsupportedDType`] for integers and for a mask of integers; [`Error::Invalid`] for a `dropout_p` outside
+    /// `0.0..1.0`.
     #[track_caller]
     pub fn scaled_dot_product_attention(&self, key: &Tensor, value: &Tensor, options: Attention<'_>) -> Result<Tensor> {
         let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
@@ -113,10 +113,8 @@ impl Tensor {
     }
 
     /// Computes [`Tensor::scaled_dot_product_attention`] with all scores at once. Also returns the attention weights, `[.., L, S]`,
-    /// from which a gradient can be computed (PyTorch's `_scaled_dot_product_attention_math`). Not recorded.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] with `enable_gqa`.
+    /// from which a gradient can be computed (PyTorch's `_scaled_dot_product_attention_math`). Not recorded. Fails as
+    /// [`Tensor::scaled_dot_product_attention`] does, and with [`Error::Invalid`] for `enable_gqa`.
     #[track_caller]
     pub fn scaled_dot_product_attention_math(
         &self,
@@ -277,8 +275,8 @@ impl PackedProjection {
             }
             let whole = Tensor::empty_with_shape(all.shape(), all.dtype, all.device())?;
             let slots = self.layouts(&whole.layout).map(|layout| Some(whole.with_layout(layout)));
-            let grad = self.split_heads(&ctx.grad()?)?;
-            recomputed.backward(op, [&q, &k, &v], options.attn_mask, &grad, slots, [true; 3])?;
+            let (mask, grad) = (options.attn_mask, &self.split_heads(&ctx.grad()?)?);
+            recomputed.backward(BackwardPass { op, inputs: [&q, &k, &v], mask, grad, slots, wanted: [true; 3] })?;
             Ok(Gradients::from_iter([Some(whole)]))
         })
     }
@@ -330,7 +328,8 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<
             return ctx.differentiate_through(&recomputed.attend_recorded(op, inputs, options)?);
         }
         let (slots, wanted) = ([0, 1, 2].map(|i| ctx.slot(i)), [0, 1, 2].map(|i| ctx.needs_gradient(i)));
-        let gradients = recomputed.backward(op, inputs, options.attn_mask, &ctx.grad()?, slots, wanted)?;
+        let (mask, grad) = (options.attn_mask, &ctx.grad()?);
+        let gradients = recomputed.backward(BackwardPass { op, inputs, mask, grad, slots, wanted })?;
         Ok(gradients.into_iter().collect())
     }))
 }
@@ -383,6 +382,18 @@ fn check_mask(op: &'static str, given: &Tensor, mask: Option<&Tensor>, scores: &
     Ok(())
 }
 
+/// The arguments of a backward pass that computes the scores again.
+struct BackwardPass<'a> {
+    op: &'static str,
+    inputs: [&'a Tensor; 3],
+    mask: Option<&'a Tensor>,
+    /// The gradient of the result.
+    grad: &'a Tensor,
+    /// The tensors to write the gradients of the inputs to, where given.
+    slots: [Option<Tensor>; 3],
+    wanted: [bool; 3],
+}
+
 /// An attention whose scores are not kept. The backward pass computes them again.
 enum Recomputed {
     Fused(Box<Fused>),
@@ -406,19 +417,10 @@ impl Recomputed {
         Ok(Some((blocks.forward(op, inputs, options.attn_mask)?, Recomputed::Blocked(blocks))))
     }
 
-    /// Computes the gradients of the wanted inputs, into `slots` where given.
-    fn backward(
-        &self,
-        op: &'static str,
-        inputs: [&Tensor; 3],
-        mask: Option<&Tensor>,
-        grad: &Tensor,
-        slots: [Option<Tensor>; 3],
-        wanted: [bool; 3],
-    ) -> Result<[Option<Tensor>; 3]> {
+    fn backward(&self, pass: BackwardPass) -> Result<[Option<Tensor>; 3]> {
         match self {
-            Recomputed::Fused(fused) => fused.backward(op, inputs, mask, grad, slots, wanted),
-            Recomputed::Blocked(blocks) => blocks.backward(op, inputs, mask, grad, slots, wanted),
+            Recomputed::Fused(fused) => fused.backward(pass),
+            Recomputed::Blocked(blocks) => blocks.backward(pass),
         }
     }
 

@@ -21,32 +21,33 @@
 mod columns;
 pub(crate) mod options;
 
-use smallvec::SmallVec;
-
-use crate::autograd::{Gradients, Saved};
+use crate::autograd::Gradients;
 use crate::backend::problem::conv::{Conv2d, Convolution};
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::conv::columns::{Im2colConvolution, multiply_columns};
 use crate::ops::nn::window::{as_images, last_sizes, restore_rank, sizes_5d, weight_as_2d};
 use crate::ops::reduce;
-use crate::tensor::Dims;
-use crate::{Result, Shape, Tensor, autograd};
 
-use crate::backend;
 pub use crate::ops::nn::conv::options::{ConvOptions, ConvTransposeOptions};
 
-impl Tensor {
-    /// Convolves x `[N, C, L]` or `[C, L]` with `weight` `[O, C / groups, K]` and adds `bias` `[O]` (PyTorch's `conv1d`). The result is
-    /// `[N, O, windows]`. Floats. Differentiable in all three.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::conv2d`].
-    #[track_caller]
-    pub fn conv1d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<1>) -> Result<Tensor> {
-        convolution("conv1d", self, weight, bias, options)
-    }
+/// Generates the methods of `Tensor`, each a call of one of the functions below.
+macro_rules! convolutions {
+    ($($(#[doc = $doc:literal])+ $name:ident($options:ty): $convolve:ident;)*) => {
+        impl Tensor { $(
+            $(#[doc = $doc])+
+            #[track_caller]
+            pub fn $name(&self, weight: &Tensor, bias: Option<&Tensor>, options: $options) -> Result<Tensor> {
+                $convolve(stringify!($name), self, weight, bias, options)
+            }
+        )* }
+    };
+}
 
+convolutions! {
+    /// Convolves x `[N, C, L]` or `[C, L]` with `weight` `[O, C / groups, K]` and adds `bias` `[O]` (PyTorch's `conv1d`). The result is
+    /// `[N, O, windows]`. Floats. Differentiable in all three. Fails as [`Tensor::conv2d`] does.
+    conv1d(ConvOptions<1>): convolution;
     /// Convolves x `[N, C, H, W]` or `[C, H, W]` with `weight` `[O, C / groups, KH, KW]` and adds `bias` `[O]` (PyTorch's `conv2d`).
     /// The result is `[N, O, rows, columns]` of windows. Floats. Differentiable in all three, which keeps x and the weight.
     ///
@@ -69,16 +70,12 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] for channels that do not match; [`Error::Invalid`] for windows larger than the image, a stride of
-    /// 0 and similar options; [`Error::UnsupportedDType`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
-    #[track_caller]
-    pub fn conv2d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<2>) -> Result<Tensor> {
-        convolution("conv2d", self, weight, bias, options)
-    }
-
+    /// [`Error::ShapeMismatch`] for channels that do not match; [`Error::Invalid`] for windows larger than the image, a stride of 0
+    /// and similar options.
+    conv2d(ConvOptions<2>): convolution;
     /// Convolves x `[N, C, D, H, W]` or `[C, D, H, W]` with `weight` `[O, C / groups, KD, KH, KW]` and adds `bias` `[O]` (PyTorch's
     /// `conv3d`). The result is `[N, O, slices, rows, columns]` of windows, contiguous. Floats. Takes the launches of
-    /// [`Tensor::conv2d`] and two more. Differentiable in all three.
+    /// [`Tensor::conv2d`] and two more. Differentiable in all three. Fails as [`Tensor::conv2d`] does.
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Tensor};
@@ -89,35 +86,17 @@ impl Tensor {
     /// assert_eq!(y.to_vec::<f32>()?, [27.0; 8]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::conv2d`].
-    #[track_caller]
-    pub fn conv3d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<3>) -> Result<Tensor> {
-        convolution("conv3d", self, weight, bias, options)
-    }
-
+    conv3d(ConvOptions<3>): convolution;
     /// Transposed convolution, the gradient of [`Tensor::conv1d`] (PyTorch's `conv_transpose1d`): multiplies each element by the
     /// weight, and adds the products to the elements of its window. x is `[N, C, L]` or `[C, L]`, `weight` `[C, O / groups, K]` and
-    /// `bias` `[O]`. Floats. Differentiable in all three.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::conv2d`].
-    #[track_caller]
-    pub fn conv_transpose1d(
-        &self,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        options: ConvTransposeOptions<1>,
-    ) -> Result<Tensor> {
-        transposed_convolution("conv_transpose1d", self, weight, bias, options)
-    }
-
+    /// `bias` `[O]`. Floats. Differentiable in all three. Fails as [`Tensor::conv2d`] does.
+    conv_transpose1d(ConvTransposeOptions<1>): transposed_convolution;
     /// Transposed convolution, the gradient of [`Tensor::conv2d`] (PyTorch's `conv_transpose2d`): multiplies each element by the
     /// weight, and adds the products to the elements of its window. x is `[N, C, H, W]` or `[C, H, W]`, `weight`
     /// `[C, O / groups, KH, KW]` and `bias` `[O]`. Floats. Differentiable in all three.
     ///
-    /// A dim of the result is `(size - 1) stride - padding on both sides + dilation (kernel - 1) + output_padding + 1`.
+    /// A dim of the result is `(size - 1) stride - padding on both sides + dilation (kernel - 1) + output_padding + 1`. Fails as
+    /// [`Tensor::conv2d`] does.
     ///
     /// ```
     /// use claystone::{ConvTransposeOptions, Device, Tensor};
@@ -127,23 +106,11 @@ impl Tensor {
     /// assert_eq!(x.conv_transpose2d(&w, None, doubled)?.to_vec::<f32>()?, [1.0; 16]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::conv2d`].
-    #[track_caller]
-    pub fn conv_transpose2d(
-        &self,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        options: ConvTransposeOptions<2>,
-    ) -> Result<Tensor> {
-        transposed_convolution("conv_transpose2d", self, weight, bias, options)
-    }
-
+    conv_transpose2d(ConvTransposeOptions<2>): transposed_convolution;
     /// Transposed convolution, the gradient of [`Tensor::conv3d`] (PyTorch's `conv_transpose3d`): multiplies each element by the
     /// weight, and adds the products to the elements of its window. x is `[N, C, D, H, W]` or `[C, D, H, W]`, `weight`
     /// `[C, O / groups, KD, KH, KW]` and `bias` `[O]`. The dims of the result follow [`Tensor::conv_transpose2d`]. Floats.
-    /// Differentiable in all three.
+    /// Differentiable in all three. Fails as [`Tensor::conv2d`] does.
     ///
     /// ```
     /// use claystone::{ConvTransposeOptions, Device, Tensor};
@@ -154,18 +121,7 @@ impl Tensor {
     /// assert_eq!(y.to_vec::<f32>()?, [1.0; 96]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::conv2d`].
-    #[track_caller]
-    pub fn conv_transpose3d(
-        &self,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        options: ConvTransposeOptions<3>,
-    ) -> Result<Tensor> {
-        transposed_convolution("conv_transpose3d", self, weight, bias, options)
-    }
+    conv_transpose3d(ConvTransposeOptions<3>): transposed_convolution;
 }
 
 /// Checks dtypes and the shapes of weight and bias. Returns the number of channels of the result.
@@ -296,9 +252,10 @@ impl ConvProblem {
         let ConvProblem { op, windows, groups, .. } = self;
         let ([n, c, h, w], Windows { image, kernel, grid, padding, .. }) = (sizes_4d(x), windows);
         let single = [kernel, grid] == [[1, 1], image] && padding == [0; 2];
+        let backend = backend::of_device(x.device());
         if let Some(direct) = self.backend_convolution(x, weight, single) {
             self.compute_with(direct, x, weight, bias)
-        } else if let Some(out) = self.forward_by_backend(x, weight, bias)? {
+        } else if let Some(out) = backend.forward_convolution(&self.conv2d(x, weight, bias, false))? {
             Ok(self.record(out, Box::new(Im2colConvolution(self)), x, weight, bias))
         } else if single {
             let columns = x.reshape([n, groups, c / groups, h * w])?;
@@ -376,11 +333,6 @@ impl ConvProblem {
         let ([n, ..], [a, b, ..], Windows { image, grid, .. }) = (sizes_4d(x), sizes_4d(weight), self.windows);
         let (channels, [h, w]) = if self.transposed { (b * self.groups, image) } else { (a, grid) };
         Tensor::empty_with_shape([n, channels, h, w], x.dtype, x.device())
-    }
-
-    /// Computes the forward pass with the backend's own kernel, if there is one.
-    fn forward_by_backend(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
-        backend::of_device(x.device()).forward_convolution(&self.conv2d(x, weight, bias, false))
     }
 
     /// Records `out`, with gradients that `direct` computes.

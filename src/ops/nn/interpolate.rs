@@ -2,10 +2,7 @@
 
 use crate::backend::problem::interpolation::{Interpolate, Interpolation, Resize, Samples};
 use crate::backend::problem::windows::sizes_4d;
-use crate::ops::dispatch::args::Args;
-use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
-use crate::{Result, Shape, Tensor, autograd, backend};
 
 impl Interpolation {
     fn from_args(a: &Args) -> Result<Interpolation> {
@@ -57,7 +54,8 @@ impl Tensor {
     /// Differentiable.
     ///
     /// Any number of dims: one launch for up to two, and one more for each further dim. Linear interpolation of f16 and bf16 in three or
-    /// more dims takes two more launches.
+    /// more dims takes two more launches. Fails with [`Error::Invalid`] for sizes of 0 or too large for any memory, and for a wrong
+    /// number of sizes.
     ///
     /// ```
     /// use claystone::{Device, Interpolation, Tensor};
@@ -67,10 +65,6 @@ impl Tensor {
     /// assert_eq!(x.interpolate(&[4], linear)?.to_vec::<f32>()?, [1.0, 1.5, 2.5, 3.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for sizes of 0 or too large for any memory, and for a wrong number of sizes;
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
     #[track_caller]
     pub fn interpolate(&self, size: &[usize], mode: Interpolation) -> Result<Tensor> {
         return_replacement!(op = "interpolate", [self], size, mode, mode.align_corners());
@@ -102,10 +96,8 @@ impl Tensor {
     }
 
     /// Rearranges `[.., C r², H, W]` to `[.., C, H r, W r]`: r² channels of one pixel become a block of r x r pixels (PyTorch's
-    /// `pixel_shuffle`). Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for fewer than three dims, and if the channels are not divisible by r².
+    /// `pixel_shuffle`). Differentiable. Fails with [`Error::Invalid`] for fewer than three dims, and if the channels are not
+    /// divisible by r².
     #[track_caller]
     pub fn pixel_shuffle(&self, r: usize) -> Result<Tensor> {
         return_replacement!(op = "pixel_shuffle", [self], r);
@@ -118,10 +110,7 @@ impl Tensor {
     }
 
     /// Rearranges `[.., C, H r, W r]` to `[.., C r², H, W]`, the inverse of [`Tensor::pixel_shuffle`] (PyTorch's `pixel_unshuffle`).
-    /// Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for fewer than three dims, and if the last two dims are not divisible by r.
+    /// Differentiable. Fails with [`Error::Invalid`] for fewer than three dims, and if the last two dims are not divisible by r.
     #[track_caller]
     pub fn pixel_unshuffle(&self, r: usize) -> Result<Tensor> {
         return_replacement!(op = "pixel_unshuffle", [self], r);

@@ -2,9 +2,9 @@
 
 use std::array;
 
-use crate::ops::dispatch::args::Args;
-use crate::ops::dispatch::arguments::{Argument, ParameterKind};
-use crate::{Error, Result};
+use crate::layout::shape::impl_from;
+use crate::ops::dispatch::arguments::ParameterKind;
+use crate::ops::dispatch::prelude::*;
 
 /// The padding around an image.
 ///
@@ -80,27 +80,15 @@ impl<const D: usize> Padding<D> {
     }
 }
 
-impl<const D: usize> From<usize> for Padding<D> {
-    fn from(n: usize) -> Padding<D> {
-        [n; D].into()
-    }
-}
-
-impl<const D: usize> From<[usize; D]> for Padding<D> {
-    fn from(n: [usize; D]) -> Padding<D> {
-        Padding::Explicit(n.map(|n| (n, n)))
-    }
+impl_from! { Padding<D>:
+    [const D: usize] usize, n => [n; D].into();
+    [const D: usize] [usize; D], n => Padding::Explicit(n.map(|n| (n, n)));
+    [const D: usize] [(usize, usize); D], sides => Padding::Explicit(sides);
 }
 
 impl From<(usize, usize)> for Padding<1> {
     fn from(sides: (usize, usize)) -> Padding<1> {
         Padding::Explicit([sides])
-    }
-}
-
-impl<const D: usize> From<[(usize, usize); D]> for Padding<D> {
-    fn from(sides: [(usize, usize); D]) -> Padding<D> {
-        Padding::Explicit(sides)
     }
 }
 

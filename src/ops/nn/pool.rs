@@ -1,13 +1,9 @@
 //! Pooling: the maximum or the mean of each window.
 
 use crate::backend::problem::windows::{Divisor, Windows};
-use crate::ops::dispatch::args::Args;
-use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
 use crate::ops::nn::window::{as_images, last_sizes, restore_rank};
-use crate::tensor::Dims;
-use crate::{DType, Result, Tensor};
 
 /// Options of [`Tensor::max_pool2d`] and the other maximum pools, with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,47 +80,63 @@ fn windows<const D: usize>(
             let (first, end) = windows.input_range(d, *o);
             first >= end
         };
-        if let Some(o) = (0..windows.grid[d]).take_while(|o| o * stride[d] < padding[d]).find(outside) {
-            let reason = format!(
-                "window {o} along an image dim of {} is all padding: it has {} elements, {} apart",
-                image[d], kernel[d], dilation[d]
-            );
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if let Some(o) = (0..windows.grid[d]).take_while(|o| o * stride[d] < padding[d]).find(outside),
+            "window {o} along an image dim of {} is all padding: it has {} elements, {} apart", image[d], kernel[d], dilation[d]);
     }
     Ok(windows)
 }
 
+/// The division of images into windows, with the arguments of a call by name that describe it.
+trait PoolWindows<const D: usize>: Copy {
+    fn windows(self, op: &'static str, x: &Tensor) -> Result<Windows<D>>;
+    fn arguments(self) -> Vec<Argument>;
+}
+
+/// Windows of a fixed size.
+impl<const D: usize> PoolWindows<D> for ([usize; D], MaxPoolOptions<D>) {
+    fn windows(self, op: &'static str, x: &Tensor) -> Result<Windows<D>> {
+        let (kernel, MaxPoolOptions { stride, padding, dilation, ceil_mode }) = self;
+        windows(op, x, kernel, [stride.unwrap_or(kernel), dilation], padding, ceil_mode)
+    }
+
+    fn arguments(self) -> Vec<Argument> {
+        let (kernel, MaxPoolOptions { stride, padding, dilation, ceil_mode }) = self;
+        let stride = stride.as_ref().map_or(Argument::None, Argument::from);
+        vec![(&kernel).into(), stride, padding.into(), (&dilation).into(), ceil_mode.into()]
+    }
+}
+
+/// A fixed number of windows, for an adaptive pool.
+impl<const D: usize> PoolWindows<D> for [usize; D] {
+    fn windows(self, op: &'static str, x: &Tensor) -> Result<Windows<D>> {
+        invalid!(op if x.shape().dims()[2..].contains(&0), "the images are empty, of shape {}", x.shape());
+        Ok(Windows::adaptive(last_sizes(x), self))
+    }
+
+    fn arguments(self) -> Vec<Argument> {
+        vec![(&self).into()]
+    }
+}
+
 #[track_caller]
-fn max_pool<const D: usize>(
-    op: &'static str,
-    original: &Tensor,
-    kernel: [usize; D],
-    options: MaxPoolOptions<D>,
-) -> Result<Tensor> {
-    check_numbers(op, original)?;
-    return_replacement!(op, [original]; || options.arguments(kernel));
+fn max_pool<const D: usize>(op: &'static str, original: &Tensor, pool: impl PoolWindows<D>) -> Result<Tensor> {
+    unsupported!(op if original.dtype == DType::Bool, original.dtype, "numbers");
+    return_replacement!(op, [original]; || pool.arguments());
     let x = as_images(op, original, D)?;
-    restore_rank(&options.windows(op, &x, kernel)?.max(op, &x)?, original, D)
+    restore_rank(&pool.windows(op, &x)?.max(op, &x)?, original, D)
 }
 
 #[track_caller]
 fn max_pool_with_indices<const D: usize>(
     op: &'static str,
     original: &Tensor,
-    kernel: [usize; D],
-    options: MaxPoolOptions<D>,
+    pool: impl PoolWindows<D>,
 ) -> Result<(Tensor, Tensor)> {
-    check_numbers(op, original)?;
-    return_replacement!(op, [original]; || options.arguments(kernel));
+    unsupported!(op if original.dtype == DType::Bool, original.dtype, "numbers");
+    return_replacement!(op, [original]; || pool.arguments());
     let x = as_images(op, original, D)?;
-    let (values, index) = options.windows(op, &x, kernel)?.max_with_indices(op, &x)?;
+    let (values, index) = pool.windows(op, &x)?.max_with_indices(op, &x)?;
     Ok((restore_rank(&values, original, D)?, restore_rank(&index, original, D)?))
-}
-
-fn check_numbers(op: &'static str, x: &Tensor) -> Result<()> {
-    unsupported!(op if x.dtype == DType::Bool, x.dtype, "numbers");
-    Ok(())
 }
 
 #[track_caller]
@@ -153,22 +165,35 @@ fn avg_pool<const D: usize>(
     restore_rank(&windows(op, &x, kernel, steps, padding, ceil_mode)?.mean(op, &x, divisor)?, original, D)
 }
 
-/// Creates the windows of an adaptive pool over x.
-fn adaptive_windows<const D: usize>(op: &'static str, x: &Tensor, size: [usize; D]) -> Result<Windows<D>> {
-    invalid!(op if x.shape().dims()[2..].contains(&0), "the images are empty, of shape {}", x.shape());
-    Ok(Windows::adaptive(last_sizes(x), size))
+#[track_caller]
+fn adaptive_avg_pool<const D: usize>(op: &'static str, original: &Tensor, size: [usize; D]) -> Result<Tensor> {
+    original.dtype.check_float(op)?;
+    return_replacement!(op, [original], &size);
+    let x = as_images(op, original, D)?;
+    let windows = size.windows(op, &x)?;
+    // A reduction divides a single window among work-items, and a pool does not.
+    let dims: Dims<isize> = (2..x.rank() as isize).collect();
+    let out = if size == [1; D] { x.mean(&dims[..], true)? } else { windows.mean(op, &x, Divisor::InsideImage)? };
+    restore_rank(&out, original, D)
 }
 
-impl Tensor {
-    /// The maximum of each window (PyTorch's `max_pool1d`): x is `[N, C, L]` or `[C, L]`. All dtypes except bool. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::max_pool2d`].
-    #[track_caller]
-    pub fn max_pool1d(&self, kernel: usize, options: MaxPoolOptions<1>) -> Result<Tensor> {
-        max_pool("max_pool1d", self, [kernel], options)
-    }
+/// Generates the methods of `Tensor`, each a call of one of the functions above.
+macro_rules! pools {
+    ($($(#[doc = $doc:literal])+ $name:ident($($arg:ident: $t:ty),+) -> $out:ty: $pool:ident($($value:expr),+);)*) => {
+        impl Tensor { $(
+            $(#[doc = $doc])+
+            #[track_caller]
+            pub fn $name(&self, $($arg: $t),+) -> Result<$out> {
+                $pool(stringify!($name), self, $($value),+)
+            }
+        )* }
+    };
+}
 
+pools! {
+    /// The maximum of each window (PyTorch's `max_pool1d`): x is `[N, C, L]` or `[C, L]`. All dtypes except bool. Differentiable.
+    /// Fails as [`Tensor::max_pool2d`] does.
+    max_pool1d(kernel: usize, options: MaxPoolOptions<1>) -> Tensor: max_pool(([kernel], options));
     /// The maximum of each window (PyTorch's `max_pool2d`): x is `[N, C, H, W]` or `[C, H, W]`. A window with a NaN gives NaN.
     /// All dtypes except bool. One launch. Differentiable: the gradient goes to the first of equal elements.
     ///
@@ -183,42 +208,18 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] for a wrong number of dims, images that are empty or smaller than a window, a padding of more than half a
     /// window, a dilated window that is entirely padding, or a stride of 0; [`Error::UnsupportedDType`] for bool.
-    #[track_caller]
-    pub fn max_pool2d(&self, kernel: [usize; 2], options: MaxPoolOptions<2>) -> Result<Tensor> {
-        max_pool("max_pool2d", self, kernel, options)
-    }
-
+    max_pool2d(kernel: [usize; 2], options: MaxPoolOptions<2>) -> Tensor: max_pool((kernel, options));
     /// The maximum of each window (PyTorch's `max_pool3d`): x is `[N, C, D, H, W]` or `[C, D, H, W]`. All dtypes except bool. Two launches.
-    /// Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::max_pool2d`].
-    #[track_caller]
-    pub fn max_pool3d(&self, kernel: [usize; 3], options: MaxPoolOptions<3>) -> Result<Tensor> {
-        max_pool("max_pool3d", self, kernel, options)
-    }
-
-    /// Returns [`Tensor::max_pool1d`] and the index of each maximum in its row, i64 (PyTorch's `return_indices`).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::max_pool2d`].
-    #[track_caller]
-    pub fn max_pool1d_with_indices(&self, kernel: usize, options: MaxPoolOptions<1>) -> Result<(Tensor, Tensor)> {
-        max_pool_with_indices("max_pool1d_with_indices", self, [kernel], options)
-    }
-
+    /// Differentiable. Fails as [`Tensor::max_pool2d`] does.
+    max_pool3d(kernel: [usize; 3], options: MaxPoolOptions<3>) -> Tensor: max_pool((kernel, options));
+    /// Returns [`Tensor::max_pool1d`] and the index of each maximum in its row, i64 (PyTorch's `return_indices`). Fails as
+    /// [`Tensor::max_pool2d`] does.
+    max_pool1d_with_indices(kernel: usize, options: MaxPoolOptions<1>) -> (Tensor, Tensor): max_pool_with_indices(([kernel], options));
     /// Returns [`Tensor::max_pool2d`] and the index of each maximum in its image, i64: `row * W + column` (PyTorch's
     /// `return_indices`).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::max_pool2d`].
-    #[track_caller]
-    pub fn max_pool2d_with_indices(&self, kernel: [usize; 2], options: MaxPoolOptions<2>) -> Result<(Tensor, Tensor)> {
-        max_pool_with_indices("max_pool2d_with_indices", self, kernel, options)
-    }
-
+    max_pool2d_with_indices(kernel: [usize; 2], options: MaxPoolOptions<2>) -> (Tensor, Tensor): max_pool_with_indices((kernel, options));
     /// Returns [`Tensor::max_pool3d`] and the index of each maximum in its image, i64: `(slice * H + row) * W + column` (PyTorch's
-    /// `return_indices`).
+    /// `return_indices`). Fails as [`Tensor::max_pool2d`] does.
     ///
     /// ```
     /// use claystone::{Device, MaxPoolOptions, Tensor};
@@ -228,34 +229,15 @@ impl Tensor {
     /// assert_eq!(at.to_vec::<i64>()?, [13, 15]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::max_pool2d`].
-    #[track_caller]
-    pub fn max_pool3d_with_indices(&self, kernel: [usize; 3], options: MaxPoolOptions<3>) -> Result<(Tensor, Tensor)> {
-        max_pool_with_indices("max_pool3d_with_indices", self, kernel, options)
-    }
-
-    /// The mean of each window (PyTorch's `avg_pool1d`): x is `[N, C, L]` or `[C, L]`. Floats. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::avg_pool2d`].
-    #[track_caller]
-    pub fn avg_pool1d(&self, kernel: usize, options: AvgPoolOptions<1>) -> Result<Tensor> {
-        avg_pool("avg_pool1d", self, [kernel], options)
-    }
-
+    max_pool3d_with_indices(kernel: [usize; 3], options: MaxPoolOptions<3>) -> (Tensor, Tensor): max_pool_with_indices((kernel, options));
+    /// The mean of each window (PyTorch's `avg_pool1d`): x is `[N, C, L]` or `[C, L]`. Floats. Differentiable. Fails as
+    /// [`Tensor::avg_pool2d`] does.
+    avg_pool1d(kernel: usize, options: AvgPoolOptions<1>) -> Tensor: avg_pool([kernel], options);
     /// The mean of each window (PyTorch's `avg_pool2d`): x is `[N, C, H, W]` or `[C, H, W]`. Floats. One launch. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::max_pool2d`]; [`Error::UnsupportedDType`] for integers.
-    #[track_caller]
-    pub fn avg_pool2d(&self, kernel: [usize; 2], options: AvgPoolOptions<2>) -> Result<Tensor> {
-        avg_pool("avg_pool2d", self, kernel, options)
-    }
-
+    /// Fails as [`Tensor::max_pool2d`] does.
+    avg_pool2d(kernel: [usize; 2], options: AvgPoolOptions<2>) -> Tensor: avg_pool(kernel, options);
     /// The mean of each window (PyTorch's `avg_pool3d`): x is `[N, C, D, H, W]` or `[C, D, H, W]`. Floats. Two launches, four for half
-    /// precision. Differentiable.
+    /// precision. Differentiable. Fails as [`Tensor::avg_pool2d`] does.
     ///
     /// ```
     /// use claystone::{AvgPoolOptions, Device, Tensor};
@@ -263,27 +245,13 @@ impl Tensor {
     /// assert_eq!(x.avg_pool3d([2, 2, 2], AvgPoolOptions::default())?.to_vec::<f32>()?, [3.5]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::avg_pool2d`].
-    #[track_caller]
-    pub fn avg_pool3d(&self, kernel: [usize; 3], options: AvgPoolOptions<3>) -> Result<Tensor> {
-        avg_pool("avg_pool3d", self, kernel, options)
-    }
-
+    avg_pool3d(kernel: [usize; 3], options: AvgPoolOptions<3>) -> Tensor: avg_pool(kernel, options);
     /// Divides each row into `size` parts and returns their means (PyTorch's `adaptive_avg_pool1d`): x is `[N, C, L]` or `[C, L]`.
-    /// Floats. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::adaptive_avg_pool2d`].
-    #[track_caller]
-    pub fn adaptive_avg_pool1d(&self, size: usize) -> Result<Tensor> {
-        adaptive_mean("adaptive_avg_pool1d", self, [size])
-    }
-
+    /// Floats. Differentiable. Fails as [`Tensor::adaptive_avg_pool2d`] does.
+    adaptive_avg_pool1d(size: usize) -> Tensor: adaptive_avg_pool([size]);
     /// Divides each image into `size` rows and columns of parts and returns their means (PyTorch's `adaptive_avg_pool2d`): x is
     /// `[N, C, H, W]` or `[C, H, W]`. Parts overlap if they do not divide the image evenly. `[1, 1]` is global average pooling.
-    /// Floats. Differentiable.
+    /// Floats. Differentiable. Fails with [`Error::Invalid`] for a wrong number of dims or empty images.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -291,127 +259,31 @@ impl Tensor {
     /// assert_eq!(x.adaptive_avg_pool2d([1, 2])?.to_vec::<f32>()?, [1.0, 3.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a wrong number of dims or empty images; [`Error::UnsupportedDType`] for integers.
-    #[track_caller]
-    pub fn adaptive_avg_pool2d(&self, size: [usize; 2]) -> Result<Tensor> {
-        adaptive_mean("adaptive_avg_pool2d", self, size)
-    }
-
+    adaptive_avg_pool2d(size: [usize; 2]) -> Tensor: adaptive_avg_pool(size);
     /// Divides each image into `size` slices, rows and columns of parts and returns their means (PyTorch's `adaptive_avg_pool3d`): x is
-    /// `[N, C, D, H, W]` or `[C, D, H, W]`. Floats. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::adaptive_avg_pool2d`].
-    #[track_caller]
-    pub fn adaptive_avg_pool3d(&self, size: [usize; 3]) -> Result<Tensor> {
-        adaptive_mean("adaptive_avg_pool3d", self, size)
-    }
-
+    /// `[N, C, D, H, W]` or `[C, D, H, W]`. Floats. Differentiable. Fails as [`Tensor::adaptive_avg_pool2d`] does.
+    adaptive_avg_pool3d(size: [usize; 3]) -> Tensor: adaptive_avg_pool(size);
     /// Divides each row into `size` parts and returns their maxima (PyTorch's `adaptive_max_pool1d`). All dtypes except bool. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::adaptive_avg_pool2d`].
-    #[track_caller]
-    pub fn adaptive_max_pool1d(&self, size: usize) -> Result<Tensor> {
-        adaptive_max("adaptive_max_pool1d", self, [size])
-    }
-
+    /// Fails as [`Tensor::adaptive_avg_pool2d`] does.
+    adaptive_max_pool1d(size: usize) -> Tensor: max_pool([size]);
     /// Divides each image into `size` rows and columns of parts and returns their maxima (PyTorch's `adaptive_max_pool2d`). All dtypes except bool.
-    /// Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::adaptive_avg_pool2d`].
-    #[track_caller]
-    pub fn adaptive_max_pool2d(&self, size: [usize; 2]) -> Result<Tensor> {
-        adaptive_max("adaptive_max_pool2d", self, size)
-    }
-
+    /// Differentiable. Fails as [`Tensor::adaptive_avg_pool2d`] does.
+    adaptive_max_pool2d(size: [usize; 2]) -> Tensor: max_pool(size);
     /// Divides each image into `size` slices, rows and columns of parts and returns their maxima (PyTorch's `adaptive_max_pool3d`).
-    /// All dtypes except bool. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::adaptive_avg_pool2d`].
-    #[track_caller]
-    pub fn adaptive_max_pool3d(&self, size: [usize; 3]) -> Result<Tensor> {
-        adaptive_max("adaptive_max_pool3d", self, size)
-    }
-
-    /// Returns [`Tensor::adaptive_max_pool1d`] and the index of each maximum in its row, i64 (PyTorch's `return_indices`).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::adaptive_avg_pool2d`].
-    #[track_caller]
-    pub fn adaptive_max_pool1d_with_indices(&self, size: usize) -> Result<(Tensor, Tensor)> {
-        adaptive_max_with_indices("adaptive_max_pool1d_with_indices", self, [size])
-    }
-
+    /// All dtypes except bool. Differentiable. Fails as [`Tensor::adaptive_avg_pool2d`] does.
+    adaptive_max_pool3d(size: [usize; 3]) -> Tensor: max_pool(size);
+    /// Returns [`Tensor::adaptive_max_pool1d`] and the index of each maximum in its row, i64 (PyTorch's `return_indices`). Fails as
+    /// [`Tensor::adaptive_avg_pool2d`] does.
+    adaptive_max_pool1d_with_indices(size: usize) -> (Tensor, Tensor): max_pool_with_indices([size]);
     /// Returns [`Tensor::adaptive_max_pool2d`] and the index of each maximum in its image, i64: `row * W + column` (PyTorch's
-    /// `return_indices`).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::adaptive_avg_pool2d`].
-    #[track_caller]
-    pub fn adaptive_max_pool2d_with_indices(&self, size: [usize; 2]) -> Result<(Tensor, Tensor)> {
-        adaptive_max_with_indices("adaptive_max_pool2d_with_indices", self, size)
-    }
-
+    /// `return_indices`). Fails as [`Tensor::adaptive_avg_pool2d`] does.
+    adaptive_max_pool2d_with_indices(size: [usize; 2]) -> (Tensor, Tensor): max_pool_with_indices(size);
     /// Returns [`Tensor::adaptive_max_pool3d`] and the index of each maximum in its image, i64: `(slice * H + row) * W + column`
-    /// (PyTorch's `return_indices`).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::adaptive_avg_pool2d`].
-    #[track_caller]
-    pub fn adaptive_max_pool3d_with_indices(&self, size: [usize; 3]) -> Result<(Tensor, Tensor)> {
-        adaptive_max_with_indices("adaptive_max_pool3d_with_indices", self, size)
-    }
-}
-
-#[track_caller]
-fn adaptive_mean<const D: usize>(op: &'static str, original: &Tensor, size: [usize; D]) -> Result<Tensor> {
-    original.dtype.check_float(op)?;
-    return_replacement!(op, [original], &size);
-    let x = as_images(op, original, D)?;
-    let windows = adaptive_windows(op, &x, size)?;
-    // A reduction divides a single window among work-items, and a pool does not.
-    let dims: Dims<isize> = (2..x.rank() as isize).collect();
-    let out = if size == [1; D] { x.mean(&dims[..], true)? } else { windows.mean(op, &x, Divisor::InsideImage)? };
-    restore_rank(&out, original, D)
-}
-
-#[track_caller]
-fn adaptive_max<const D: usize>(op: &'static str, original: &Tensor, size: [usize; D]) -> Result<Tensor> {
-    check_numbers(op, original)?;
-    return_replacement!(op, [original], &size);
-    let x = as_images(op, original, D)?;
-    restore_rank(&adaptive_windows(op, &x, size)?.max(op, &x)?, original, D)
-}
-
-#[track_caller]
-fn adaptive_max_with_indices<const D: usize>(
-    op: &'static str,
-    original: &Tensor,
-    size: [usize; D],
-) -> Result<(Tensor, Tensor)> {
-    check_numbers(op, original)?;
-    return_replacement!(op, [original], &size);
-    let x = as_images(op, original, D)?;
-    let (values, index) = adaptive_windows(op, &x, size)?.max_with_indices(op, &x)?;
-    Ok((restore_rank(&values, original, D)?, restore_rank(&index, original, D)?))
+    /// (PyTorch's `return_indices`). Fails as [`Tensor::adaptive_avg_pool2d`] does.
+    adaptive_max_pool3d_with_indices(size: [usize; 3]) -> (Tensor, Tensor): max_pool_with_indices(size);
 }
 
 impl<const D: usize> MaxPoolOptions<D> {
-    fn windows(self, op: &'static str, x: &Tensor, kernel: [usize; D]) -> Result<Windows<D>> {
-        let steps = [self.stride.unwrap_or(kernel), self.dilation];
-        windows(op, x, kernel, steps, self.padding, self.ceil_mode)
-    }
-
-    fn arguments(&self, kernel: [usize; D]) -> Vec<Argument> {
-        let stride = self.stride.as_ref().map_or(Argument::None, Argument::from);
-        vec![(&kernel).into(), stride, self.padding.into(), (&self.dilation).into(), self.ceil_mode.into()]
-    }
-
     fn from_args(a: &Args) -> Result<Self> {
         let (stride, padding, dilation) =
             (a.read_optional(1, Args::spatial_sizes)?, Padding::from_args(a, 2)?, a.spatial_sizes(3)?);
@@ -441,41 +313,29 @@ fn read_sizes<const D: usize>(a: &Args, i: usize) -> Result<[usize; D]> {
     a.spatial_sizes(i)
 }
 
-operations! {
-    max_pool1d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
-        functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.tensor(0)?.max_pool1d(read_size_1d(a, 0)?, MaxPoolOptions::from_args(a)?);
-    max_pool2d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
-        functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.tensor(0)?.max_pool2d(a.spatial_sizes(0)?, MaxPoolOptions::from_args(a)?);
-    max_pool3d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
-        functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.tensor(0)?.max_pool3d(a.spatial_sizes(0)?, MaxPoolOptions::from_args(a)?);
-    max_pool1d_with_indices(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
-        functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.tensor(0)?.max_pool1d_with_indices(read_size_1d(a, 0)?, MaxPoolOptions::from_args(a)?);
-    max_pool2d_with_indices(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
-        functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.tensor(0)?.max_pool2d_with_indices(a.spatial_sizes(0)?, MaxPoolOptions::from_args(a)?);
-    max_pool3d_with_indices(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
-        functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.tensor(0)?.max_pool3d_with_indices(a.spatial_sizes(0)?, MaxPoolOptions::from_args(a)?);
-    avg_pool1d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0,
-        ceil_mode: bool = false, count_include_pad: bool = true, divisor_override: size?) functional:
-        NeuralNetwork, Floats -> Same, differentiable => |a| a.tensor(0)?.avg_pool1d(read_size_1d(a, 0)?, AvgPoolOptions::from_args(a)?);
-    avg_pool2d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0,
-        ceil_mode: bool = false, count_include_pad: bool = true, divisor_override: size?) functional:
-        NeuralNetwork, Floats -> Same, differentiable => |a| a.tensor(0)?.avg_pool2d(a.spatial_sizes(0)?, AvgPoolOptions::from_args(a)?);
-    avg_pool3d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0,
-        ceil_mode: bool = false, count_include_pad: bool = true, divisor_override: size?) functional:
-        NeuralNetwork, Floats -> Same, differentiable => |a| a.tensor(0)?.avg_pool3d(a.spatial_sizes(0)?, AvgPoolOptions::from_args(a)?);
-    adaptive_avg_pool1d(input: x, output_size: sizes @read_size_1d) functional: NeuralNetwork, Floats -> Same, differentiable;
-    adaptive_avg_pool2d(input: x, output_size: sizes @read_sizes) functional: NeuralNetwork, Floats -> Same, differentiable;
-    adaptive_avg_pool3d(input: x, output_size: sizes @read_sizes) functional: NeuralNetwork, Floats -> Same, differentiable;
-    adaptive_max_pool1d(input: x, output_size: sizes @read_size_1d) functional: NeuralNetwork, Numbers -> Same, differentiable;
-    adaptive_max_pool2d(input: x, output_size: sizes @read_sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
-    adaptive_max_pool3d(input: x, output_size: sizes @read_sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
-    adaptive_max_pool1d_with_indices(input: x, output_size: sizes @read_size_1d) functional: NeuralNetwork, Numbers -> Same, differentiable;
-    adaptive_max_pool2d_with_indices(input: x, output_size: sizes @read_sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
-    adaptive_max_pool3d_with_indices(input: x, output_size: sizes @read_sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
+/// Generates the catalogue entries of the pools over one, two and three dims.
+macro_rules! pool_operations {
+    ($($read:ident: $max:ident $indices:ident $avg:ident $adaptive_avg:ident $adaptive_max:ident $adaptive_indices:ident;)*) => {
+        operations! {
+            $($max(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
+                functional: NeuralNetwork, Numbers -> Same, differentiable
+                => |a| a.tensor(0)?.$max($read(a, 0)?, MaxPoolOptions::from_args(a)?);)*
+            $($indices(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
+                functional: NeuralNetwork, Numbers -> Same, differentiable
+                => |a| a.tensor(0)?.$indices($read(a, 0)?, MaxPoolOptions::from_args(a)?);)*
+            $($avg(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0,
+                ceil_mode: bool = false, count_include_pad: bool = true, divisor_override: size?)
+                functional: NeuralNetwork, Floats -> Same, differentiable
+                => |a| a.tensor(0)?.$avg($read(a, 0)?, AvgPoolOptions::from_args(a)?);)*
+            $($adaptive_avg(input: x, output_size: sizes @$read) functional: NeuralNetwork, Floats -> Same, differentiable;)*
+            $($adaptive_max(input: x, output_size: sizes @$read) functional: NeuralNetwork, Numbers -> Same, differentiable;)*
+            $($adaptive_indices(input: x, output_size: sizes @$read) functional: NeuralNetwork, Numbers -> Same, differentiable;)*
+        }
+    };
+}
+
+pool_operations! {
+    read_size_1d: max_pool1d max_pool1d_with_indices avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d adaptive_max_pool1d_with_indices;
+    read_sizes: max_pool2d max_pool2d_with_indices avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d adaptive_max_pool2d_with_indices;
+    read_sizes: max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d adaptive_max_pool3d_with_indices;
 }

@@ -4,19 +4,13 @@
 //! the gradient of its logits in the same launch as the loss. Its backward pass returns that gradient, without any launch if
 //! `backward()` starts at the loss.
 
-use smallvec::SmallVec;
-
-use crate::autograd::Saved;
 use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossReduction};
-use crate::backend::problem::map::Params;
 use crate::backend::problem::softmax::{MaskKind, RowOp, Softmax, SoftmaxMask};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply_one;
 use crate::ops::record_gradients_with_result;
 use crate::ops::reduce::{self, ReduceDims};
 use crate::tensor::view::detach_at_least_1d;
-use crate::tensor::{Dims, Layout};
-use crate::{DType, Expr, Result, Scalar, Shape, Tensor, autograd, backend};
 
 /// Runs a row operation along dim `d` of `x` (and of `z`, of the same shape), outside the graph.
 fn row_operation_unmasked(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {
@@ -102,9 +96,6 @@ impl Tensor {
     /// assert_eq!(p.to_vec::<f32>()?, [0.5, 0.0, 0.5]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`] for integers and bool, [`Error::OutOfMemory`].
     #[track_caller]
     pub fn softmax(&self, dim: isize) -> Result<Tensor> {
         self.softmax_along("softmax", RowOp::Softmax, RowOp::SoftmaxGrad, dim)
@@ -119,9 +110,6 @@ impl Tensor {
     /// assert_eq!(x.softmin(-1)?.to_vec::<f32>()?, [0.5, 0.0, 0.5]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::softmax`].
     #[track_caller]
     pub fn softmin(&self, dim: isize) -> Result<Tensor> {
         return_replacement!(op = "softmin", [self], dim);
@@ -130,9 +118,6 @@ impl Tensor {
     }
 
     /// Computes `x - logsumexp(x)` along `dim` (PyTorch's `log_softmax`). Floats. Differentiable; forward and backward are one launch each.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::softmax`].
     #[track_caller]
     pub fn log_softmax(&self, dim: isize) -> Result<Tensor> {
         self.softmax_along("log_softmax", RowOp::LogSoftmax, RowOp::LogSoftmaxGrad, dim)
@@ -148,18 +133,12 @@ impl Tensor {
     /// assert_eq!(grad.softmax_backward(&p, 0)?.to_vec::<f32>()?, [0.25, -0.25]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::softmax`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn softmax_backward(&self, output: &Tensor, dim: isize) -> Result<Tensor> {
         self.softmax_backward_along("softmax_backward", RowOp::SoftmaxGrad, output, dim)
     }
 
     /// Same as [`Tensor::softmax_backward`], for [`Tensor::log_softmax`] (PyTorch's `_log_softmax_backward_data`).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::softmax_backward`].
     #[track_caller]
     pub fn log_softmax_backward(&self, output: &Tensor, dim: isize) -> Result<Tensor> {
         self.softmax_backward_along("log_softmax_backward", RowOp::LogSoftmaxGrad, output, dim)
@@ -210,10 +189,8 @@ impl Tensor {
     }
 
     /// Computes `log(sum(exp(x)))` over `dims` without overflow (PyTorch's `logsumexp`). Floats. The result for no elements is -inf.
-    /// `keepdim` keeps the reduced dims with size 1. One launch for each dim. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::softmax`]; [`Error::Invalid`] for a dim that is given twice.
+    /// `keepdim` keeps the reduced dims with size 1. One launch for each dim. Differentiable. Fails as [`Tensor::softmax`] does,
+    /// and with [`Error::Invalid`] for a dim that is given twice.
     #[track_caller]
     pub fn logsumexp(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("logsumexp", dims.into());

@@ -6,12 +6,10 @@
 //! Backends know 2-D windows only. A 1-D window is an image with one row. A 3-D pool runs over the last two dims of each slice
 //! first, and then over the depth with each H x W slice as one row. This is exact because the maximum and mean are separable.
 
-use crate::autograd::Saved;
+use crate::MemoryFormat;
 use crate::backend::problem::windows::{Divisor, Im2col, PoolTask, Pooling, Windows, sizes_4d};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
-use crate::tensor::Layout;
-use crate::{DType, MemoryFormat, Result, Shape, Tensor, autograd, backend};
 
 /// Upper bound on kernel sizes, strides, paddings and dilations, so that their products cannot overflow.
 const MAX_WINDOW_PARAMETER: usize = 1 << 30;
@@ -176,7 +174,14 @@ impl Windows {
     /// Copies the elements of every window of x, `[N, C, image]`, to `[N, C, kernel, grid]`, or to `[C, kernel, N, grid]` for matrix
     /// products if `inside` is set. Elements in the padding are 0. Differentiable, one launch.
     pub(crate) fn im2col(self, op: &'static str, x: &Tensor, inside: bool) -> Result<Tensor> {
-        let out = self.unfold(x, inside)?;
+        let (n, c) = (x.shape().dims()[0], x.shape().dims()[1]);
+        let ([kh, kw], [oh, ow]) = (self.kernel, self.grid);
+        let shape = if inside { [c, kh, kw, n, oh, ow] } else { [n, c, kh, kw, oh, ow] };
+        let out = backend::compute(shape, x.dtype, x.device(), |b, out| match x.numel() {
+            // The input is empty, so every window is entirely padding.
+            0 => out.zero_().map(drop),
+            _ => b.im2col(&Im2col { windows: &self, x, out, inside }),
+        })?;
         Ok(autograd::record_unary_differentiable(op, out, x, move |grad| match inside {
             true => self.col2im(op, &grad.permute(&[3, 0, 1, 2, 4, 5])?),
             false => self.col2im(op, &grad),
@@ -185,28 +190,13 @@ impl Windows {
 
     /// Adds columns, `[N, C, kernel, grid]`, to the elements of `[N, C, image]` that im2col would read. Differentiable, one launch.
     pub(crate) fn col2im(self, op: &'static str, columns: &Tensor) -> Result<Tensor> {
-        let out = self.fold(columns)?;
-        Ok(autograd::record_unary_differentiable(op, out, columns, move |grad| self.im2col(op, &grad, false)))
-    }
-
-    fn unfold(&self, x: &Tensor, inside: bool) -> Result<Tensor> {
-        let (n, c) = (x.shape().dims()[0], x.shape().dims()[1]);
-        let ([kh, kw], [oh, ow]) = (self.kernel, self.grid);
-        let shape = if inside { [c, kh, kw, n, oh, ow] } else { [n, c, kh, kw, oh, ow] };
-        backend::compute(shape, x.dtype, x.device(), |b, out| match x.numel() {
-            // The input is empty, so every window is entirely padding.
-            0 => out.zero_().map(drop),
-            _ => b.im2col(&Im2col { windows: self, x, out, inside }),
-        })
-    }
-
-    fn fold(&self, columns: &Tensor) -> Result<Tensor> {
         let dims = columns.shape().dims();
         let shape = [dims[0], dims[1], self.image[0], self.image[1]];
-        backend::compute(shape, columns.dtype, columns.device(), |b, out| match columns.numel() {
+        let out = backend::compute(shape, columns.dtype, columns.device(), |b, out| match columns.numel() {
             0 => out.zero_().map(drop),
-            _ => b.col2im(self, columns, out),
-        })
+            _ => b.col2im(&self, columns, out),
+        })?;
+        Ok(autograd::record_unary_differentiable(op, out, columns, move |grad| self.im2col(op, &grad, false)))
     }
 
     /// Computes the maximum and its index for each window of planes `[N, C, image]`.
@@ -337,7 +327,7 @@ pub(crate) fn last_sizes<const D: usize>(t: &Tensor) -> [usize; D] {
 /// ```
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] for a wrong number of dims, windows larger than the padded image, or a stride or dilation of 0.
+/// [`Error::Invalid`] for a wrong number of dims, windows larger than the padded image, or a stride or dilation of 0.
 #[track_caller]
 pub fn unfold(
     x: &Tensor,
@@ -359,10 +349,8 @@ pub fn unfold(
 }
 
 /// Adds columns, `[N, C KH KW, windows]` or without N, to images of `output_size` at the elements that [`unfold`] would read
-/// (PyTorch's `nn.functional.fold`). Floats, one launch. Differentiable.
-///
-/// # Errors
-/// The errors of [`unfold`]; [`crate::Error::Invalid`] for columns of a wrong shape; [`crate::Error::UnsupportedDType`] for integers.
+/// (PyTorch's `nn.functional.fold`). Floats, one launch. Differentiable. Fails as [`unfold`] does, and with
+/// [`Error::Invalid`] for columns of a wrong shape.
 #[track_caller]
 pub fn fold(
     columns: &Tensor,

@@ -9,11 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::Generator;
 use crate::autograd::rng_replay::RandomSource;
-use crate::backend;
 use crate::device::capture;
 use crate::expr::philox::Seed;
+use crate::ops::dispatch::prelude::*;
 use crate::storage::CapturedMemory;
-use crate::{DType, Device, Result, Tensor};
 
 /// The draws of one capture from one generator.
 struct CapturedDraws {

@@ -1,12 +1,10 @@
 //! Random numbers of further distributions: in place, and with parameters in tensors.
 
-use crate::backend::problem::map::Params;
 use crate::device::capture::is_capturing;
 use crate::expr::philox::Seed;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise;
 use crate::ops::random::{next_seed, uniform};
-use crate::{DType, Expr, Result, Scalar, Tensor, autograd};
 
 operations! {
     rand(size: sizes, options): Random, Floats -> Same;
@@ -110,10 +108,8 @@ impl Tensor {
         self.fill_with_random_(op, &[(-1.0 / rate).into(), least.into()], expr)
     }
 
-    /// Fills with 1 with probability `p`, otherwise 0, in any dtype (PyTorch's `bernoulli_`). In place, one launch.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] unless `p` is in `0.0..=1.0`; the errors of [`Tensor::fill_`].
+    /// Fills with 1 with probability `p`, otherwise 0, in any dtype (PyTorch's `bernoulli_`). In place, one launch. Fails as
+    /// [`Tensor::fill_`] does, and with [`Error::Invalid`] unless `p` is in `0.0..=1.0`.
     pub fn bernoulli_(&self, p: f64) -> Result<&Tensor> {
         let op = "bernoulli_";
         invalid!(op if !(0.0..=1.0).contains(&p), "the probability {p} is not in 0.0..=1.0");
@@ -121,9 +117,7 @@ impl Tensor {
     }
 
     /// Returns 1 with the probability in each element, otherwise 0, in this tensor's dtype (PyTorch's `bernoulli`). Not differentiable.
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
+    /// Floats.
     #[track_caller]
     pub fn bernoulli(&self) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -133,9 +127,7 @@ impl Tensor {
     }
 
     /// Normal random numbers, each with its own mean and standard deviation, which broadcast (PyTorch's `normal`). Not differentiable.
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::DTypeMismatch`], [`Error::ShapeMismatch`].
+    /// Floats.
     #[track_caller]
     pub fn normal(mean: &Tensor, std: &Tensor) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -147,27 +139,18 @@ impl Tensor {
     }
 
     /// [`Tensor::rand`] with this tensor's shape, dtype and device.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::rand`].
     #[track_caller]
     pub fn rand_like(&self) -> Result<Tensor> {
         Tensor::rand(self.shape(), self).with_op("rand_like")
     }
 
     /// [`Tensor::randn`] with this tensor's shape, dtype and device.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::randn`].
     #[track_caller]
     pub fn randn_like(&self) -> Result<Tensor> {
         Tensor::randn(self.shape(), self).with_op("randn_like")
     }
 
     /// [`Tensor::randint`] with this tensor's shape, dtype and device.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::randint`].
     #[track_caller]
     pub fn randint_like(&self, low: i64, high: i64) -> Result<Tensor> {
         Tensor::randint(low, high, self.shape(), self).with_op("randint_like")

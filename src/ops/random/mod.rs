@@ -11,13 +11,11 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use super::elementwise;
 use crate::autograd::rng_replay::{RandomSource, draw_seed};
-use crate::backend::problem::map::Params;
 use crate::device::capture::{self, is_capturing};
 use crate::expr::philox::{Bits, Seed};
 use crate::ops::dispatch::prelude::*;
 use crate::sync;
-use crate::tensor::{Layout, TensorOptions};
-use crate::{DType, Device, Expr, Result, Scalar, Shape, Tensor};
+use crate::tensor::TensorOptions;
 
 /// A source of seeds for random operations (PyTorch's `Generator`): a seed and the number of draws made from it.
 ///
@@ -159,10 +157,7 @@ pub(crate) fn uniform(dtype: DType) -> Expr {
 }
 
 impl Tensor {
-    /// Uniform random numbers in [0, 1), never 1 in any dtype (PyTorch's `rand`). One launch.
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
+    /// Uniform random numbers in [0, 1), never 1 in any dtype (PyTorch's `rand`). One launch. Floats.
     #[track_caller]
     pub fn rand(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -172,9 +167,6 @@ impl Tensor {
     }
 
     /// Normal random numbers with mean 0 and variance 1, by the Box-Muller transform (PyTorch's `randn`). One launch.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::rand`].
     #[track_caller]
     pub fn randn(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -217,9 +209,6 @@ impl Tensor {
     }
 
     /// The numbers `0..n` in random order, i64 (PyTorch's `randperm`). Shuffled on the host and then copied to the device.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn randperm(n: usize, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -250,10 +239,8 @@ impl Tensor {
     }
 
     /// Sets elements to zero with probability `p`, and scales all others by `1 / (1 - p)` (PyTorch's `dropout` in training). One launch
-    /// forward, one backward; no mask is stored. Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] unless `p` is in `0.0..=1.0`; [`Error::UnsupportedDType`] for integers.
+    /// forward, one backward; no mask is stored. Differentiable. Floats. Fails with [`Error::Invalid`] unless `p` is in
+    /// `0.0..=1.0`.
     #[track_caller]
     pub fn dropout(&self, p: f64) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -268,10 +255,8 @@ impl Tensor {
     }
 
     /// Dropout of whole channels of `[N, C, ..]`: all elements of a channel are zeroed, or none (PyTorch's `dropout1d`, `dropout2d` and
-    /// `dropout3d`). See [`Tensor::dropout`]. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::dropout`]; [`Error::Invalid`] for fewer than two dims.
+    /// `dropout3d`). See [`Tensor::dropout`]. Differentiable. Fails as [`Tensor::dropout`] does, and with [`Error::Invalid`] for
+    /// fewer than two dims.
     #[track_caller]
     pub fn dropout2d(&self, p: f64) -> Result<Tensor> {
         let _caller = Caller::enter();

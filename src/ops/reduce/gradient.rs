@@ -1,18 +1,12 @@
 //! Gradients of reductions: the formula of the row, or one of two rules.
 
-use smallvec::SmallVec;
-
 use super::table::{Gradient, ReductionRow, rows};
 use super::{Mask, ReduceDims, expand_reduced, reduce, reduced_count, reduced_shape};
-use crate::autograd::{self, Saved};
-use crate::backend::problem::map::Params;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::{apply, apply_tracked};
-use crate::tensor::Shape;
-use crate::{DType, Device, Expr, Result, Scalar, Tensor};
 
 impl ReductionRow {
-    /// Applies this reduction, as the method of the same name does.
+    /// Applies this reduction, as the method of the same name does. Fails as the method does.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::REDUCTIONS};
@@ -21,9 +15,6 @@ impl ReductionRow {
     /// assert_eq!(sum.apply(&x, (), false)?.item::<f32>()?, 3.0);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of the method.
     #[track_caller]
     pub fn apply(&'static self, x: &Tensor, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let _caller = Caller::enter();

@@ -11,12 +11,8 @@ pub(crate) mod scan;
 pub(crate) mod statistics;
 pub(crate) mod table;
 
-use smallvec::SmallVec;
-
 use crate::backend::problem::reduction::Reduction;
 use crate::ops::dispatch::prelude::*;
-use crate::tensor::Layout;
-use crate::{DType, Result, Shape, Tensor, autograd, backend};
 use table::{ReductionRow, rows};
 
 pub(crate) use crate::layout::dims::{Mask, ReduceDims};

@@ -45,14 +45,6 @@ macro_rules! reductions {
             min "amin": All -> Same,
                 Min |x| x.clone() => |m, _| m.clone(),
                 nothing None, gradient EvenAmongTies, is |v| v.iter().copied().fold(f64::INFINITY, f64::min), on -3.0..3.0;
-            /// Same as [`max`](Tensor::max).
-            amax "amax": All -> Same,
-                Max |x| x.clone() => |m, _| m.clone(),
-                nothing None, gradient EvenAmongTies, is |v| v.iter().copied().fold(f64::NEG_INFINITY, f64::max), on -3.0..3.0;
-            /// Same as [`min`](Tensor::min).
-            amin "amin": All -> Same,
-                Min |x| x.clone() => |m, _| m.clone(),
-                nothing None, gradient EvenAmongTies, is |v| v.iter().copied().fold(f64::INFINITY, f64::min), on -3.0..3.0;
             /// Returns true if any element over `dims` is not zero, as bool. NaN is not zero. False for no elements.
             any "any": All -> Bool,
                 Max |x| x.ne(0.0) => |m, _| m.clone(),

@@ -4,14 +4,9 @@
 //! scan of the totals, and the parts. f16 and bf16 accumulate in f32, integers in i64 (wrapping). Running sums are blocked, so that
 //! the last of ten million f32 is accurate to about 1e-6.
 
-use smallvec::SmallVec;
-
-use crate::autograd::Saved;
 use crate::backend::problem::scan::{RunningReduction, Scan};
 use crate::ops::dispatch::prelude::*;
-use crate::tensor::Layout;
 use crate::tensor::view::detach_at_least_1d;
-use crate::{DType, Result, Tensor, autograd, backend};
 
 /// Computes the scan along `dim`, outside the graph: the values, and the indices for maxima and minima.
 fn scan(op: &'static str, kind: Scan, t: &Tensor, dim: isize) -> Result<(Tensor, Option<Tensor>)> {
@@ -84,9 +79,6 @@ impl Tensor {
     /// assert_eq!(at.to_vec::<i64>()?, [0, 1, 1, 3]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`crate::Error::DimOutOfRange`], [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn cumsum(&self, dim: isize) -> Result<Tensor> {
         return_replacement!("cumsum", [self], dim);
@@ -99,9 +91,6 @@ impl Tensor {
 
     /// The cumulative product along `dim` (PyTorch's `cumprod`). Dtypes as for [`Tensor::cumsum`]. Differentiable, also where
     /// elements are zero.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::cumsum`].
     #[track_caller]
     pub fn cumprod(&self, dim: isize) -> Result<Tensor> {
         return_replacement!(op = "cumprod", [self], dim);
@@ -132,18 +121,12 @@ impl Tensor {
 
     /// The cumulative maximum along `dim` and its index, as i64 (PyTorch's `cummax`). The index is the last of equal elements. After a NaN,
     /// all results are NaN. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::cumsum`].
     #[track_caller]
     pub fn cummax(&self, dim: isize) -> Result<(Tensor, Tensor)> {
         self.cumulative_extreme("cummax", Scan::Max, dim)
     }
 
     /// The cumulative minimum along `dim` and its index (PyTorch's `cummin`). See [`Tensor::cummax`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::cumsum`].
     #[track_caller]
     pub fn cummin(&self, dim: isize) -> Result<(Tensor, Tensor)> {
         self.cumulative_extreme("cummin", Scan::Min, dim)
@@ -163,9 +146,6 @@ impl Tensor {
     }
 
     /// The cumulative `log(sum(exp(x)))` along `dim`, without overflow (PyTorch's `logcumsumexp`). Floats. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::cumsum`]; [`crate::Error::UnsupportedDType`] for integers and bool.
     #[track_caller]
     pub fn logcumsumexp(&self, dim: isize) -> Result<Tensor> {
         return_replacement!(op = "logcumsumexp", [self], dim);
@@ -190,7 +170,7 @@ impl Tensor {
     }
 
     /// The differences of adjacent elements along `dim`, repeated `n` times (PyTorch's `diff`). For bool, whether adjacent elements
-    /// differ. Differentiable.
+    /// differ. Differentiable. Fails with [`Error::DimOutOfRange`] for a scalar.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -199,9 +179,6 @@ impl Tensor {
     /// assert_eq!(t.diff(2, -1)?.to_vec::<f32>()?, [2.0, 2.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`crate::Error::DimOutOfRange`], for a scalar too; [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn diff(&self, n: usize, dim: isize) -> Result<Tensor> {
         return_replacement!(op = "diff", [self], n, dim);

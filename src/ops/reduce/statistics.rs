@@ -2,17 +2,11 @@
 
 use std::sync::LazyLock;
 
-use smallvec::SmallVec;
-
 use super::ReduceDims;
-use crate::autograd::{self, Saved};
-use crate::backend::problem::map::Params;
-use crate::backend::problem::norm::Variance;
+use crate::backend::problem::norm;
 use crate::backend::problem::reduction::{Combination, Element, Reduction, ReductionPlan, Rescaled, Rule};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
-use crate::tensor::Layout;
-use crate::{DType, Expr, Result, Scalar, Tensor, backend};
 
 operations! {
     var(input: x, dim: dims, correction: size = 1, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
@@ -25,7 +19,8 @@ operations! {
 
 impl Tensor {
     /// The variance over `dims`: the sum of squared deviations from the mean, divided by the number of elements minus `correction`
-    /// (PyTorch's `var`, with a default correction of 1). A correction of 0 gives the population variance. Differentiable.
+    /// (PyTorch's `var`, with a default correction of 1). A correction of 0 gives the population variance. Differentiable. Fails as
+    /// [`Tensor::mean`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -33,65 +28,38 @@ impl Tensor {
     /// assert_eq!(t.var((), 0, false)?.item::<f32>()?, 1.25);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mean`].
     #[track_caller]
     pub fn var(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
-        let dims = dims.into();
-        return_replacement!("var", [self], &dims, correction, keepdim);
-        if let Some(out) = fused_variance("var", self, &dims, correction, keepdim, false)? {
-            return Ok(out);
-        }
-        composed_variance("var", self, &dims, correction, keepdim, false)
+        Variance { op: "var", dims: dims.into(), correction, keepdim, root: false }.compute(self)
     }
 
-    /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; the gradient of a deviation of 0 is 0.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mean`].
+    /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; the gradient of a deviation of 0 is 0. Fails as
+    /// [`Tensor::mean`] does.
     #[track_caller]
     pub fn std(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
-        let (op, dims) = ("std", dims.into());
-        return_replacement!(op, [self], &dims, correction, keepdim);
-        if let Some(out) = fused_variance(op, self, &dims, correction, keepdim, true)? {
-            return Ok(out);
-        }
-        composed_variance(op, self, &dims, correction, keepdim, true)
+        Variance { op: "std", dims: dims.into(), correction, keepdim, root: true }.compute(self)
     }
 
-    /// Returns [`Tensor::var`] and the mean (PyTorch's `var_mean`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mean`].
+    /// Returns [`Tensor::var`] and the mean (PyTorch's `var_mean`). Differentiable. Fails as [`Tensor::mean`] does.
     #[track_caller]
     pub fn var_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
         return_replacement!("var_mean", [self], &dims, correction, keepdim);
-        Ok((
-            self.var(dims.clone(), correction, keepdim).with_op("var_mean")?,
-            self.mean(dims, keepdim).with_op("var_mean")?,
-        ))
+        let both = || Ok((self.var(dims.clone(), correction, keepdim)?, self.mean(dims.clone(), keepdim)?));
+        both().with_op("var_mean")
     }
 
-    /// Returns [`Tensor::std`] and the mean (PyTorch's `std_mean`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mean`].
+    /// Returns [`Tensor::std`] and the mean (PyTorch's `std_mean`). Differentiable. Fails as [`Tensor::mean`] does.
     #[track_caller]
     pub fn std_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
         return_replacement!("std_mean", [self], &dims, correction, keepdim);
-        Ok((
-            self.std(dims.clone(), correction, keepdim).with_op("std_mean")?,
-            self.mean(dims, keepdim).with_op("std_mean")?,
-        ))
+        let both = || Ok((self.std(dims.clone(), correction, keepdim)?, self.mean(dims.clone(), keepdim)?));
+        both().with_op("std_mean")
     }
 
-    /// Returns the minimum and the maximum over `dims` (PyTorch's `aminmax`); NaN if any element is NaN. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::max`].
+    /// Returns the minimum and the maximum over `dims` (PyTorch's `aminmax`); NaN if any element is NaN. Differentiable. Fails as
+    /// [`Tensor::max`] does.
     #[track_caller]
     pub fn aminmax(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
@@ -99,10 +67,8 @@ impl Tensor {
         Ok((self.min(dims.clone(), keepdim).with_op("aminmax")?, self.max(dims, keepdim).with_op("aminmax")?))
     }
 
-    /// The mean over `dims` of the elements that are not NaN; NaN if all are (PyTorch's `nanmean`). Floats. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mean`].
+    /// The mean over `dims` of the elements that are not NaN; NaN if all are (PyTorch's `nanmean`). Floats. Differentiable. Fails
+    /// as [`Tensor::mean`] does.
     #[track_caller]
     pub fn nanmean(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("nanmean", dims.into());
@@ -117,36 +83,97 @@ impl Tensor {
     }
 }
 
-/// Computes variances, or with `root` standard deviations, by one kernel on GPUs that have it. Takes one launch, or two for long rows.
-/// Returns `None` if a gradient is needed, and if the elements of a row are further apart in memory than adjacent rows.
-fn fused_variance(
+/// A variance, or with `root` a standard deviation.
+struct Variance {
     op: &'static str,
-    t: &Tensor,
-    dims: &ReduceDims,
+    dims: ReduceDims,
     correction: usize,
     keepdim: bool,
     root: bool,
-) -> Result<Option<Tensor>> {
-    let backend = backend::of_device(t.device());
-    if !backend.has_variance() || !t.dtype.is_float() || t.numel() == 0 || autograd::is_tracked(&[t]) {
-        return Ok(None);
+}
+
+impl Variance {
+    #[track_caller]
+    fn compute(&self, t: &Tensor) -> Result<Tensor> {
+        return_replacement!(self.op, [t], &self.dims, self.correction, self.keepdim);
+        match self.compute_fused(t)? {
+            Some(out) => Ok(out),
+            None => self.compute_composed(t),
+        }
     }
-    let mask = dims.mask(op, t.shape())?;
-    let plan = ReductionPlan::new(&t.layout, &mask, false);
-    if plan.by_column() || plan.kept.rank() > 2 || plan.reduced.rank() > 2 {
-        return Ok(None);
+
+    /// Computes the result by one kernel on GPUs that have it. Takes one launch, or two for long rows. Returns `None` if a gradient is
+    /// needed, and if the elements of a row are further apart in memory than adjacent rows.
+    fn compute_fused(&self, t: &Tensor) -> Result<Option<Tensor>> {
+        let backend = backend::of_device(t.device());
+        if !backend.has_variance() || !t.dtype.is_float() || t.numel() == 0 || autograd::is_tracked(&[t]) {
+            return Ok(None);
+        }
+        let mask = self.dims.mask(self.op, t.shape())?;
+        let plan = ReductionPlan::new(&t.layout, &mask, false);
+        if plan.by_column() || plan.kept.rank() > 2 || plan.reduced.rank() > 2 {
+            return Ok(None);
+        }
+        let mut rows = Layout::contiguous([1; 4].into());
+        let mut sizes = [1; 4];
+        for (axes, end) in [(&plan.kept, 2), (&plan.reduced, 4)] {
+            let from = end - axes.rank();
+            sizes[from..end].copy_from_slice(&axes.sizes);
+            rows.strides[from..end].copy_from_slice(&axes.strides);
+        }
+        let rows = t.with_layout(Layout { shape: sizes.into(), offset: plan.start, ..rows });
+        let out = Tensor::empty_with_shape(super::reduced_shape(t.shape(), &mask, self.keepdim), t.dtype, t.device())?;
+        let freedom = plan.n.saturating_sub(self.correction) as f64;
+        let problem = norm::Variance { x: &rows, out: &out, freedom, root: self.root };
+        Ok(backend.variance(&problem)?.then_some(out))
     }
-    let mut rows = Layout::contiguous([1; 4].into());
-    let mut sizes = [1; 4];
-    for (axes, end) in [(&plan.kept, 2), (&plan.reduced, 4)] {
-        let from = end - axes.rank();
-        sizes[from..end].copy_from_slice(&axes.sizes);
-        rows.strides[from..end].copy_from_slice(&axes.strides);
+
+    /// Computes the result from a mean and the deviations from it, and records the result.
+    fn compute_composed(&self, t: &Tensor) -> Result<Tensor> {
+        // The square of a half overflows f16 from 256 on.
+        if matches!(t.dtype, DType::F16 | DType::BF16) {
+            return self.compute_composed(&t.to_dtype(DType::F32)?)?.to_dtype(t.dtype);
+        }
+        let &Variance { op, ref dims, correction, keepdim, root } = self;
+        let mask = dims.mask(op, t.shape())?;
+        let freedom = super::reduced_count(t.shape(), &mask).saturating_sub(correction) as f64;
+        let x = t.detach();
+        // A registered replacement of the subtraction may return any shape.
+        let deviations = x.sub(&x.mean(dims.clone(), true).with_op(op)?)?.reshape(t.shape()).with_op(op)?;
+        let kept = sum_of_squares(op, &deviations, &mask, freedom, root)?;
+        let out = kept.detach().reshape(super::reduced_shape(t.shape(), &mask, keepdim))?;
+        if !autograd::is_tracked(&[t]) {
+            return Ok(out);
+        }
+        let (dims, deviations, kept) = (dims.clone(), Saved::new(&deviations), root.then(|| Saved::new(&kept)));
+        Ok(autograd::record_differentiable(op, out, &[t], move |ctx| {
+            let deviations = deviations.unpack(op)?;
+            if ctx.create_graph() {
+                // The variance of the deviations equals the variance of the elements.
+                let x = ctx.with_input_node(0, deviations);
+                let centred = x.sub(&x.mean(dims.clone(), true)?)?;
+                let variance = centred.square()?.sum(dims.clone(), keepdim)?.div_scalar(freedom)?;
+                if !root {
+                    return ctx.differentiate_through(&variance);
+                }
+                let none = variance.eq_scalar(0)?;
+                return ctx.differentiate_through(&variance.masked_fill(&none, 1)?.sqrt()?.masked_fill(&none, 0)?);
+            }
+            let grad = super::expand_reduced(&ctx.grad()?, deviations.shape(), &mask, keepdim);
+            let (x, n) = (Expr::input(0), [Scalar::Float(freedom)]);
+            let kept = kept.as_ref().map(|kept| kept.unpack(op)).transpose()?;
+            // The gradient of a root of 0 is 0.
+            let derivative = match kept {
+                Some(_) => Expr::input(2).eq(0.0).select(0.0, x / Expr::input(2) / Expr::scalar(0)),
+                None => x * (Expr::constant(2.0) / Expr::scalar(0)),
+            };
+            let inputs: SmallVec<[&Tensor; 3]> = [&deviations, &grad].into_iter().chain(&kept).collect();
+            let grad =
+                apply(op, &inputs, Params::from_scalars(&n), &[derivative * Expr::input(1)], &[deviations.dtype])?
+                    .remove(0);
+            Ok(SmallVec::from_iter([Some(grad)]))
+        }))
     }
-    let rows = t.with_layout(Layout { shape: sizes.into(), offset: plan.start, ..rows });
-    let out = Tensor::empty_with_shape(super::reduced_shape(t.shape(), &mask, keepdim), t.dtype, t.device())?;
-    let freedom = plan.n.saturating_sub(correction) as f64;
-    Ok(backend.variance(&Variance { x: &rows, out: &out, freedom, root })?.then_some(out))
 }
 
 /// The rules for the root of a sum of squares divided by the degrees of freedom, and for that quotient without the root.
@@ -173,56 +200,4 @@ pub(crate) fn sum_of_squares(op: &'static str, x: &Tensor, mask: &[bool], freedo
     let rule = &MOMENT_RULES[usize::from(!root)];
     backend::launch([&out], |b| b.reduce(&Reduction { op, rule, x, mask, out: &out, number: freedom }))?;
     Ok(out)
-}
-
-/// Computes the same as [`fused_variance`] from a mean and the deviations from it, and records the result.
-fn composed_variance(
-    op: &'static str,
-    t: &Tensor,
-    dims: &ReduceDims,
-    correction: usize,
-    keepdim: bool,
-    root: bool,
-) -> Result<Tensor> {
-    // The square of a half overflows f16 from 256 on.
-    if matches!(t.dtype, DType::F16 | DType::BF16) {
-        return composed_variance(op, &t.to_dtype(DType::F32)?, dims, correction, keepdim, root)?.to_dtype(t.dtype);
-    }
-    let mask = dims.mask(op, t.shape())?;
-    let freedom = super::reduced_count(t.shape(), &mask).saturating_sub(correction) as f64;
-    let x = t.detach();
-    // A registered replacement of the subtraction may return any shape.
-    let deviations = x.sub(&x.mean(dims.clone(), true).with_op(op)?)?.reshape(t.shape()).with_op(op)?;
-    let kept = sum_of_squares(op, &deviations, &mask, freedom, root)?;
-    let out = kept.detach().reshape(super::reduced_shape(t.shape(), &mask, keepdim))?;
-    if !autograd::is_tracked(&[t]) {
-        return Ok(out);
-    }
-    let (dims, deviations, kept) = (dims.clone(), Saved::new(&deviations), root.then(|| Saved::new(&kept)));
-    Ok(autograd::record_differentiable(op, out, &[t], move |ctx| {
-        let deviations = deviations.unpack(op)?;
-        if ctx.create_graph() {
-            // The variance of the deviations equals the variance of the elements.
-            let x = ctx.with_input_node(0, deviations);
-            let centred = x.sub(&x.mean(dims.clone(), true)?)?;
-            let variance = centred.square()?.sum(dims.clone(), keepdim)?.div_scalar(freedom)?;
-            if !root {
-                return ctx.differentiate_through(&variance);
-            }
-            let none = variance.eq_scalar(0)?;
-            return ctx.differentiate_through(&variance.masked_fill(&none, 1)?.sqrt()?.masked_fill(&none, 0)?);
-        }
-        let grad = super::expand_reduced(&ctx.grad()?, deviations.shape(), &mask, keepdim);
-        let (x, n) = (Expr::input(0), [Scalar::Float(freedom)]);
-        let kept = kept.as_ref().map(|kept| kept.unpack(op)).transpose()?;
-        // The gradient of a root of 0 is 0.
-        let derivative = match kept {
-            Some(_) => Expr::input(2).eq(0.0).select(0.0, x / Expr::input(2) / Expr::scalar(0)),
-            None => x * (Expr::constant(2.0) / Expr::scalar(0)),
-        };
-        let inputs: SmallVec<[&Tensor; 3]> = [&deviations, &grad].into_iter().chain(&kept).collect();
-        let grad = apply(op, &inputs, Params::from_scalars(&n), &[derivative * Expr::input(1)], &[deviations.dtype])?
-            .remove(0);
-        Ok(SmallVec::from_iter([Some(grad)]))
-    }))
 }

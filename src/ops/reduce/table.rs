@@ -6,6 +6,7 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use crate::Compute;
 use crate::backend::problem::reduction::{Combination, Element, Rescaled, Rule};
 use crate::expr::program::Program;
 use crate::layout::dims::ReduceDims;
@@ -13,7 +14,6 @@ use crate::ops::dispatch::operation::{Dtypes, ResultDType};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::reduce::gradient::apply_reduction;
 use crate::ops::reduce::reductions::reductions;
-use crate::{Compute, DType, Expr, Result, Tensor};
 
 impl Rule {
     pub(crate) fn accumulator(&self, dtype: DType) -> Compute {
@@ -184,9 +184,9 @@ macro_rules! define_reductions {
         /// Reductions over any dims: one method for each row of [`REDUCTIONS`](crate::ops::REDUCTIONS).
         ///
         /// # Errors
-        /// All methods fail with [`Error::DimOutOfRange`]; [`Error::Invalid`] for a dim that is given twice, and for an empty reduced dim
-        /// if the reduction of no elements has no result; [`Error::UnsupportedDType`] for integers and bool if the method takes
-        /// floats; [`Error::OutOfMemory`].
+        /// All methods fail with [`Error::DimOutOfRange`]; [`Error::Invalid`] for a dim that is given twice, and for an empty
+        /// reduced dim if the reduction of no elements has no result; [`Error::UnsupportedDType`] for integers and bool if the
+        /// method takes floats.
         impl Tensor { $(
             $(#[doc = $doc])+
             #[doc = concat!("\n\nPyTorch: `", $torch, "`.")]

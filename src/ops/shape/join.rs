@@ -2,19 +2,16 @@
 
 use std::borrow::Borrow;
 
-use smallvec::SmallVec;
-
+use crate::MemoryFormat;
 use crate::autograd::{is_tracked, record_differentiable, record_unary_differentiable};
-use crate::layout::shape::{Dims, NewShape, Shape};
+use crate::layout::shape::NewShape;
 use crate::ops::PadMode;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::dispatch::promote;
-use crate::tensor::Layout;
-use crate::{DType, MemoryFormat, Result, Tensor, backend};
 
 impl Tensor {
     /// Concatenates tensors along dim `dim`, the only dim whose sizes may differ (PyTorch's `cat`). Dtypes are promoted; empty
-    /// vectors may be joined with any shape. Differentiable.
+    /// vectors may be joined with any shape. Differentiable. Fails without a tensor, and for tensors whose other sizes differ.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -23,9 +20,6 @@ impl Tensor {
     /// assert_eq!(Tensor::cat(&[&a, &b], 0)?.shape().dims(), &[3, 3]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// No tensor at all; tensors on different devices, or whose other sizes differ.
     #[track_caller]
     pub fn cat<T: Borrow<Tensor>>(tensors: &[T], dim: isize) -> Result<Tensor> {
         let tensors = borrow_all(tensors);
@@ -33,10 +27,8 @@ impl Tensor {
         join(op, &tensors, dim)
     }
 
-    /// Joins tensors of one shape along a new dim, which is dim `dim` of the result (PyTorch's `stack`). Differentiable.
-    ///
-    /// # Errors
-    /// No tensor at all; tensors of different shapes or on different devices.
+    /// Joins tensors of one shape along a new dim, which is dim `dim` of the result (PyTorch's `stack`). Differentiable. Fails
+    /// without a tensor, and for tensors of different shapes.
     #[track_caller]
     pub fn stack<T: Borrow<Tensor>>(tensors: &[T], dim: isize) -> Result<Tensor> {
         let op = "stack";
@@ -48,38 +40,27 @@ impl Tensor {
         map_and_join(op, tensors, dim, |t| t.unsqueeze(dim))
     }
 
-    /// Joins tensors horizontally: along the second dim, or for vectors along the first (PyTorch's `hstack`).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::cat`].
+    /// Joins tensors horizontally: along the second dim, or for vectors along the first (PyTorch's `hstack`). Fails as
+    /// [`Tensor::cat`] does.
     #[track_caller]
     pub fn hstack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         let vectors = tensors.first().is_none_or(|t| t.borrow().rank() < 2);
         join_or_replace("hstack", tensors, if vectors { 0 } else { 1 }, Tensor::atleast_1d)
     }
 
-    /// Joins tensors vertically: along the first dim, with vectors as rows (PyTorch's `vstack`).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::cat`].
+    /// Joins tensors vertically: along the first dim, with vectors as rows (PyTorch's `vstack`). Fails as [`Tensor::cat`] does.
     #[track_caller]
     pub fn vstack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         join_or_replace("vstack", tensors, 0, Tensor::atleast_2d)
     }
 
-    /// Joins tensors along the third dim (PyTorch's `dstack`).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::cat`].
+    /// Joins tensors along the third dim (PyTorch's `dstack`). Fails as [`Tensor::cat`] does.
     #[track_caller]
     pub fn dstack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         join_or_replace("dstack", tensors, 2, Tensor::atleast_3d)
     }
 
-    /// Joins vectors, as columns, and matrices along the second dim (PyTorch's `column_stack`).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::cat`].
+    /// Joins vectors, as columns, and matrices along the second dim (PyTorch's `column_stack`). Fails as [`Tensor::cat`] does.
     #[track_caller]
     pub fn column_stack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         join_or_replace("column_stack", tensors, 1, |t| {
@@ -88,10 +69,7 @@ impl Tensor {
     }
 
     /// Returns a matrix with the given matrices on its diagonal, one after another, and zeros elsewhere (PyTorch's `block_diag`). Vectors
-    /// are rows. Differentiable.
-    ///
-    /// # Errors
-    /// No tensor at all; a tensor of three or more dims; tensors on different devices.
+    /// are rows. Differentiable. Fails without a tensor, and for a tensor of three or more dims.
     #[track_caller]
     pub fn block_diag<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         return_replacement!(op = "block_diag", borrow_all(tensors));
@@ -108,7 +86,7 @@ impl Tensor {
     }
 
     /// Repeats this tensor `repeats[i]` times along dim i (PyTorch's `repeat`). More numbers than dims add dims in front. Always a copy.
-    /// Differentiable.
+    /// Differentiable. Fails for fewer numbers than dims.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -116,9 +94,6 @@ impl Tensor {
     /// assert_eq!(a.repeat(&[2, 2])?.to_vec::<f32>()?, [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Fewer numbers than dims; [`Error::OutOfMemory`].
     #[track_caller]
     pub fn repeat(&self, repeats: &[usize]) -> Result<Tensor> {
         return_replacement!("repeat", [self], repeats);
@@ -126,9 +101,6 @@ impl Tensor {
     }
 
     /// Same as [`Tensor::repeat`], but fewer numbers than dims leave the first dims unchanged (PyTorch's `tile`).
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn tile(&self, repeats: &[usize]) -> Result<Tensor> {
         return_replacement!("tile", [self], repeats);
@@ -172,9 +144,6 @@ impl Tensor {
     /// assert_eq!(a.repeat_interleave(3, 0)?.to_vec::<f32>()?, [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn repeat_interleave(&self, repeats: usize, dim: impl Into<Option<isize>>) -> Result<Tensor> {
         let op = "repeat_interleave";
@@ -192,27 +161,18 @@ impl Tensor {
     }
 
     /// Repeats index i of dim `dim` `repeats[i]` times in a row (PyTorch's `repeat_interleave` with a tensor). Waits for the device,
-    /// because `repeats` determines the size of the result. Differentiable.
-    ///
-    /// # Errors
-    /// `repeats` that is not a vector of non-negative integers with one number for each index; [`Error::DimOutOfRange`].
+    /// because `repeats` determines the size of the result. Differentiable. Fails for `repeats` that is not a vector of
+    /// non-negative integers with one number for each index.
     #[track_caller]
     pub fn repeat_interleave_tensor(&self, repeats: &Tensor, dim: isize) -> Result<Tensor> {
         return_replacement!(op = "repeat_interleave_tensor", [self, repeats], dim);
         let d = self.shape().dim(op, dim)?;
         let size = self.shape().dims()[d];
-        if repeats.shape().dims() != [size] || repeats.dtype().is_float() {
-            let reason = format!(
-                "a {} tensor of shape {} does not hold one integer for each of {size} indices",
-                repeats.dtype(),
-                repeats.shape()
-            );
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if repeats.shape().dims() != [size] || repeats.dtype().is_float(),
+            "a {} tensor of shape {} does not hold one integer for each of {size} indices", repeats.dtype(), repeats.shape());
         let counts = repeats.to_dtype(DType::I64)?.to_vec::<i64>()?;
-        if let Some(n) = counts.iter().find(|&&n| n < 0) {
-            return Err(Error::invalid(op, format!("the number of repetitions is {n}, it must not be negative")));
-        }
+        invalid!(op if let Some(n) = counts.iter().find(|&&n| n < 0),
+            "the number of repetitions is {n}, it must not be negative");
         let total = counts.iter().fold(0usize, |sum, &n| sum.saturating_add(n as usize));
         let mut indices: Vec<i64> = Vec::new();
         let too_many = |_| Error::invalid(op, format!("{total} indices do not fit in memory"));
@@ -223,7 +183,7 @@ impl Tensor {
     }
 
     /// Shifts the elements by `shifts[i]` along dim `dims[i]`, with wrap-around (PyTorch's `roll`). Without dims, shifts the flattened
-    /// tensor. Differentiable.
+    /// tensor. Differentiable. Fails for a number of shifts other than the number of dims.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -231,9 +191,6 @@ impl Tensor {
     /// assert_eq!(a.roll(&[2], &[0])?.to_vec::<f32>()?, [3.0, 4.0, 0.0, 1.0, 2.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// A number of shifts other than the number of dims; [`Error::DimOutOfRange`].
     #[track_caller]
     pub fn roll(&self, shifts: &[isize], dims: &[isize]) -> Result<Tensor> {
         return_replacement!(op = "roll", [self], shifts, dims);

@@ -2,10 +2,8 @@
 
 use crate::error::Excerpt;
 use crate::ops::PadMode;
-use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::prelude::*;
 use crate::tensor::Index;
-use crate::{Result, Tensor};
 
 /// Reads integers as indices, one for each dim.
 fn read_indices(a: &Args, i: usize) -> Result<Vec<Index>> {

@@ -1,9 +1,7 @@
 //! Padding of the ends of dims.
 
 use crate::autograd::record_unary_differentiable;
-use crate::layout::shape::{Dims, Shape};
 use crate::ops::dispatch::prelude::*;
-use crate::{Result, Scalar, Tensor};
 
 /// The elements that [`Tensor::pad`] adds around a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -13,8 +13,8 @@ impl Tensor {
     /// dtype). Each value is `start + i * step`, computed in f64, or in i64 if all three are integers.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a step that is zero or points away from `end`, for numbers that are not finite, and for values outside the
-    /// dtype's range (as in [`Tensor::fill_`]); [`Error::NoDevice`], [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for a step that is zero or points away from `end`, for numbers that are not finite, and for values
+    /// outside the dtype's range (as in [`Tensor::fill_`]).
     #[track_caller]
     pub fn arange(
         start: impl Into<Scalar>,
@@ -47,26 +47,22 @@ impl Tensor {
         Tensor::sequence(op, n, options.into(), Sequence::Float { start: a, step: s, middle: n, end: b, n })
     }
 
-    /// A vector of `n` evenly spaced values from `start` to `end`, both included (PyTorch's `linspace`).
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for values outside the dtype's range; [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    /// A vector of `n` evenly spaced values from `start` to `end`, both included (PyTorch's `linspace`). Fails with
+    /// [`Error::Invalid`] for values outside the dtype's range.
     #[track_caller]
     pub fn linspace(start: f64, end: f64, n: usize, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
         Tensor::sequence("linspace", n, options.into(), Sequence::evenly_spaced(start, end, n))
     }
 
-    /// Raises `base` to the powers of [`Tensor::linspace`] (PyTorch's `logspace`, with a default base of 10).
+    /// Raises `base` to the powers of [`Tensor::linspace`] (PyTorch's `logspace`, with a default base of 10). Fails with
+    /// [`Error::Invalid`] for values outside the dtype's range.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
     /// assert_eq!(Tensor::logspace(0.0, 3.0, 4, 2.0, Device::Cpu)?.to_vec::<f32>()?, [1.0, 2.0, 4.0, 8.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for values outside the dtype's range; [`Error::NoDevice`] and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn logspace(start: f64, end: f64, n: usize, base: f64, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();

@@ -3,14 +3,11 @@
 use std::borrow::Borrow;
 use std::ops::Range;
 
-use crate::layout::shape::Dims;
 use crate::ops::dispatch::prelude::*;
-use crate::tensor::{Layout, Shape};
-use crate::{DType, Device, Result, Tensor, autograd, backend};
 
 impl Tensor {
     /// Keeps the elements on and below a diagonal of each matrix (the last two dims), and sets all others to 0 (PyTorch's `tril`). Diagonal
-    /// 0 is the main diagonal, and positive numbers are above it. Differentiable.
+    /// 0 is the main diagonal, and positive numbers are above it. Differentiable. Fails for fewer than two dims.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -19,9 +16,6 @@ impl Tensor {
     /// assert_eq!(a.triu(1)?.to_vec::<f32>()?, [0.0, 1.0, 1.0, 0.0, 0.0, 1.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Fewer than two dims.
     #[track_caller]
     pub fn tril(&self, diagonal: isize) -> Result<Tensor> {
         return_replacement!("tril", [self], diagonal);
@@ -29,9 +23,7 @@ impl Tensor {
     }
 
     /// Keeps the elements on and above a diagonal of each matrix, and sets all others to 0 (PyTorch's `triu`). See [`Tensor::tril`].
-    ///
-    /// # Errors
-    /// Fewer than two dims.
+    /// Fails for fewer than two dims.
     #[track_caller]
     pub fn triu(&self, diagonal: isize) -> Result<Tensor> {
         return_replacement!("triu", [self], diagonal);
@@ -39,17 +31,11 @@ impl Tensor {
     }
 
     /// The in-place form of [`Tensor::tril`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::tril`] and [`Tensor::fill_`].
     pub fn tril_(&self, diagonal: isize) -> Result<&Tensor> {
         self.masked_fill_(&self.band_mask("tril_", diagonal.saturating_add(1), isize::MAX)?, 0)
     }
 
     /// The in-place form of [`Tensor::triu`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::tril`] and [`Tensor::fill_`].
     pub fn triu_(&self, diagonal: isize) -> Result<&Tensor> {
         self.masked_fill_(&self.band_mask("triu_", isize::MIN, diagonal)?, 0)
     }
@@ -87,9 +73,6 @@ impl Tensor {
 
     /// Returns the row and column indices of the elements that [`Tensor::tril`] keeps in a matrix of this size, in row-major order, as a
     /// `[2, n]` tensor of i64 (PyTorch's `tril_indices`).
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn tril_indices(rows: usize, columns: usize, offset: isize, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -104,9 +87,6 @@ impl Tensor {
 
     /// Returns the row and column indices of the elements that [`Tensor::triu`] keeps (PyTorch's `triu_indices`). See
     /// [`Tensor::tril_indices`].
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn triu_indices(rows: usize, columns: usize, offset: isize, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -119,7 +99,7 @@ impl Tensor {
     }
 
     /// Returns a square matrix with a vector on a diagonal and zeros elsewhere, or a diagonal of a matrix as a vector, which is a view
-    /// (PyTorch's `diag`). Differentiable.
+    /// (PyTorch's `diag`). Differentiable. Fails for a number of dims other than one or two.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -128,9 +108,6 @@ impl Tensor {
     /// assert_eq!(v.diag(0)?.diag(0)?.to_vec::<f32>()?, [1.0, 2.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// A number of dims other than one or two.
     #[track_caller]
     pub fn diag(&self, diagonal: isize) -> Result<Tensor> {
         match self.rank() {
@@ -141,10 +118,7 @@ impl Tensor {
     }
 
     /// Returns square matrices with the last dim on a diagonal and zeros elsewhere. The matrices are dims `dim1` and `dim2` of the result
-    /// (PyTorch's `diag_embed`, with defaults of 0, -2 and -1). Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`]; a scalar, or the same dim twice.
+    /// (PyTorch's `diag_embed`, with defaults of 0, -2 and -1). Differentiable. Fails for a scalar, or the same dim twice.
     #[track_caller]
     pub fn diag_embed(&self, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
         return_replacement!(op = "diag_embed", [self], offset, dim1, dim2);
@@ -161,7 +135,7 @@ impl Tensor {
     }
 
     /// Returns the coordinates of a grid: each vector along a dim of its own, and repeated along all others (PyTorch's `meshgrid` with
-    /// `indexing='ij'`). Views, differentiable.
+    /// `indexing='ij'`). Views, differentiable. Fails without a tensor, and for a tensor of two or more dims.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -171,9 +145,6 @@ impl Tensor {
     /// assert_eq!(grid[1].to_vec::<f32>()?, [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// No tensor at all; a tensor of two or more dims.
     #[track_caller]
     pub fn meshgrid<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Vec<Tensor>> {
         Tensor::meshgrid_as("meshgrid", tensors)
@@ -189,9 +160,6 @@ impl Tensor {
     /// assert_eq!(grid[0].to_vec::<f32>()?, [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::meshgrid`].
     #[track_caller]
     pub fn meshgrid_xy<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Vec<Tensor>> {
         let grid = Tensor::meshgrid_as("meshgrid_xy", tensors)?;

@@ -10,17 +10,14 @@ pub(crate) mod select;
 use std::sync::LazyLock;
 
 use super::{result_type, same_device, same_dtype};
-use crate::autograd::{self, Saved};
-use crate::backend::problem::map::Params;
+use crate::Compute;
 use crate::backend::problem::reduction::{Combination, Element, Reduction, Rule};
 use crate::backend::problem::select::{RankQuery, RankedElement, Search, Selected, Sorting, TopK, dims_with};
 use crate::layout::dims::Mask;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
-use crate::ops::index::gather::record_gather;
+use crate::ops::index::gather::record_read;
 use crate::tensor::view::detach_at_least_1d;
-use crate::tensor::{Dims, Layout};
-use crate::{Compute, DType, Expr, Result, Tensor, backend};
 
 /// Returns the sorted values and their original indices, outside the graph.
 pub(crate) fn sort_detached(op: &'static str, t: &Tensor, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
@@ -47,7 +44,7 @@ impl Selected {
     /// Returns values and indices. Values that are missing are read from `x` along `dim`. Differentiable.
     pub(crate) fn values_and_indices(self, x: &Tensor, dim: isize) -> Result<(Tensor, Tensor)> {
         let values = match self.values {
-            Some(values) => record_gather(values, x, dim, &self.indices),
+            Some(values) => record_read("gather", values, x, dim, &self.indices, false),
             None => x.gather(dim, &self.indices)?,
         };
         Ok((values, self.indices))
@@ -135,9 +132,6 @@ impl Tensor {
     /// assert_eq!(t.unique()?.to_vec::<f32>()?, [1.0, 2.0, 3.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn sort(&self, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
         return_replacement!(op = "sort", [self], dim, descending);
@@ -151,9 +145,6 @@ impl Tensor {
     }
 
     /// Returns the indices that sort `dim`, as i64 (PyTorch's `argsort`, always stable).
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::sort`].
     #[track_caller]
     pub fn argsort(&self, dim: isize, descending: bool) -> Result<Tensor> {
         return_replacement!("argsort", [self], dim, descending);
@@ -161,9 +152,6 @@ impl Tensor {
     }
 
     /// Sorts the elements in ascending order along the first dim (PyTorch's `msort`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::sort`].
     #[track_caller]
     pub fn msort(&self) -> Result<Tensor> {
         return_replacement!("msort", [self]);
@@ -174,7 +162,8 @@ impl Tensor {
     /// `searchsorted`).
     ///
     /// The index is the number of elements below the value, or with `right` the number of elements not above it. NaN is inserted at the
-    /// end. Values of any shape may be looked up in a vector; otherwise all dims except the last are equal.
+    /// end. Values of any shape may be looked up in a vector; otherwise all dims except the last are equal. Fails with
+    /// [`Error::Invalid`] for a scalar.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -184,9 +173,6 @@ impl Tensor {
     /// assert_eq!(t.searchsorted(&values, true)?.to_vec::<i64>()?, [2, 3]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; [`Error::Invalid`] for a scalar.
     #[track_caller]
     pub fn searchsorted(&self, values: &Tensor, right: bool) -> Result<Tensor> {
         return_replacement!("searchsorted", [self, values], right);
@@ -194,10 +180,8 @@ impl Tensor {
     }
 
     /// Returns the bucket of each element between `boundaries`, a sorted vector, as i64 (PyTorch's `bucketize`). The bucket is the number of
-    /// boundaries below the element, or with `right` the number of boundaries not above it.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::searchsorted`]; [`Error::Invalid`] if `boundaries` is not a vector.
+    /// boundaries below the element, or with `right` the number of boundaries not above it. Fails as [`Tensor::searchsorted`] does,
+    /// and with [`Error::Invalid`] if `boundaries` is not a vector.
     #[track_caller]
     pub fn bucketize(&self, boundaries: &Tensor, right: bool) -> Result<Tensor> {
         return_replacement!(op = "bucketize", [self, boundaries], right);
@@ -214,9 +198,6 @@ impl Tensor {
     /// assert_eq!(found.to_vec::<bool>()?, [false, false, true, false]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn isin(&self, test_elements: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "isin", [self, test_elements]);

@@ -1,12 +1,10 @@
 //! Selection by order along a dim: top-k, k-th value, medians, quantiles, mode. Each computes indices and gathers the elements; the gather
 //! defines the gradient. If only one or a few elements of a line are needed, backends select instead of sorting.
 
-use crate::backend::problem::map::Params;
 use crate::backend::problem::select::{RankQuery, Selected};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::{apply, apply_into};
 use crate::ops::sort::{count_nans, elements_of_ranks, sort_detached, topk_sorted};
-use crate::{DType, Expr, Result, Scalar, Tensor};
 
 operations! {
     topk(input: x, k: size, dim: int = -1, largest: bool = true): Sorting, All -> Same, differentiable;
@@ -56,10 +54,8 @@ fn dim_size(t: &Tensor, dim: isize) -> Result<usize> {
 
 impl Tensor {
     /// Returns the `k` largest elements along `dim` in descending order, or with `largest` false the `k` smallest in ascending order, and
-    /// their indices (PyTorch's `topk`; always sorted). NaN is greater than all numbers. Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if the dim has fewer than `k` elements; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
+    /// their indices (PyTorch's `topk`; always sorted). NaN is greater than all numbers. Differentiable. Fails with
+    /// [`Error::Invalid`] if the dim has fewer than `k` elements.
     #[track_caller]
     pub fn topk(&self, k: usize, dim: isize, largest: bool) -> Result<(Tensor, Tensor)> {
         return_replacement!(op = "topk", [self], k, dim, largest);
@@ -74,10 +70,8 @@ impl Tensor {
     }
 
     /// Returns the `k`-th smallest element along `dim`, counted from 1, and its index (PyTorch's `kthvalue`). NaN is greater than all numbers.
-    /// `keepdim` keeps the dim with size 1. Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if the dim has fewer than `k` elements or `k` is 0; [`Error::DimOutOfRange`].
+    /// `keepdim` keeps the dim with size 1. Differentiable. Fails with [`Error::Invalid`] if the dim has fewer than `k` elements or
+    /// `k` is 0.
     #[track_caller]
     pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         return_replacement!(op = "kthvalue", [self], k, dim, keepdim);
@@ -89,7 +83,7 @@ impl Tensor {
     }
 
     /// Returns the median along `dim`, the lower of two middle elements, and its index (PyTorch's `median` with a dim). NaN if any element
-    /// is NaN. Differentiable.
+    /// is NaN. Differentiable. Fails with [`Error::Invalid`] if the dim is empty.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -98,9 +92,6 @@ impl Tensor {
     /// assert_eq!(t.quantile(0.5, 0, false)?.item::<f32>()?, 2.5);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if the dim is empty; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn median(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         return_replacement!("median", [self], dim, keepdim);
@@ -110,10 +101,7 @@ impl Tensor {
     }
 
     /// Returns the median along `dim` of the elements that are not NaN, and its index (PyTorch's `nanmedian`). NaN if all elements are NaN.
-    /// Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::median`].
+    /// Differentiable. Fails as [`Tensor::median`] does.
     #[track_caller]
     pub fn nanmedian(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         return_replacement!("nanmedian", [self], dim, keepdim);
@@ -121,11 +109,7 @@ impl Tensor {
     }
 
     /// Returns the quantile `q` along `dim`, interpolated linearly between two elements (PyTorch's `quantile`). NaN if any element is NaN.
-    /// Floats. Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a `q` outside 0 to 1 and if the dim is empty; [`Error::DimOutOfRange`],
-    /// [`Error::UnsupportedDType`].
+    /// Floats. Differentiable. Fails with [`Error::Invalid`] for a `q` outside 0 to 1 and if the dim is empty.
     #[track_caller]
     pub fn quantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
         return_replacement!(op = "quantile", [self], q, dim, keepdim);
@@ -149,9 +133,7 @@ impl Tensor {
     }
 
     /// Returns the [`Tensor::quantile`] of the elements that are not NaN (PyTorch's `nanquantile`). NaN if all are NaN. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::quantile`].
+    /// Fails as [`Tensor::quantile`] does.
     #[track_caller]
     pub fn nanquantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
         return_replacement!(op = "nanquantile", [self], q, dim, keepdim);
@@ -175,10 +157,7 @@ impl Tensor {
     }
 
     /// Returns the most frequent element along `dim`, the smallest of several, and the index of its last occurrence (PyTorch's `mode`).
-    /// Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::median`].
+    /// Differentiable. Fails as [`Tensor::median`] does.
     #[track_caller]
     pub fn mode(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         return_replacement!(op = "mode", [self], dim, keepdim);
@@ -211,20 +190,15 @@ impl Tensor {
     }
 
     /// Returns the maximum along `dim` and its index, as i64 (PyTorch's `max` with a dim): the first of equal elements, or the first NaN
-    /// if there is one. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::median`].
+    /// if there is one. Differentiable. Fails as [`Tensor::median`] does.
     #[track_caller]
     pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         return_replacement!("max_dim", [self], dim, keepdim);
         select_elements("max_dim", self, dim, keepdim, |x| x.argmax(dim, true).map(Selected::from))
     }
 
-    /// Returns the minimum along `dim` and its index (PyTorch's `min` with a dim). See [`Tensor::max_dim`].
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::median`].
+    /// Returns the minimum along `dim` and its index (PyTorch's `min` with a dim). See [`Tensor::max_dim`]. Fails as
+    /// [`Tensor::median`] does.
     #[track_caller]
     pub fn min_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         return_replacement!("min_dim", [self], dim, keepdim);

@@ -6,14 +6,11 @@
 
 use std::ops::Range;
 
-use smallvec::SmallVec;
-
 use crate::backend::problem::attention::Blocking;
+use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::products::scaled_product_into;
-use crate::ops::nn::attention::{Attention, allocate_heads_inside};
+use crate::ops::nn::attention::{Attention, BackwardPass, allocate_heads_inside};
 use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
-use crate::tensor::Dims;
-use crate::{DType, Device, Result, Scalar, Shape, Tensor, autograd, backend};
 
 /// Returns the limits of blocks on `device`.
 ///
@@ -145,16 +142,9 @@ impl BlockedAttention {
         Ok(out)
     }
 
-    /// Computes the gradients of the wanted inputs outside the graph, into `slots` where given.
-    pub(crate) fn backward(
-        &self,
-        op: &'static str,
-        inputs: [&Tensor; 3],
-        mask: Option<&Tensor>,
-        grad: &Tensor,
-        slots: [Option<Tensor>; 3],
-        wanted: [bool; 3],
-    ) -> Result<[Option<Tensor>; 3]> {
+    /// Computes the gradients of the wanted inputs outside the graph.
+    pub(super) fn backward(&self, pass: BackwardPass) -> Result<[Option<Tensor>; 3]> {
+        let BackwardPass { op, inputs, mask, grad, slots, wanted } = pass;
         let [q, k, v] = inputs.map(Tensor::detach);
         let (mask, grad) = (mask.map(Tensor::detach), grad.detach());
         let transposed = |t: &Tensor| t.transpose(-1, -2);

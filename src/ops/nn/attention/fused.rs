@@ -1,16 +1,12 @@
 //! Attention in one kernel, on devices with such a kernel. The kernel stores the result and one number for each query, but no scores.
 
-use smallvec::SmallVec;
-
-use crate::autograd::Saved;
 use crate::autograd::rng_replay::RandomSource;
 use crate::backend::problem::attention::{AttentionBackward, FusedAttention};
 use crate::device::capture::is_capturing;
 use crate::expr::philox::Seed;
-use crate::ops::nn::attention::{Attention, allocate_heads_inside};
+use crate::ops::dispatch::prelude::*;
+use crate::ops::nn::attention::{Attention, BackwardPass, allocate_heads_inside};
 use crate::ops::random::next_seed;
-use crate::tensor::Layout;
-use crate::{Result, Shape, Tensor, autograd, backend};
 
 /// An attention that the device's fused kernel has computed, with the data for its backward pass.
 pub(crate) struct Fused {
@@ -71,16 +67,9 @@ impl Fused {
         Ok(Some((out, Fused { call, out: saved, logsumexp })))
     }
 
-    /// Computes the gradients of the wanted inputs outside the graph, into `slots` where given.
-    pub(crate) fn backward(
-        &self,
-        op: &'static str,
-        inputs: [&Tensor; 3],
-        mask: Option<&Tensor>,
-        grad: &Tensor,
-        slots: [Option<Tensor>; 3],
-        wanted: [bool; 3],
-    ) -> Result<[Option<Tensor>; 3]> {
+    /// Computes the gradients of the wanted inputs outside the graph.
+    pub(super) fn backward(&self, pass: BackwardPass) -> Result<[Option<Tensor>; 3]> {
+        let BackwardPass { op, inputs, mask, grad, slots, wanted } = pass;
         let call = &self.call;
         let views = call.views(inputs, mask);
         let a = call.problem(&views);

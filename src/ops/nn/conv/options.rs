@@ -1,7 +1,5 @@
 //! The options of convolutions and their entries in the catalogue.
 
-use crate::Result;
-use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
 use crate::ops::nn::window::{fold, unfold};
@@ -74,32 +72,25 @@ impl<const D: usize> ConvTransposeOptions<D> {
     }
 }
 
-operations! {
-    conv1d(input: x, weight: x, bias: x?, stride: sizes = 1, padding: padding = 0, dilation: sizes = 1, groups: size = 1)
-        functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.tensor(0)?.conv1d(a.tensor(1)?, a.optional_tensor(2), ConvOptions::from_args(a)?);
-    conv2d(input: x, weight: x, bias: x?, stride: sizes = 1, padding: padding = 0, dilation: sizes = 1, groups: size = 1)
-        functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.tensor(0)?.conv2d(a.tensor(1)?, a.optional_tensor(2), ConvOptions::from_args(a)?);
-    conv3d(input: x, weight: x, bias: x?, stride: sizes = 1, padding: padding = 0, dilation: sizes = 1, groups: size = 1)
-        functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.tensor(0)?.conv3d(a.tensor(1)?, a.optional_tensor(2), ConvOptions::from_args(a)?);
-    conv_transpose1d(input: x, weight: x, bias: x?,
-        stride: sizes = 1, padding: padding = 0, output_padding: sizes = 0, groups: size = 1, dilation: sizes = 1)
-        functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.tensor(0)?.conv_transpose1d(a.tensor(1)?, a.optional_tensor(2), ConvTransposeOptions::from_args(a)?);
-    conv_transpose2d(input: x, weight: x, bias: x?,
-        stride: sizes = 1, padding: padding = 0, output_padding: sizes = 0, groups: size = 1, dilation: sizes = 1)
-        functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.tensor(0)?.conv_transpose2d(a.tensor(1)?, a.optional_tensor(2), ConvTransposeOptions::from_args(a)?);
-    conv_transpose3d(input: x, weight: x, bias: x?,
-        stride: sizes = 1, padding: padding = 0, output_padding: sizes = 0, groups: size = 1, dilation: sizes = 1)
-        functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.tensor(0)?.conv_transpose3d(a.tensor(1)?, a.optional_tensor(2), ConvTransposeOptions::from_args(a)?);
-    unfold2d(input: x, kernel_size: sizes, dilation: sizes = 1, padding: padding = 0, stride: sizes = 1)
-        "nn.functional.unfold": NeuralNetwork, All -> Same, differentiable
-        => |a| unfold(a.tensor(0)?, a.spatial_sizes(0)?, a.spatial_sizes(1)?, Padding::from_args(a, 2)?, a.spatial_sizes(3)?);
-    fold(input: x, output_size: sizes, kernel_size: sizes, dilation: sizes = 1, padding: padding = 0, stride: sizes = 1)
-        functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| fold(a.tensor(0)?, a.spatial_sizes(0)?, a.spatial_sizes(1)?, a.spatial_sizes(2)?, Padding::from_args(a, 3)?, a.spatial_sizes(4)?);
+/// Generates the catalogue entries of the convolutions over one, two and three dims, and of unfold and fold.
+macro_rules! convolution_operations {
+    ($($conv:ident)*; $($transposed:ident)*) => {
+        operations! {
+            $($conv(input: x, weight: x, bias: x?, stride: sizes = 1, padding: padding = 0, dilation: sizes = 1, groups: size = 1)
+                functional: NeuralNetwork, Floats -> Same, differentiable
+                => |a| a.tensor(0)?.$conv(a.tensor(1)?, a.optional_tensor(2), ConvOptions::from_args(a)?);)*
+            $($transposed(input: x, weight: x, bias: x?,
+                stride: sizes = 1, padding: padding = 0, output_padding: sizes = 0, groups: size = 1, dilation: sizes = 1)
+                functional: NeuralNetwork, Floats -> Same, differentiable
+                => |a| a.tensor(0)?.$transposed(a.tensor(1)?, a.optional_tensor(2), ConvTransposeOptions::from_args(a)?);)*
+            unfold2d(input: x, kernel_size: sizes, dilation: sizes = 1, padding: padding = 0, stride: sizes = 1)
+                "nn.functional.unfold": NeuralNetwork, All -> Same, differentiable
+                => |a| unfold(a.tensor(0)?, a.spatial_sizes(0)?, a.spatial_sizes(1)?, Padding::from_args(a, 2)?, a.spatial_sizes(3)?);
+            fold(input: x, output_size: sizes, kernel_size: sizes, dilation: sizes = 1, padding: padding = 0, stride: sizes = 1)
+                functional: NeuralNetwork, Floats -> Same, differentiable
+                => |a| fold(a.tensor(0)?, a.spatial_sizes(0)?, a.spatial_sizes(1)?, a.spatial_sizes(2)?, Padding::from_args(a, 3)?, a.spatial_sizes(4)?);
+        }
+    };
 }
+
+convolution_operations! { conv1d conv2d conv3d; conv_transpose1d conv_transpose2d conv_transpose3d }

@@ -2,15 +2,12 @@
 
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::loss::{losses, reduce_losses, same_shape};
-use crate::{DType, LossReduction, Result, Tensor, promote_types};
+use crate::{LossReduction, promote_types};
 
 impl Tensor {
     /// Computes `1 - cos` for pairs of vectors with target 1, and `max(0, cos - margin)` for target -1 (PyTorch's
     /// `cosine_embedding_loss`, with a default margin of 0). Both inputs are `[N, D]` and the target `[N]`, or `[D]` and a scalar.
     /// Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn cosine_embedding_loss(
         &self,
@@ -45,10 +42,8 @@ impl Tensor {
     /// `triplet_margin_loss`, with a default margin of 1).
     ///
     /// The distances are p-norms over the last dim, with 1e-6 added to each difference. With `swap`, the distance between the two examples
-    /// replaces that of the negative if it is smaller. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`]; [`Error::Invalid`] unless p is above 0.
+    /// replaces that of the negative if it is smaller. Differentiable. Fails as [`Tensor::mse_loss`] does, and with
+    /// [`Error::Invalid`] unless p is above 0.
     #[track_caller]
     pub fn triplet_margin_loss(
         &self,

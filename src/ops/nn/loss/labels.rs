@@ -3,10 +3,11 @@
 use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::loss::{divide_by_batch, reduce_losses};
-use crate::{CrossEntropy, DType, Expr, LossReduction, Result, Shape, Tensor, autocast_dtype};
+use crate::{CrossEntropy, LossReduction, autocast_dtype};
 
 impl Tensor {
-    /// Returns the mean over rows of `-log_softmax(logits)[label]`: [`Tensor::cross_entropy_with`] the default options.
+    /// Returns the mean over rows of `-log_softmax(logits)[label]`: [`Tensor::cross_entropy_with`] the default options. Fails as
+    /// [`Tensor::cross_entropy_with`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -18,9 +19,6 @@ impl Tensor {
     /// assert_eq!(logits.grad().unwrap().to_vec::<f32>()?[3], (0.25 - 1.0) / 2.0);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::cross_entropy_with`].
     #[track_caller]
     pub fn cross_entropy(&self, target: &Tensor) -> Result<Tensor> {
         self.cross_entropy_with(target, CrossEntropy::default())
@@ -37,10 +35,9 @@ impl Tensor {
     /// Losses are accumulated in f32 (f64 for f64).
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`], [`Error::UnsupportedDType`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`];
-    /// [`Error::Invalid`] for a smoothing outside `0..=1`. [`Error::IndexOutOfRange`] for a label outside `0..C`: at once on the CPU,
-    /// and on OpenCL from the next call of this thread that waits for the device (reading a value, `synchronize`). Until then the loss
-    /// is NaN (0 if weighted or smoothed) and the gradient of the row is zero.
+    /// [`Error::UnsupportedDType`]; [`Error::Invalid`] for a smoothing outside `0..=1`. [`Error::IndexOutOfRange`] for a label
+    /// outside `0..C`: at once on the CPU, and on OpenCL from the next call of this thread that waits for the device (reading a
+    /// value, `synchronize`). Until then the loss is NaN (0 if weighted or smoothed) and the gradient of the row is zero.
     #[track_caller]
     pub fn cross_entropy_with(&self, target: &Tensor, options: CrossEntropy) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -80,7 +77,8 @@ impl Tensor {
     }
 
     /// Returns the negative log-likelihood `-x[label]` of log-probabilities, weighted (PyTorch's `nll_loss`). Shapes and mean follow
-    /// [`Tensor::cross_entropy_with`]. Differentiable.
+    /// [`Tensor::cross_entropy_with`]. Differentiable. Fails as [`Tensor::cross_entropy_with`] does, and with [`Error::Invalid`]
+    /// for label smoothing.
     ///
     /// ```
     /// use claystone::{CrossEntropy, Device, Tensor};
@@ -89,9 +87,6 @@ impl Tensor {
     /// assert_eq!(x.nll_loss(&labels, CrossEntropy::default())?.item::<f32>()?, 2.5);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::cross_entropy_with`]; [`Error::Invalid`] for label smoothing.
     #[track_caller]
     pub fn nll_loss(&self, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
         let _caller = Caller::enter();

@@ -6,10 +6,8 @@ mod distance;
 mod labels;
 mod pointwise;
 
-use crate::ops::dispatch::args::Args;
-use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
-use crate::{CrossEntropy, Expr, LossReduction, Result, Tensor};
+use crate::{CrossEntropy, LossReduction};
 
 /// Reduces losses to a mean or a sum, or returns them unreduced.
 fn reduce_losses(losses: Tensor, reduction: LossReduction) -> Result<Tensor> {
@@ -66,24 +64,25 @@ fn check_positive(op: &'static str, name: &str, value: f64, zero: bool) -> Resul
     Err(Error::invalid(op, format!("{name} is {value}, it must be {least} 0")))
 }
 
+/// PyTorch's names of the reductions.
+const REDUCTION_NAMES: [(&str, LossReduction); 4] = [
+    ("mean", LossReduction::Mean),
+    ("sum", LossReduction::Sum),
+    ("batchmean", LossReduction::BatchMean),
+    ("none", LossReduction::None),
+];
+
 impl From<LossReduction> for Argument {
     fn from(reduction: LossReduction) -> Argument {
-        match reduction {
-            LossReduction::Mean => "mean".into(),
-            LossReduction::Sum => "sum".into(),
-            LossReduction::BatchMean => "batchmean".into(),
-            LossReduction::None => "none".into(),
-        }
+        REDUCTION_NAMES.iter().find(|(_, of)| *of == reduction).map(|(name, _)| *name).into()
     }
 }
 
 fn read_reduction(a: &Args, i: usize) -> Result<LossReduction> {
-    match a.text(i)? {
-        "mean" => Ok(LossReduction::Mean),
-        "sum" => Ok(LossReduction::Sum),
-        "batchmean" => Ok(LossReduction::BatchMean),
-        "none" => Ok(LossReduction::None),
-        _ => a.argument_error(i, "mean, sum, batchmean or none"),
+    let name = a.text(i)?;
+    match REDUCTION_NAMES.iter().find(|(of, _)| *of == name) {
+        Some((_, reduction)) => Ok(*reduction),
+        None => a.argument_error(i, "mean, sum, batchmean or none"),
     }
 }
 

@@ -2,10 +2,10 @@
 
 use std::f64::consts::PI;
 
+use crate::LossReduction;
 use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::loss::{check_positive, losses, losses_of_equal_shapes, reduce_losses, same_shape};
-use crate::{Expr, LossReduction, Result, Tensor};
 
 /// Returns `log(x)`, clamped to at least -100.
 fn bounded_log(x: &Expr) -> Expr {
@@ -15,6 +15,7 @@ fn bounded_log(x: &Expr) -> Expr {
 
 impl Tensor {
     /// Returns the mean of `(self - target)^2` over all elements, a scalar (PyTorch's `mse_loss`). Two launches. Differentiable.
+    /// Floats of one shape: nothing is broadcast.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -23,19 +24,12 @@ impl Tensor {
     /// assert_eq!(y.mse_loss(&t)?.item::<f32>()?, 2.5);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`crate::Error::ShapeMismatch`] for different shapes (nothing is broadcast), mismatching dtypes or devices, and
-    /// [`crate::Error::UnsupportedDType`] for integers.
     #[track_caller]
     pub fn mse_loss(&self, target: &Tensor) -> Result<Tensor> {
         self.mse_loss_with(target, LossReduction::Mean)
     }
 
     /// Same as [`Tensor::mse_loss`], with the given reduction instead of the mean.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn mse_loss_with(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
         return_replacement!("mse_loss", [self, target], reduction);
@@ -43,18 +37,12 @@ impl Tensor {
     }
 
     /// Returns the mean of `|self - target|` over all elements, a scalar (PyTorch's `l1_loss`). Two launches. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn l1_loss(&self, target: &Tensor) -> Result<Tensor> {
         self.l1_loss_with(target, LossReduction::Mean)
     }
 
     /// Same as [`Tensor::l1_loss`], with the given reduction instead of the mean.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn l1_loss_with(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
         return_replacement!("l1_loss", [self, target], reduction);
@@ -62,10 +50,8 @@ impl Tensor {
     }
 
     /// Computes `d² / (2 beta)` if the absolute error d is below beta, otherwise `d - beta / 2` (PyTorch's `smooth_l1_loss`, with a
-    /// default beta of 1). A beta of 0 gives the L1 loss. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`]; [`crate::Error::Invalid`] for a beta below 0.
+    /// default beta of 1). A beta of 0 gives the L1 loss. Differentiable. Fails as [`Tensor::mse_loss`] does, and with
+    /// [`Error::Invalid`] for a beta below 0.
     #[track_caller]
     pub fn smooth_l1_loss(&self, target: &Tensor, beta: f64, reduction: LossReduction) -> Result<Tensor> {
         return_replacement!(op = "smooth_l1_loss", [self, target], beta, reduction);
@@ -79,10 +65,8 @@ impl Tensor {
     }
 
     /// Computes `d² / 2` if the absolute error d is at most delta, otherwise `delta (d - delta / 2)` (PyTorch's `huber_loss`, with a
-    /// default delta of 1). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`]; [`crate::Error::Invalid`] unless delta is above 0.
+    /// default delta of 1). Differentiable. Fails as [`Tensor::mse_loss`] does, and with [`Error::Invalid`] unless delta is
+    /// above 0.
     #[track_caller]
     pub fn huber_loss(&self, target: &Tensor, delta: f64, reduction: LossReduction) -> Result<Tensor> {
         return_replacement!(op = "huber_loss", [self, target], delta, reduction);
@@ -95,7 +79,8 @@ impl Tensor {
     }
 
     /// Computes `-(t log x + (1 - t) log(1 - x))` of probabilities x and targets t, times an optional weight (PyTorch's
-    /// `binary_cross_entropy`). Logarithms are clamped to at least -100. An x outside `0..=1` gives NaN. Differentiable.
+    /// `binary_cross_entropy`). Logarithms are clamped to at least -100. An x outside `0..=1` gives NaN. Differentiable. Fails as
+    /// [`Tensor::mse_loss`] does, but the weight only has to broadcast.
     ///
     /// ```
     /// use claystone::{Device, LossReduction, Tensor};
@@ -105,9 +90,6 @@ impl Tensor {
     /// assert!((losses[0] - 2f32.ln()).abs() < 1e-6 && losses[1] == 100.0);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`]; the weight only has to broadcast.
     #[track_caller]
     pub fn binary_cross_entropy(
         &self,
@@ -135,9 +117,6 @@ impl Tensor {
 
     /// Computes [`Tensor::binary_cross_entropy`] of `sigmoid(self)` without overflow (PyTorch's `binary_cross_entropy_with_logits`).
     /// `pos_weight` multiplies the losses of positive targets. Both weights broadcast. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::binary_cross_entropy`].
     #[track_caller]
     pub fn binary_cross_entropy_with_logits(
         &self,
@@ -162,9 +141,6 @@ impl Tensor {
     /// The Kullback-Leibler divergence of log-probabilities x from `target` (PyTorch's `kl_div`): `t (log t - x)` for each element, and 0
     /// where t is 0. With `log_target`, the target holds logarithms too. The mean is over all elements;
     /// [`LossReduction::BatchMean`] is the mathematical definition. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn kl_div(&self, target: &Tensor, reduction: LossReduction, log_target: bool) -> Result<Tensor> {
         return_replacement!("kl_div", [self, target], reduction, log_target);
@@ -180,9 +156,6 @@ impl Tensor {
     /// The negative log-likelihood of counts under Poisson distributions (PyTorch's `poisson_nll_loss`): `exp(x) - t x`, or
     /// `x - t log(x + eps)` without `log_input`. `full` adds Stirling's approximation of the constant term. PyTorch's defaults are
     /// `true`, `false` and 1e-8. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn poisson_nll_loss(
         &self,
@@ -204,9 +177,6 @@ impl Tensor {
     /// The negative log-likelihood of targets under normal distributions with this mean and the variance `var` (PyTorch's
     /// `gaussian_nll_loss`, with defaults of `false` and 1e-6). `var` broadcasts and is clamped to at least `eps`. `full` adds the
     /// constant term. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn gaussian_nll_loss(
         &self,
@@ -226,9 +196,6 @@ impl Tensor {
     }
 
     /// Computes `log(1 + exp(-t x))` for targets t of 1 and -1 (PyTorch's `soft_margin_loss`). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn soft_margin_loss(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
         return_replacement!("soft_margin_loss", [self, target], reduction);
@@ -237,9 +204,6 @@ impl Tensor {
 
     /// Returns x for a target of 1, and `max(0, margin - x)` for a target of -1 (PyTorch's `hinge_embedding_loss`, with a default margin
     /// of 1). Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn hinge_embedding_loss(&self, target: &Tensor, margin: f64, reduction: LossReduction) -> Result<Tensor> {
         return_replacement!("hinge_embedding_loss", [self, target], margin, reduction);
@@ -252,9 +216,6 @@ impl Tensor {
 
     /// Computes `max(0, margin - t (self - other))` (PyTorch's `margin_ranking_loss`, with a default margin of 0). With a target t of 1
     /// this tensor should be greater, and with -1 `other`. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::mse_loss`].
     #[track_caller]
     pub fn margin_ranking_loss(
         &self,

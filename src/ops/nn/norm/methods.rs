@@ -123,9 +123,6 @@ impl Tensor {
     /// assert_eq!(y.to_vec::<f32>()?, [-1.0, 1.0, -1.0, 1.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`], [`Error::UnsupportedDType`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     #[track_caller]
     pub fn layer_norm(
         &self,
@@ -151,9 +148,6 @@ impl Tensor {
     /// Computes `x / sqrt(mean(x²) + eps) * weight` over the last dims (PyTorch's `rms_norm`). The last dims and the weight have the
     /// normalised shape. Without an eps, the machine epsilon of the dtype is used. Floats, computed at least in f32. Takes as many
     /// launches as [`Tensor::layer_norm`]. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::layer_norm`].
     #[track_caller]
     pub fn rms_norm(&self, normalized_shape: &[usize], weight: Option<&Tensor>, eps: Option<f64>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -206,9 +200,6 @@ impl Tensor {
 
     /// Normalises each channel of each sample of `[N, C, ..]` as [`Tensor::layer_norm`] does, with a weight and a bias for each channel
     /// (PyTorch's `instance_norm`, with a default eps of 1e-5). Takes as many launches as `layer_norm`. Differentiable.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::layer_norm`].
     #[track_caller]
     pub fn instance_norm(&self, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -286,10 +277,7 @@ impl Tensor {
     }
 
     /// Computes `x / max(|x|, eps)` with the p-norm along `dim` (PyTorch's `normalize`, with defaults of 2, 1 and 1e-12). Floats.
-    /// Differentiable.
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`]; [`Error::Invalid`] unless p is above 0.
+    /// Differentiable. Fails with [`Error::Invalid`] unless p is above 0.
     #[track_caller]
     pub fn normalize(&self, p: f64, dim: isize, eps: f64) -> Result<Tensor> {
         let op = "normalize";
