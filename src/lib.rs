@@ -39,10 +39,12 @@
 //! Methods return [`Result`]. The message of an error is one sentence: the operation, the shapes or dtypes and the
 //! remedy. The operators `+ - * /` on tensors panic with the same sentence.
 #![warn(missing_docs)]
+#![deny(unsafe_code)] // except in the two rooms below that allow it
 
 pub mod autograd;
 mod backend;
 pub mod data;
+#[allow(unsafe_code)]
 pub mod device;
 pub mod distributed;
 mod dtype;
@@ -56,7 +58,9 @@ mod layout;
 pub mod nn;
 pub mod ops;
 pub mod optim;
+mod options;
 pub mod profiler;
+#[allow(unsafe_code)]
 pub mod storage;
 mod sync;
 pub mod tensor;

@@ -35,6 +35,7 @@ use std::sync::{Arc, Mutex};
 pub use crate::device::profiler::RecordKind as Category;
 use crate::device::profiler::{self as recorder, Recorded};
 use crate::device::{drain_all, lock, set_profiling};
+use crate::options::setters;
 use crate::{DType, Device, Error, Result};
 
 pub use averages::{Average, Averages, SortBy};
@@ -167,12 +168,13 @@ impl Profile {
 ///
 /// ```
 /// use claystone::profiler::{Profiler, ProfilerOptions};
-/// let profiler = Profiler::start_with(ProfilerOptions { max_events: 1000, ..ProfilerOptions::default() })?;
+/// let profiler = Profiler::start_with(ProfilerOptions::default().max_events(1000))?;
 /// let profile = profiler.stop();
 /// assert_eq!(profile.dropped_events(), 0);
 /// # Ok::<(), claystone::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ProfilerOptions {
     /// The number of the latest commands and spans that are kept, about 150 bytes each, and of memory samples, 40 bytes each.
     /// 1,000,000 by default. Each command of an OpenCL device becomes two events of about 200 bytes: its launch and the command.
@@ -187,6 +189,8 @@ impl Default for ProfilerOptions {
         ProfilerOptions { max_events: 1_000_000, copy_rate: true }
     }
 }
+
+setters!(ProfilerOptions { max_events: usize, copy_rate: bool });
 
 /// Records the work of the process until [`stop`](Self::stop). Dropping a profiler discards the recording.
 ///

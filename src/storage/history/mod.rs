@@ -46,10 +46,12 @@ pub use snapshot::{
 pub use summary::{Fragmentation, FreeSpace};
 
 use crate::device::lock;
+use crate::options::setters;
 use crate::{Error, Result};
 
 /// The detail that an allocator's [`History`] keeps: the arguments of PyTorch's `torch.cuda.memory._record_memory_history`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HistoryOptions {
     /// Whether to record, and what.
     pub enabled: Recording,
@@ -88,6 +90,14 @@ impl Default for HistoryOptions {
     }
 }
 
+setters!(HistoryOptions {
+    enabled: Recording,
+    context: ContextLevel,
+    stacks: bool,
+    max_entries: usize,
+    clear_history: bool
+});
+
 /// Selects what to record: PyTorch's `enabled`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recording {
@@ -101,6 +111,7 @@ pub enum Recording {
 
 /// Selects the entries that carry contexts: PyTorch's `context`. Each level includes the levels before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum ContextLevel {
     /// No entries.
     Never,
@@ -120,7 +131,7 @@ pub enum ContextLevel {
 /// ```
 /// use claystone::storage::{History, HistoryOptions, TraceAction};
 /// let history = History::new();
-/// history.record_memory_history(HistoryOptions { max_entries: 2, ..Default::default() })?;
+/// history.record_memory_history(HistoryOptions::default().max_entries(2))?;
 /// for addr in [0, 512, 1024] {
 ///     history.record(TraceAction::Alloc, addr, 512, 0);
 /// }
