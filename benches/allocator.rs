@@ -81,7 +81,7 @@ fn tensor(bytes: usize, device: Device) -> f64 {
 /// Times pairs while the history is recorded, optionally with call stacks, from a function `depth` calls deep.
 fn with_history(bytes: usize, stacks: bool, depth: usize) -> f64 {
     let allocator = allocator();
-    allocator.record_memory_history(HistoryOptions { stacks, ..Default::default() }).expect("room for the entries");
+    allocator.record_memory_history(HistoryOptions::default().stacks(stacks)).expect("room for the entries");
     call_nested(depth, &|| pairs(&allocator, bytes))
 }
 

@@ -20,7 +20,7 @@ fn records(name: &str) -> Result<Vec<csv::StringRecord>, csv::Error> {
 }
 
 fn docs() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("docs")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs")
 }
 
 /// Returns a white picture of `size` pixels, which `present` writes to `path`.

@@ -35,7 +35,7 @@ fn main() -> Result<()> {
             device.synchronize()?;
             Ok(begun.elapsed().as_secs_f64() * 1e6 / STEPS as f64)
         };
-        let options = ProfilerOptions { copy_rate: false, ..ProfilerOptions::default() };
+        let options = ProfilerOptions::default().copy_rate(false);
         let (mut off, mut on, mut ratios, mut events) = (Vec::new(), Vec::new(), Vec::new(), 0);
         for _ in 0..TURNS {
             off.push(steps()?);

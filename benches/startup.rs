@@ -304,7 +304,7 @@ fn main() -> Outcome<()> {
     let ours = medians(&["--ours", "--device", &shown], cache.path())?;
     let driver = match device {
         Device::Cpu => [0.0; 4],
-        Device::OpenCL(_) => medians(&["--driver", &name], cache.path())?,
+        _ => medians(&["--driver", &name], cache.path())?,
     };
     println!("{:32} {:>9} {:>9} {:>9}", "ms since the start of the program", "all", "driver's", "ours");
     for (i, what) in ["the device is known", "a tensor is on it", "its sum is read", "the process, from outside"]

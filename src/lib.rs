@@ -39,6 +39,7 @@
 //! Methods return [`Result`]. The message of an error is one sentence: the operation, the shapes or dtypes and the
 //! remedy. The operators `+ - * /` on tensors panic with the same sentence.
 #![warn(missing_docs)]
+#![deny(unsafe_code)] // except in device, storage and backend/cpu/kernels, which allow it
 
 #[macro_use]
 mod options;
@@ -46,6 +47,7 @@ mod options;
 pub mod autograd;
 mod backend;
 pub mod data;
+#[allow(unsafe_code)]
 pub mod device;
 pub mod distributed;
 mod dtype;
@@ -60,6 +62,7 @@ pub mod nn;
 pub mod ops;
 pub mod optim;
 pub mod profiler;
+#[allow(unsafe_code)]
 pub mod storage;
 mod sync;
 pub mod tensor;

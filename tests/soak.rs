@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use claystone::device::ProgramCache;
 use claystone::nn::{Activation, Conv2d, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
-use claystone::storage::{HistoryOptions, Recording};
+use claystone::storage::HistoryOptions;
 use claystone::{ConvOptions, DType, Device, Result, Stream, Tensor, with_stream};
 use common::{devices, in_child_with};
 
@@ -107,7 +107,7 @@ fn memory_descriptors_and_cache_do_not_grow() {
     }
     let seconds = std::env::var("CLAYSTONE_SOAK_SECONDS").map_or(10, |s| s.parse().expect("a number of seconds"));
     let (stop, steps) = (AtomicBool::new(false), AtomicU64::new(0));
-    let options = HistoryOptions { enabled: Recording::All, max_entries: 10_000, ..Default::default() };
+    let options = HistoryOptions::default().max_entries(10_000);
     for device in devices() {
         device.record_memory_history(options).unwrap();
         train(device, 0, |step| step < SIZES, &AtomicU64::new(0)).unwrap(); // compiles all kernels that the threads need

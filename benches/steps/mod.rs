@@ -1,6 +1,6 @@
 //! Helpers for benches of training steps: saving the first weights and the data for PyTorch, and timing steps and recording losses.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use claystone::io::{self, StateDict};
@@ -16,7 +16,9 @@ pub fn copy_first_state(
     net: &impl Module,
     data: &[(&str, &Tensor)],
 ) -> Option<(PathBuf, StateDict)> {
-    let path = path?;
+    // `cargo bench` starts programs in benches/; a relative path is meant from the repository.
+    let repository = std::env::var_os("CARGO_MANIFEST_DIR").map(|benches| Path::new(&benches).join(".."));
+    let path = repository.unwrap_or_default().join(path?);
     // Copies, because parameters whose storage is shared are not updated in one launch.
     let mut first: StateDict = net.state_dict().iter().map(|(name, t)| (name.to_owned(), t.clone())).collect();
     data.iter().for_each(|(name, t)| first.insert(*name, t.shallow_clone()));

@@ -98,7 +98,7 @@ fn main() -> Outcome {
     let group = args.ranks.join(&mut args.run)?;
     let watching = args.run.start()?;
     let mut text = String::new();
-    let own = [Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
+    let own = [Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("src")];
     for path in if args.text.is_empty() { &own[..] } else { &args.text } {
         read(path, &mut text)?;
     }

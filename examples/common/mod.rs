@@ -102,7 +102,7 @@ impl Run {
             _ => (None, None),
         };
         if snapshot.is_some() {
-            self.device.record_memory_history(HistoryOptions { max_entries: 1_000_000, ..Default::default() })?;
+            self.device.record_memory_history(HistoryOptions::default().max_entries(1_000_000))?;
         }
         let profile = profile.map(|file| Ok((Profiler::start()?, file))).transpose()?;
         Ok(Recording { profile, snapshot: snapshot.map(|file| (self.device, file)) })
@@ -186,10 +186,10 @@ pub fn progress(steps: usize) -> ProgressBar {
     ProgressBar::new(steps as u64).with_style(ProgressStyle::with_template(style).expect("the template is valid"))
 }
 
-/// Returns the path of a figure: `target/NAME` in the crate's folder, or in the current folder if the former does not exist.
+/// Returns the path of a figure: `target/NAME` in the repository, or in the current folder if the repository does not exist.
 pub fn figure(name: &str) -> std::io::Result<PathBuf> {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let folder = if manifest.is_dir() { manifest.join("target") } else { PathBuf::from("target") };
+    let folder = if manifest.is_dir() { manifest.with_file_name("target") } else { PathBuf::from("target") };
     std::fs::create_dir_all(&folder)?;
     Ok(folder.join(name))
 }

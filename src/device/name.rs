@@ -15,6 +15,7 @@ use std::fmt;
 ///
 /// With the feature `serde`, a device is serialised in the format of Display: `"opencl:1"`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Device {
     /// The host's processor and memory. This is the [`Default`], as in PyTorch.
     #[default]

@@ -167,12 +167,13 @@ impl Profile {
 ///
 /// ```
 /// use claystone::profiler::{Profiler, ProfilerOptions};
-/// let profiler = Profiler::start_with(ProfilerOptions { max_events: 1000, ..ProfilerOptions::default() })?;
+/// let profiler = Profiler::start_with(ProfilerOptions::default().max_events(1000))?;
 /// let profile = profiler.stop();
 /// assert_eq!(profile.dropped_events(), 0);
 /// # Ok::<(), claystone::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ProfilerOptions {
     /// The number of the latest commands and spans that are kept, about 150 bytes each, and of memory samples, 40 bytes each.
     /// 1,000,000 by default. Each command of an OpenCL device becomes two events of about 200 bytes: its launch and the command.
@@ -187,6 +188,8 @@ impl Default for ProfilerOptions {
         ProfilerOptions { max_events: 1_000_000, copy_rate: true }
     }
 }
+
+setters!(ProfilerOptions { max_events: usize, copy_rate: bool });
 
 /// Records the work of the process until [`stop`](Self::stop). Dropping a profiler discards the recording.
 ///

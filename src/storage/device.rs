@@ -99,7 +99,7 @@ impl Device {
     /// use claystone::storage::HistoryOptions;
     /// use claystone::{Device, Tensor};
     /// let device = Device::Cpu;
-    /// device.record_memory_history(HistoryOptions { stacks: false, ..Default::default() })?;
+    /// device.record_memory_history(HistoryOptions::default().stacks(false))?;
     /// let x = Tensor::zeros(&[1 << 20], device)?; // 4 MiB
     /// let snapshot = device.memory_snapshot()?;
     /// println!("{snapshot}"); // among others: in use, by source line

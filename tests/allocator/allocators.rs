@@ -234,7 +234,7 @@ fn allocators_of_other_devices_are_refused() {
     for device in common::devices() {
         let theirs = match device {
             Device::Cpu => Device::OpenCL(99),
-            Device::OpenCL(_) => Device::Cpu,
+            _ => Device::Cpu,
         };
         let Ok(driver) = storage::driver(theirs) else { continue };
         let allocator = storage::build_allocator(driver, Config::default()).unwrap();

@@ -7,19 +7,18 @@ use claystone::autograd::{CustomOp, OpContext};
 use claystone::nn::{Activation, LayerNorm, Linear, Lstm, Module, RnnOptions, Sequential, func};
 use claystone::ops::{self, Attention};
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
-use claystone::storage::{BlockState, ContextLevel, Frame, HistoryOptions, Recording, TraceAction};
+use claystone::storage::{BlockState, ContextLevel, Frame, HistoryOptions, Recording, Snapshot, TraceAction};
 use claystone::{BatchNormOptions, ConvOptions, DType, Device, MaxPoolOptions, PadMode, Result, Tensor, autocast};
 
 use crate::common::{devices, each_device, in_own_process, iota};
-use crate::stacks::printed_snapshot;
 
 fn start_recording(device: Device, stacks: bool) {
-    let options = HistoryOptions { stacks, context: ContextLevel::Alloc, clear_history: true, ..Default::default() };
+    let options = HistoryOptions::default().stacks(stacks).context(ContextLevel::Alloc).clear_history(true);
     device.record_memory_history(options).unwrap();
 }
 
 fn stop_recording(device: Device) {
-    device.record_memory_history(HistoryOptions { enabled: Recording::Off, ..Default::default() }).unwrap();
+    device.record_memory_history(HistoryOptions::default().enabled(Recording::Off)).unwrap();
 }
 
 /// Innermost frames of all allocations since recording began.
@@ -264,7 +263,7 @@ fn the_command_prints_live_memory_by_source_line() {
         assert!(in_use.count() >= 4, "{d}");
         let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("lines-{d}.pickle").replace(':', "-"));
         snapshot.save(&file).unwrap();
-        let text = printed_snapshot(&file);
+        let text = Snapshot::load(&file).unwrap().to_string();
         let expected = format!("   3.00 MiB        3  {}:{line}\n", file!());
         let (_, table) = text.split_once("in use, by source line:\n").unwrap_or_else(|| panic!("{d}: {text}"));
         assert!(table.contains(&expected), "{d}: {text}");

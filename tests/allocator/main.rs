@@ -11,7 +11,6 @@ mod custom_driver;
 mod host;
 mod oversubscribe;
 mod plans;
-mod replay;
 mod snapshot;
 mod stacks;
 mod storage;

@@ -99,16 +99,14 @@ fn snapshots_during_training_are_consistent() -> Result<()> {
         assert_eq!((free.reserved, free.total_free), (reserved, reserved - active), "{device}");
 
         // Most events are overwritten. The remaining events are consistent with the blocks.
-        device
-            .record_memory_history(HistoryOptions { max_entries: 40, clear_history: true, ..Default::default() })
-            .unwrap();
+        device.record_memory_history(HistoryOptions::default().max_entries(40).clear_history(true)).unwrap();
         let snapshot = snapshot_in_training(device, 20).unwrap();
         check(&snapshot, device, &format!("{name}-overflow")).unwrap();
         assert_eq!(snapshot.device_traces[number].len(), 40, "{device}");
         let Setting::Int(lost) = snapshot.allocator_settings["trace_alloc_overflowed"] else { panic!("{device}") };
         assert!(lost > 100, "{device}: {lost} events lost");
 
-        device.record_memory_history(HistoryOptions { enabled: Recording::Off, ..Default::default() }).unwrap();
+        device.record_memory_history(HistoryOptions::default().enabled(Recording::Off)).unwrap();
         let after = device.memory_snapshot().unwrap();
         assert!(after.device_traces[number].is_empty() && after.check().is_ok(), "{device}");
     });

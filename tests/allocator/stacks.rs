@@ -1,7 +1,6 @@
 //! Call stacks in memory histories identify the line of a leak.
 
 use std::path::Path;
-use std::process::Command;
 use std::thread;
 
 use claystone::storage::{
@@ -43,13 +42,6 @@ fn is_function_in_this_file(frame: &Frame, function: &str) -> bool {
     frame.filename.ends_with("tests/allocator/stacks.rs") && frame.name.ends_with(function)
 }
 
-/// Output of `claystone snapshot` for a file.
-pub fn printed_snapshot(file: &Path) -> String {
-    let output = Command::new(env!("CARGO_BIN_EXE_claystone")).arg("snapshot").arg(file).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
-
 fn frames(snapshot: &Snapshot) -> impl Iterator<Item = &Frame> {
     let blocks = snapshot.segments.iter().flat_map(|s| s.blocks.iter().map(|b| &b.frames).chain([&s.frames]));
     blocks.chain(snapshot.device_traces.iter().flatten().map(|entry| &entry.frames)).flat_map(|frames| frames.iter())
@@ -83,7 +75,7 @@ fn stacks_identify_the_line_of_a_leak() {
                 frames.iter().position(|frame| frame.name.contains("stacks_identify_the_line_of_a_leak")).unwrap();
             assert!(step < test, "{device}: the callers, the innermost first");
             assert_eq!(frames.last().map(|frame| frame.name.as_str()), Some("leaks here"), "{device}");
-            let text = printed_snapshot(&file);
+            let text = snapshot.to_string();
             assert!(text.contains(&format!("3.00 MiB        1  {}", frames[0])), "{device}: {text}");
             assert!(text.contains(&format!("stacks.rs:{line})")), "{device}: {text}");
         }
@@ -103,7 +95,7 @@ fn stacks_identify_the_line_of_a_leak() {
         // Stacks contain only frames of this program and user annotations.
         let inner = frames(&snapshot).find(|frame| !frame.filename.contains("tests/") && frame.name != "leaks here");
         assert_eq!(inner, None, "{device}");
-        record(device, HistoryOptions { enabled: Recording::Off, ..Default::default() });
+        record(device, HistoryOptions::default().enabled(Recording::Off));
         drop(leaked);
     });
 }
@@ -122,7 +114,7 @@ fn context_levels_select_events_with_stacks() {
             (ContextLevel::All, true, [true, true, true]),
             (ContextLevel::All, false, [false; 3]),
         ] {
-            record(device, HistoryOptions { context, stacks, clear_history: true, ..Default::default() });
+            record(device, HistoryOptions::default().context(context).stacks(stacks).clear_history(true));
             let (leaked, _) = leak(device);
             drop(step(device));
             let snapshot = device.memory_snapshot().unwrap();
@@ -137,7 +129,7 @@ fn context_levels_select_events_with_stacks() {
             assert_eq!(found, expected, "{device}: {context:?}, stacks: {stacks}");
             drop(leaked);
         }
-        record(device, HistoryOptions { enabled: Recording::Off, ..Default::default() });
+        record(device, HistoryOptions::default().enabled(Recording::Off));
     }
 }
 
@@ -181,6 +173,6 @@ fn callbacks_and_threads_have_their_own_stacks() {
             let mut entries = snapshot.device_traces.iter().flatten();
             assert!(entries.any(|entry| inside(&entry.frames)), "{device}: {method}");
         }
-        record(device, HistoryOptions { enabled: Recording::Off, ..Default::default() });
+        record(device, HistoryOptions::default().enabled(Recording::Off));
     });
 }

@@ -311,7 +311,7 @@ fn invalid_pool_sharing_is_an_error() {
         let side = Stream::new(device).unwrap();
         let message = with_stream(&side, || Graph::capture_in(graph.pool(), || x.exp()));
         assert!(message.as_ref().is_err_and(|e| e.to_string().contains("memory of stream 0")), "{message:?}");
-        let lends = MemPool::of_device(device, MemPoolOptions { use_on_oom: true, ..Default::default() }).unwrap();
+        let lends = MemPool::of_device(device, MemPoolOptions::default().use_on_oom(true)).unwrap();
         let message = Graph::capture_in(&lends, || x.exp());
         assert!(message.as_ref().is_err_and(|e| e.to_string().contains("use_on_oom")), "{message:?}");
         // Also while another thread captures into the pool; afterwards the pool is available again.

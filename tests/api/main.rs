@@ -24,7 +24,6 @@ mod host_memory;
 mod idx;
 mod import;
 mod in_place;
-mod info;
 mod io;
 mod leaves;
 mod non_blocking;

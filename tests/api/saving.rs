@@ -21,7 +21,9 @@ fn state(elements: usize) -> StateDict {
 
 fn snapshot(bytes: usize) -> Snapshot {
     let setting = claystone::storage::Setting::Text("x".repeat(4 * bytes));
-    Snapshot { allocator_settings: [("text".to_string(), setting)].into(), ..Snapshot::default() }
+    let mut snapshot = Snapshot::default();
+    snapshot.allocator_settings.insert("text".to_string(), setting);
+    snapshot
 }
 
 const WRITERS: [Writer; 5] = [

@@ -10,12 +10,13 @@ pub type Sources = BTreeMap<String, String>;
 /// The index of a module in [`Crate::modules`].
 pub type ModuleId = usize;
 
-/// Every module of the library and of its binaries.
+/// The module `crate`.
+pub const ROOT: ModuleId = 0;
+
+/// Every module of the library.
 #[derive(Default)]
 pub struct Crate {
     pub modules: Vec<Module>,
-    /// The root module of the library.
-    pub library: ModuleId,
 }
 
 pub struct Module {
@@ -23,7 +24,6 @@ pub struct Module {
     pub path: String,
     pub file: String,
     pub parent: Option<ModuleId>,
-    pub root: ModuleId,
     /// True if the module is compiled for tests only.
     pub test: bool,
     pub names: HashMap<String, Vec<Entry>>,
@@ -81,21 +81,17 @@ pub enum Kind {
 }
 
 impl Crate {
-    /// Parses the library at `src/lib.rs` and the binaries at `src/bin/*/main.rs`.
+    /// Parses the library, whose root is `src/lib.rs`.
     pub fn parse(sources: &Sources) -> Self {
         let mut all = Self::default();
-        let is_program = |file: &&String| file.starts_with("src/bin/") && file.ends_with("/main.rs");
-        for file in std::iter::once(&"src/lib.rs".to_string()).chain(sources.keys().filter(is_program)) {
-            let id = all.modules.len();
-            all.module("crate".into(), file, None, id, false);
-            all.file(sources, id);
-        }
+        let root = all.module("crate".into(), "src/lib.rs", None, false);
+        all.file(sources, root);
         all
     }
 
-    fn module(&mut self, path: String, file: &str, parent: Option<ModuleId>, root: ModuleId, test: bool) -> ModuleId {
+    fn module(&mut self, path: String, file: &str, parent: Option<ModuleId>, test: bool) -> ModuleId {
         let (names, globs, paths, methods, calls) = Default::default();
-        self.modules.push(Module { path, file: file.into(), parent, root, test, names, globs, paths, methods, calls });
+        self.modules.push(Module { path, file: file.into(), parent, test, names, globs, paths, methods, calls });
         self.modules.len() - 1
     }
 
@@ -106,7 +102,7 @@ impl Crate {
         self.modules[id].test |= is_test(&file.attrs);
         let (folder, last) = name.rsplit_once('/').expect("files lie in src");
         let children = match last {
-            "mod.rs" | "lib.rs" | "main.rs" => folder.to_string(),
+            "mod.rs" | "lib.rs" => folder.to_string(),
             _ => name.trim_end_matches(".rs").to_string(),
         };
         self.items(sources, id, &file.items, &children);
@@ -124,7 +120,7 @@ impl Crate {
                     None => self.files_of(sources, id, module, folder),
                 };
                 for file in files {
-                    let child = self.module(path.clone(), &file, Some(id), self.modules[id].root, test);
+                    let child = self.module(path.clone(), &file, Some(id), test);
                     self.declare(id, &name, Meaning::Module(child), &module.vis);
                     match &module.content {
                         Some((_, items)) => self.items(sources, child, items, &format!("{folder}/{name}")),
@@ -136,8 +132,7 @@ impl Crate {
                 self.declare(id, &name, meaning, visibility);
                 if matches!(item, Item::Macro(i) if i.attrs.iter().any(|a| a.path().is_ident("macro_export"))) {
                     let path = self.modules[id].path.split("::").map(String::from).chain([name.clone()]).collect();
-                    let root = self.modules[id].root;
-                    self.declare(root, &name, Meaning::Import(path), &Visibility::Public(Default::default()));
+                    self.declare(ROOT, &name, Meaning::Import(path), &Visibility::Public(Default::default()));
                 }
             }
         }

@@ -1,6 +1,6 @@
 //! Collects every path in a module: in `use`, in code, and in the tokens of macros.
 
-use crate::modules::{Access, Entry, Kind, Meaning, Module, Written, is_test};
+use crate::modules::{Access, Entry, Kind, Meaning, Module, ROOT, Written, is_test};
 use proc_macro2::{Delimiter, Ident, TokenStream, TokenTree};
 use syn::visit::{self, Visit};
 use syn::{Type, UseTree, Visibility};
@@ -32,7 +32,7 @@ impl<'a> Collector<'a> {
         match visibility {
             Visibility::Public(_) => Access::All,
             Visibility::Restricted(to) if to.path.is_ident("crate") => Access::Crate,
-            Visibility::Restricted(to) if to.path.is_ident("super") && self.module.parent == Some(self.module.root) => {
+            Visibility::Restricted(to) if to.path.is_ident("super") && self.module.parent == Some(ROOT) => {
                 Access::Crate
             }
             _ => Access::Part,

@@ -1,6 +1,6 @@
 //! Resolves paths to the definition of an item, through `use`, re-exports, renames and globs.
 
-use crate::modules::{Crate, Kind, Meaning, ModuleId};
+use crate::modules::{Crate, Kind, Meaning, ModuleId, ROOT};
 use std::collections::BTreeSet;
 
 /// A path in a file, and the item that the path resolves to.
@@ -67,12 +67,10 @@ impl Crate {
 
     /// Resolves `path` in module `at`; `reader` is the module whose code contains the path.
     fn resolve(&self, at: ModuleId, path: &[String], reader: ModuleId, seen: &mut Seen) -> Vec<Found> {
-        let root = self.modules[at].root;
         let (mut start, mut rest) = (at, path);
         while let Some((first, others)) = rest.split_first() {
             start = match first.as_str() {
-                "crate" => root,
-                "claystone" if root != self.library => self.library,
+                "crate" => ROOT,
                 "self" => start,
                 "super" => self.modules[start].parent.expect("`super` is below a module"),
                 _ => break,

@@ -101,7 +101,7 @@ fn every_computation_can_be_replaced() {
 fn operations_page_is_up_to_date() {
     let page = include_str!("../../docs/operations.md");
     let right = ops::operations_markdown();
-    assert_eq!(page, right, "run: cargo run -- operations > docs/operations.md");
+    assert_eq!(page, right, "run: cargo run -p claystone-cli -- operations > docs/operations.md");
     let rows = page.lines().filter(|line| line.starts_with("| `")).count();
     assert_eq!(rows, ops::operations().len());
 }

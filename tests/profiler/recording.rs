@@ -278,7 +278,7 @@ fn events_begun_before_a_profile_are_not_in_it() {
 #[test]
 fn only_the_latest_events_are_kept() {
     let _guard = serial_guard();
-    let options = ProfilerOptions { max_events: 10, copy_rate: false };
+    let options = ProfilerOptions::default().max_events(10).copy_rate(false);
     let profiler = Profiler::start_with(options).unwrap();
     let x = Tensor::ones(4, Device::Cpu).unwrap();
     (0..50).for_each(|_| drop(x.exp().unwrap()));

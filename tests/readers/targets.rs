@@ -11,11 +11,11 @@ use claystone::storage::{Config, CsvEvent, MappedFile, Snapshot};
 use claystone::{DType, Device, Result, Tensor, io};
 use tempfile::TempDir;
 
-#[path = "../../src/bin/claystone/view/blob.rs"]
+#[path = "../../cli/src/view/blob.rs"]
 pub mod blob;
-#[path = "../../src/bin/claystone/view/profile.rs"]
+#[path = "../../cli/src/view/profile.rs"]
 pub mod page;
-#[path = "../../src/bin/claystone/trace/mod.rs"]
+#[path = "../../cli/src/trace/mod.rs"]
 pub mod trace;
 
 /// Maximum length of an error in bytes, for inputs of any length.

@@ -6,7 +6,6 @@ mod common;
 mod autocast;
 mod checkpoint;
 mod data;
-mod examples;
 mod foreach;
 mod graphs;
 mod handles;

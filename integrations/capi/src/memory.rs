@@ -129,8 +129,8 @@ pub extern "C" fn claystone_memory_set_fraction(number: i32, fraction: f64) -> C
 pub extern "C" fn claystone_memory_record_history(number: i32, max_entries: usize, stacks: bool) -> ClaystoneStatus {
     guard("claystone_memory_record_history", || {
         let options = match max_entries {
-            0 => HistoryOptions { enabled: Recording::Off, clear_history: true, ..Default::default() },
-            _ => HistoryOptions { max_entries, stacks, ..Default::default() },
+            0 => HistoryOptions::default().enabled(Recording::Off).clear_history(true),
+            _ => HistoryOptions::default().max_entries(max_entries).stacks(stacks),
         };
         Ok(device(number)?.record_memory_history(options)?)
     })

@@ -79,7 +79,7 @@ pub extern "C" fn claystone_profiler_start() -> ClaystoneStatus {
         if running.is_some() {
             return Err(Fault::Argument("the profiler is already running".into()));
         }
-        *running = Some(Profiler::start_with(ProfilerOptions { copy_rate: false, ..Default::default() })?);
+        *running = Some(Profiler::start_with(ProfilerOptions::default().copy_rate(false))?);
         Ok(())
     })
 }

@@ -15,6 +15,7 @@ pub(crate) mod gemm_epilogue;
 pub(crate) mod interpolate;
 pub(crate) mod interpreter;
 pub(crate) mod join;
+#[allow(unsafe_code)]
 pub(crate) mod kernels;
 pub(crate) mod lines;
 pub(crate) mod map;

@@ -19,12 +19,15 @@ use crate::{Error, Result};
 
 /// Options of a [`MemPool`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct MemPoolOptions {
     /// Outside the pool, allocations that would fail may take its free blocks (PyTorch's `use_on_oom`).
     pub use_on_oom: bool,
     /// Blocks are never split: each allocation gets its own segment, which is reused whole (PyTorch's `no_split`).
     pub no_split: bool,
 }
+
+setters!(MemPoolOptions { use_on_oom: bool, no_split: bool });
 
 /// A private pool of a [`CachingAllocator`]'s memory (`torch.cuda.MemPool`). A clone is another handle of the same pool.
 ///

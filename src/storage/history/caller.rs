@@ -24,7 +24,7 @@ thread_local! {
 ///     history.record(TraceAction::Alloc, 0, 512, 0);
 /// }
 /// let history = History::new();
-/// history.record_memory_history(HistoryOptions { stacks: false, ..Default::default() })?;
+/// history.record_memory_history(HistoryOptions::default().stacks(false))?;
 /// allocate(&history);
 /// println!("{:?}", history.entries()[0].frames); // the file and the line of that call
 /// # Ok::<(), claystone::Error>(())

@@ -48,6 +48,7 @@ use crate::{Error, Result};
 
 /// The detail that an allocator's [`History`] keeps: the arguments of PyTorch's `torch.cuda.memory._record_memory_history`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HistoryOptions {
     /// Whether to record, and what.
     pub enabled: Recording,
@@ -86,6 +87,14 @@ impl Default for HistoryOptions {
     }
 }
 
+setters!(HistoryOptions {
+    enabled: Recording,
+    context: ContextLevel,
+    stacks: bool,
+    max_entries: usize,
+    clear_history: bool
+});
+
 /// Selects what to record: PyTorch's `enabled`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recording {
@@ -99,6 +108,7 @@ pub enum Recording {
 
 /// Selects the entries that carry contexts: PyTorch's `context`. Each level includes the levels before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum ContextLevel {
     /// No entries.
     Never,
@@ -118,7 +128,7 @@ pub enum ContextLevel {
 /// ```
 /// use claystone::storage::{History, HistoryOptions, TraceAction};
 /// let history = History::new();
-/// history.record_memory_history(HistoryOptions { max_entries: 2, ..Default::default() })?;
+/// history.record_memory_history(HistoryOptions::default().max_entries(2))?;
 /// for addr in [0, 512, 1024] {
 ///     history.record(TraceAction::Alloc, addr, 512, 0);
 /// }

@@ -14,29 +14,17 @@ use crate::{Device, Error, Result};
 /// The segments and blocks of one or more allocators, and their recorded events.
 ///
 /// ```
-/// use claystone::storage::{BlockInfo, BlockState, SegmentInfo, SegmentType, Snapshot};
-/// let block = |address, size, state| BlockInfo { address, size, requested_size: size, state, frames: [].into() };
-/// let segment = SegmentInfo {
-///     device: 0,
-///     address: 2 << 20,
-///     total_size: 2 << 20,
-///     stream: 0,
-///     segment_type: SegmentType::Small,
-///     segment_pool_id: (0, 0),
-///     is_expandable: false,
-///     frames: [].into(),
-///     blocks: vec![
-///         block(2 << 20, 1 << 20, BlockState::ActiveAllocated),
-///         block(3 << 20, 1 << 20, BlockState::Inactive),
-///     ],
-/// };
-/// let snapshot = Snapshot { segments: vec![segment], ..Default::default() };
+/// use claystone::storage::{BlockInfo, BlockState, SegmentInfo, Snapshot};
+/// let used = BlockInfo::new(2 << 20, 1 << 20, BlockState::ActiveAllocated);
+/// let free = BlockInfo::new(3 << 20, 1 << 20, BlockState::Inactive);
+/// let snapshot = Snapshot::new(vec![SegmentInfo::new(vec![used, free])], vec![]);
 /// snapshot.check()?;
 /// assert_eq!(snapshot.fragmentation().all.utilisation(), 0.5);
 /// assert_eq!(Snapshot::from_pickle(&snapshot.to_pickle()?)?, snapshot);
 /// # Ok::<(), claystone::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[non_exhaustive]
 pub struct Snapshot {
     /// All segments; those of a device are sorted by address.
     pub segments: Vec<SegmentInfo>,
@@ -51,6 +39,13 @@ pub struct Snapshot {
     pub external_annotations: Vec<Annotation>,
 }
 
+impl Snapshot {
+    /// Returns a snapshot of segments and events, without settings and annotations.
+    pub fn new(segments: Vec<SegmentInfo>, device_traces: Vec<Vec<TraceEntry>>) -> Snapshot {
+        Snapshot { segments, device_traces, ..Snapshot::default() }
+    }
+}
+
 #[inline]
 pub(in crate::storage) fn device_number(device: Device) -> u32 {
     match device {
@@ -61,6 +56,7 @@ pub(in crate::storage) fn device_number(device: Device) -> u32 {
 
 /// A range of memory that the driver created in one call.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
+#[non_exhaustive]
 pub struct SegmentInfo {
     /// The device's number: the index into [`Snapshot::device_traces`].
     #[serde(deserialize_with = "int::deserialize")]
@@ -91,6 +87,21 @@ pub struct SegmentInfo {
 }
 
 impl SegmentInfo {
+    /// Returns a segment of device 0 and stream 0 that consists of these blocks, in the pool of large requests, with no call stack.
+    pub fn new(blocks: Vec<BlockInfo>) -> SegmentInfo {
+        SegmentInfo {
+            device: 0,
+            address: blocks.first().map_or(0, |block| block.address),
+            total_size: blocks.iter().map(|block| block.size).sum(),
+            stream: 0,
+            segment_type: SegmentType::Large,
+            segment_pool_id: (0, 0),
+            is_expandable: false,
+            frames: [].into(),
+            blocks,
+        }
+    }
+
     /// The bytes of blocks in use.
     pub fn allocated_size(&self) -> u64 {
         self.sum(|b| b.state == BlockState::ActiveAllocated, |b| b.size)
@@ -152,6 +163,7 @@ impl SegmentType {
 
 /// A range of bytes of a segment.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
+#[non_exhaustive]
 pub struct BlockInfo {
     /// The address of the first byte.
     #[serde(default, with = "int")] // missing before PyTorch 2.1; loading fills it in
@@ -170,6 +182,11 @@ pub struct BlockInfo {
 }
 
 impl BlockInfo {
+    /// Returns a block all of whose bytes were requested, with no call stack.
+    pub fn new(address: u64, size: u64, state: BlockState) -> BlockInfo {
+        BlockInfo { address, size, requested_size: size, state, frames: [].into() }
+    }
+
     fn value(&self) -> PyValue<'_> {
         let state = match self.state {
             BlockState::ActiveAllocated => "active_allocated",
@@ -202,6 +219,7 @@ pub enum BlockState {
 /// An event of the trace.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(from = "TraceEntryFields")]
+#[non_exhaustive]
 pub struct TraceEntry {
     /// The kind of event.
     pub action: TraceAction,
@@ -217,6 +235,13 @@ pub struct TraceEntry {
     pub frames: Arc<[Frame]>,
     /// The names given to [`with_context`](super::with_context), joined by slashes; empty if none.
     pub compile_context: String,
+}
+
+impl TraceEntry {
+    /// Returns an event on stream 0 at time 0, with no call stack.
+    pub fn new(action: TraceAction, addr: u64, size: u64) -> TraceEntry {
+        TraceEntry { action, addr, size, stream: 0, time_us: 0, frames: [].into(), compile_context: String::new() }
+    }
 }
 
 /// PyTorch's text for a missing compile context.
@@ -275,6 +300,7 @@ impl TraceEntry {
 /// The kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum TraceAction {
     /// A block was handed out.
     Alloc,

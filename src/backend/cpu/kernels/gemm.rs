@@ -3,14 +3,14 @@
 //! - [`gemm_f32`] multiplies f32 and halves (f16 and bf16) by kernels of this crate, on processors with suitable vectors. The
 //!   kernels read halves without a widened copy, and split the work evenly over threads.
 //! - Products with few rows or columns have kernels of their own.
-//! - [`gemm`] is a safe interface to the crate of that name, for all other products.
+//! - [`gemm`] is a safe interface to the crates gemm-f32 and gemm-f64, for all other products.
 //!
 //! Sums are f32. For two matrices of bf16, a processor with AVX512-BF16 or AMX adds pairs of products. These instructions treat
 //! inputs and results below the smallest normal number, 1.2e-38, as zeros, and round to nearest even.
 
 use std::ops::Range;
 
-use ::gemm::Parallelism;
+use gemm_common::Parallelism;
 #[cfg(target_arch = "x86_64")]
 use smallvec::SmallVec;
 
@@ -83,6 +83,16 @@ impl MatrixLayout {
         MatrixLayout { row: self.col, col: self.row, ..self }
     }
 
+    /// Returns the layout that begins with the last of `rows` rows.
+    fn with_rows_reversed(self, rows: usize) -> MatrixLayout {
+        MatrixLayout { offset: self.index_of(rows - 1, 0), row: -self.row, ..self }
+    }
+
+    /// Returns the layout that begins with the last of `columns` columns.
+    fn with_columns_reversed(self, columns: usize) -> MatrixLayout {
+        self.transposed().with_rows_reversed(columns).transposed()
+    }
+
     /// True if every element of a `rows` x `cols` matrix is within `len`; neither size may be 0.
     fn is_within(self, rows: usize, cols: usize, len: usize) -> bool {
         let reach = |n: usize, stride: isize| isize::try_from(n - 1).ok()?.checked_mul(stride);
@@ -108,18 +118,34 @@ impl MatrixLayout {
     }
 }
 
-/// The element types that the crate `gemm` multiplies here.
+/// The arguments of [`Real::product`]: the sizes m, n and k; the result with its column and row strides and whether its elements are
+/// added; the left and the right matrix with theirs; the factors of the result's elements and of the product; three flags of
+/// complex numbers.
+#[rustfmt::skip]
+type Product<T> = unsafe fn(
+    usize, usize, usize, *mut T, isize, isize, bool, *const T, isize, isize, *const T, isize, isize, T, T, bool, bool, bool, Parallelism,
+);
+
+/// The element types that the crates gemm-f32 and gemm-f64 multiply here.
 pub(crate) trait Real: bytemuck::Pod + Send + Sync {
     const ZERO: Self;
     const ONE: Self;
+    /// Returns the crate's function for this processor.
+    fn product() -> Product<Self>;
 }
 impl Real for f32 {
     const ZERO: f32 = 0.0;
     const ONE: f32 = 1.0;
+    fn product() -> Product<f32> {
+        gemm_f32::gemm::f32::get_gemm_fn()
+    }
 }
 impl Real for f64 {
     const ZERO: f64 = 0.0;
     const ONE: f64 = 1.0;
+    fn product() -> Product<f64> {
+        gemm_f64::gemm::f64::get_gemm_fn()
+    }
 }
 
 /// Returns the grid of pieces (rows, columns), one piece per thread, that minimises the reads of the operands. Per step of k, each
@@ -427,26 +453,45 @@ fn gemm_accumulate<T: Real>(
     let to = SharedPtr(out.0.as_mut_ptr());
     for_each_piece((m, n), partition((m, n, k), m, |_| n), |down, across| {
         let to = &to;
-        let (top, left) = (down.start, across.start);
+        let mut size = (down.len(), across.len());
+        let mut out = MatrixLayout { offset: out.1.index_of(down.start, across.start), ..out.1 };
+        let mut left = (a.0, MatrixLayout { offset: a.1.index_of(down.start, 0), ..a.1 });
+        let mut right = (b.0, MatrixLayout { offset: b.1.index_of(0, across.start), ..b.1 });
+        // The crates prefer the smaller stride between the rows of the result, and need these positive strides.
+        if out.col.abs() < out.row.abs() {
+            size = (size.1, size.0);
+            out = out.transposed();
+            (left, right) = ((right.0, right.1.transposed()), (left.0, left.1.transposed()));
+        }
+        let (m, n) = size;
+        if out.row < 0 {
+            (out, left.1) = (out.with_rows_reversed(m), left.1.with_rows_reversed(m));
+        }
+        if out.col < 0 {
+            (out, right.1) = (out.with_columns_reversed(n), right.1.with_columns_reversed(n));
+        }
+        if left.1.col < 0 {
+            (left.1, right.1) = (left.1.with_columns_reversed(k), right.1.with_rows_reversed(k));
+        }
         // SAFETY: all three matrices are in their slices (`check_layouts`, above), which are initialised and live through the
-        // call. Each piece is a non-empty part of them, so its first element is one of theirs. `out` is borrowed
-        // exclusively, so it overlaps neither input, and its elements are distinct, so pieces without a common element
-        // are in different memory. `T` is f32 or f64, which the crate supports.
+        // call. Each piece is a non-empty part of them, so its first element is one of theirs, also after rows or columns were
+        // reversed. `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct, so pieces
+        // without a common element are in different memory.
         unsafe {
-            ::gemm::gemm(
-                down.len(),
-                across.len(),
+            T::product()(
+                m,
+                n,
                 k,
-                to.0.add(out.1.index_of(top, left)),
-                out.1.col,
-                out.1.row,
+                to.0.add(out.offset),
+                out.col,
+                out.row,
                 add,
-                a.0.as_ptr().add(a.1.index_of(top, 0)),
-                a.1.col,
-                a.1.row,
-                b.0.as_ptr().add(b.1.index_of(0, left)),
-                b.1.col,
-                b.1.row,
+                left.0.as_ptr().add(left.1.offset),
+                left.1.col,
+                left.1.row,
+                right.0.as_ptr().add(right.1.offset),
+                right.1.col,
+                right.1.row,
                 if add { T::ONE } else { T::ZERO },
                 T::ONE,
                 false,

@@ -97,7 +97,7 @@ pub fn record_snapshot(setup: &Setup, trace: &Trace) -> Result<Snapshot, String>
     let mut run = Replay::new(setup, trace).map_err(|error| error.to_string())?;
     // A block takes three events and a segment two, and a block needs at most one segment.
     let max_entries = 3 * trace.events.len() + 1000;
-    let options = HistoryOptions { max_entries, ..HistoryOptions::default() };
+    let options = HistoryOptions::default().max_entries(max_entries);
     run.allocator.record_memory_history(options).map_err(|error| error.to_string())?;
     let allocator = Arc::clone(&run.allocator);
     let done = run.run_events(&*allocator);

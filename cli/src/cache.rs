@@ -37,17 +37,9 @@ pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Returns this process's program cache, for `claystone info`.
-///
-/// # Errors
-/// The folder cannot be used.
-pub fn program_cache() -> Result<Option<ProgramCache>> {
-    ProgramCache::of_process()
-}
-
 fn cache_state(args: &Args) -> Result<Option<ProgramCache>> {
     if args.clear {
         ProgramCache::clear()?;
     }
-    program_cache()
+    ProgramCache::of_process()
 }

@@ -4,13 +4,12 @@ use std::collections::BTreeMap;
 use std::env;
 use std::fs;
 
-use claystone::device::{Capabilities, DeviceInfo, Platform, platforms};
+use claystone::device::{Capabilities, DeviceInfo, Platform, ProgramCache, platforms};
 use claystone::storage::Config;
 use claystone::{Device, Error};
 use serde::Serialize;
 
 use super::self_test::{self, Outcome};
-use crate::cache::program_cache;
 
 /// All data of the report.
 #[derive(Serialize)]
@@ -287,7 +286,7 @@ impl Cache {
     fn gather() -> Cache {
         let mut files: BTreeMap<String, Files> =
             CACHE_FILE_KINDS.iter().map(|(_, kind)| (kind.to_string(), Files::default())).collect();
-        let (cache, error) = match program_cache() {
+        let (cache, error) = match ProgramCache::of_process() {
             Ok(cache) => (cache, None),
             Err(error) => (None, Some(error.to_string())),
         };

@@ -1,33 +1,18 @@
 //! Tests of pages: the contents of their columns, and that no file makes them panic or run its contents as a script.
 
-use claystone::storage::{BlockInfo, BlockState, Frame, SegmentInfo, SegmentType};
+use claystone::storage::{BlockInfo, BlockState, Frame, SegmentInfo};
 use proptest::prelude::*;
 
 use super::*;
 
 fn entry(action: TraceAction, addr: u64, size: u64, time_us: u64) -> TraceEntry {
-    TraceEntry { action, addr, size, stream: 0, time_us, frames: [].into(), compile_context: String::new() }
+    let mut entry = TraceEntry::new(action, addr, size);
+    entry.time_us = time_us;
+    entry
 }
 
-fn segment(address: u64, blocks: &[(u64, u64, BlockState)]) -> SegmentInfo {
-    let block = |&(address, size, state): &(u64, u64, BlockState)| BlockInfo {
-        address,
-        size,
-        requested_size: size,
-        state,
-        frames: [].into(),
-    };
-    SegmentInfo {
-        device: 0,
-        address,
-        total_size: blocks.iter().fold(0, |sum, block| sum + block.1),
-        stream: 0,
-        segment_type: SegmentType::Large,
-        segment_pool_id: (0, 0),
-        is_expandable: false,
-        frames: [].into(),
-        blocks: blocks.iter().map(block).collect(),
-    }
+fn segment(blocks: &[(u64, u64, BlockState)]) -> SegmentInfo {
+    SegmentInfo::new(blocks.iter().map(|&(address, size, state)| BlockInfo::new(address, size, state)).collect())
 }
 
 const NAMES: [&str; 5] = ["block.addr", "block.size", "block.start", "block.requested", "block.done"];
@@ -61,10 +46,10 @@ fn the_history_is_undone_from_its_end() {
         entry(Oom, 77, 99, 19),
     ];
     let segments = vec![
-        segment(4096, &[(4096, 400, ActivePendingFree), (4496, 600, ActiveAllocated), (5096, 3000, Inactive)]),
-        segment(8192, &[(8192, 300, ActiveAllocated), (8492, 3796, Inactive)]),
+        segment(&[(4096, 400, ActivePendingFree), (4496, 600, ActiveAllocated), (5096, 3000, Inactive)]),
+        segment(&[(8192, 300, ActiveAllocated), (8492, 3796, Inactive)]),
     ];
-    let blob = memory::blob(&Snapshot { segments, device_traces: vec![trace], ..Default::default() }, true).unwrap();
+    let blob = memory::blob(&Snapshot::new(segments, vec![trace]), true).unwrap();
     let never = 10.0;
     assert_eq!(
         blocks(&blob),
@@ -92,9 +77,8 @@ fn extents_follow_mapped_and_unmapped_pages() {
         entry(SegmentUnmap, 50, 100, 2),
         entry(SegmentMap, 50, 50, 3),
     ];
-    let held = [segment(0, &[(0, 100, BlockState::Inactive)]), segment(150, &[(150, 50, BlockState::Inactive)])];
-    let blob =
-        memory::blob(&Snapshot { segments: held.into(), device_traces: vec![trace], ..Default::default() }, true);
+    let held = [segment(&[(0, 100, BlockState::Inactive)]), segment(&[(150, 50, BlockState::Inactive)])];
+    let blob = memory::blob(&Snapshot::new(held.into(), vec![trace]), true);
     let blob = blob.unwrap();
     let of = |name: &str| blob.numbers(&format!("d0.extent.{name}"));
     let reserved = |state: usize| {
@@ -111,7 +95,7 @@ fn sites_are_stored_once() {
     let mut trace: Vec<TraceEntry> = (0..4).map(|i| entry(TraceAction::Alloc, 512 * i, 512, i)).collect();
     (trace[0].frames, trace[1].frames) = (stack.clone(), stack[..].into()); // shared, and a copy
     (trace[2].frames, trace[2].compile_context) = (stack, "forward".into());
-    let blob = memory::blob(&Snapshot { device_traces: vec![trace], ..Default::default() }, false).unwrap();
+    let blob = memory::blob(&Snapshot::new(vec![], vec![trace]), false).unwrap();
     let sites = blob.numbers("d0.block.site");
     assert!(sites[0] == sites[1] && sites[0] != sites[2] && sites[3] != sites[0] && sites[3] != sites[2], "{sites:?}");
     assert_eq!(blob.numbers("frame.line"), [7.0, 7.0]);
@@ -143,7 +127,7 @@ fn a_page_contains_no_scripts_but_its_own() {
     let mut trace = vec![entry(TraceAction::Alloc, 512, 512, 1)];
     trace[0].compile_context = hostile.into();
     trace[0].frames = [Frame { filename: hostile.into(), line: 1, name: hostile.into() }].into();
-    let mut blob = memory::blob(&Snapshot { device_traces: vec![trace], ..Default::default() }, true).unwrap();
+    let mut blob = memory::blob(&Snapshot::new(vec![], vec![trace]), true).unwrap();
     blob.set("name", hostile);
     let mut page = Vec::new();
     page::MEMORY.write(blob, &mut page).unwrap();
@@ -213,8 +197,8 @@ proptest! {
             [Alloc, FreeRequested, FreeCompleted, SegmentAlloc, SegmentFree, SegmentMap, SegmentUnmap, Snapshot, Oom];
         let far = |addr: u64| if addr == 7 { u64::MAX - 1 } else { addr };
         let trace: Vec<_> = events.iter().map(|&(action, addr, size)| entry(ACTIONS[action], far(addr), size, size)).collect();
-        let held = live.iter().map(|&(at, size)| segment(at, &[(at, size, BlockState::ActiveAllocated)])).collect();
-        let snapshot = claystone::storage::Snapshot { segments: held, device_traces: vec![trace], ..Default::default() };
+        let held = live.iter().map(|&(at, size)| segment(&[(at, size, BlockState::ActiveAllocated)])).collect();
+        let snapshot = claystone::storage::Snapshot::new(held, vec![trace]);
         if let Ok(blob) = memory::blob(&snapshot, true) {
             let n = events.len() as f64;
             for [_, _, start, requested, done] in blocks(&blob) {

@@ -1,6 +1,7 @@
 //! `claystone info`: the report to attach to a bug report.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::process::Command;
 
 use claystone::Device;
@@ -35,7 +36,7 @@ fn keys(value: &Value, path: &str, depth: usize, into: &mut BTreeSet<String>) {
 
 /// The keys in the guide's table.
 fn documented() -> BTreeSet<String> {
-    let guide = include_str!("../../docs/guide/reporting-bugs.md");
+    let guide = include_str!("../../../docs/guide/reporting-bugs.md");
     let rows = guide.lines().skip_while(|line| !line.starts_with("| key of the report |")).skip(2);
     let rows = rows.take_while(|line| line.starts_with("| `"));
     let keys = rows.flat_map(|row| row.split('|').nth(1).unwrap_or_default().split('`').skip(1).step_by(2));
@@ -91,7 +92,8 @@ fn configuration_names_its_sources() {
 fn report_contains_every_environment_variable() {
     let (_, report) = info(&[("CLAYSTONE_DEVICES", "none")]);
     let variables = report["configuration"]["environment"].as_array().unwrap();
-    let mut folders = vec![std::path::PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/src"))];
+    let mut folders =
+        ["/src", "/../src"].map(|folder| PathBuf::from(env!("CARGO_MANIFEST_DIR").to_owned() + folder)).to_vec();
     let mut read = BTreeSet::new();
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(folder).unwrap() {

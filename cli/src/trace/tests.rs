@@ -1,6 +1,6 @@
 //! Tests of the readers: valid input in each format, and invalid input.
 
-use claystone::storage::{BlockInfo, BlockState, SegmentInfo, SegmentType, Snapshot, TraceAction, TraceEntry};
+use claystone::storage::{BlockInfo, BlockState, SegmentInfo, Snapshot, TraceAction, TraceEntry};
 use proptest::prelude::*;
 
 use super::*;
@@ -39,30 +39,13 @@ const CSV: &str = "Thread,Time,Action,Pointer,Size,Stream
 1,10:05:43.000007,free,0x7f20,600,0x0
 ";
 
-fn entry(action: TraceAction, addr: u64, size: u64) -> TraceEntry {
-    TraceEntry { action, addr, size, stream: 0, time_us: 0, frames: [].into(), compile_context: String::new() }
-}
-
 fn snapshot(entries: Vec<TraceEntry>, live: &[(u64, u64)]) -> Snapshot {
-    let block = |&(address, requested_size): &(u64, u64)| BlockInfo {
-        address,
-        size: 1024,
-        requested_size,
-        state: BlockState::ActiveAllocated,
-        frames: [].into(),
+    let block = |&(address, requested_size): &(u64, u64)| {
+        let mut block = BlockInfo::new(address, 1024, BlockState::ActiveAllocated);
+        block.requested_size = requested_size;
+        block
     };
-    let segment = SegmentInfo {
-        device: 0,
-        address: live.first().map_or(0, |block| block.0),
-        total_size: 1024 * live.len() as u64,
-        stream: 0,
-        segment_type: SegmentType::Small,
-        segment_pool_id: (0, 0),
-        is_expandable: false,
-        frames: [].into(),
-        blocks: live.iter().map(block).collect(),
-    };
-    Snapshot { segments: vec![segment], device_traces: vec![entries], ..Default::default() }
+    Snapshot::new(vec![SegmentInfo::new(live.iter().map(block).collect())], vec![entries])
 }
 
 fn from_snapshot(snapshot: &Snapshot) -> Trace {
@@ -80,13 +63,13 @@ fn every_format_gives_the_same_trace() {
     assert_eq!((text.blocks, text.peak_requested, text.largest, text.streams), (3, 1600, 1000, 1));
     assert_eq!(one(CSV), text);
     let entries = vec![
-        entry(SegmentAlloc, 4096, 2 << 20),
-        entry(Alloc, 4096, 1000),
-        entry(Alloc, 8192, 600),
-        entry(FreeRequested, 4096, 1000),
-        entry(FreeCompleted, 4096, 1000),
-        entry(Alloc, 4096, 300),
-        entry(FreeRequested, 8192, 600), // still in use by another stream
+        TraceEntry::new(SegmentAlloc, 4096, 2 << 20),
+        TraceEntry::new(Alloc, 4096, 1000),
+        TraceEntry::new(Alloc, 8192, 600),
+        TraceEntry::new(FreeRequested, 4096, 1000),
+        TraceEntry::new(FreeCompleted, 4096, 1000),
+        TraceEntry::new(Alloc, 4096, 300),
+        TraceEntry::new(FreeRequested, 8192, 600), // still in use by another stream
     ];
     assert_eq!(from_snapshot(&snapshot(entries, &[(4096, 300)])), text);
 }
@@ -95,12 +78,12 @@ fn every_format_gives_the_same_trace() {
 fn blocks_older_than_the_history_are_allocated_first() {
     use TraceAction::{Alloc, FreeCompleted, FreeRequested};
     let entries = vec![
-        entry(FreeCompleted, 1024, 111), // requested before the history
-        entry(Alloc, 1024, 50),
-        entry(FreeRequested, 2048, 222),
-        entry(FreeCompleted, 2048, 222),
-        entry(FreeRequested, 1024, 50),
-        entry(FreeCompleted, 1024, 50),
+        TraceEntry::new(FreeCompleted, 1024, 111), // requested before the history
+        TraceEntry::new(Alloc, 1024, 50),
+        TraceEntry::new(FreeRequested, 2048, 222),
+        TraceEntry::new(FreeCompleted, 2048, 222),
+        TraceEntry::new(FreeRequested, 1024, 50),
+        TraceEntry::new(FreeCompleted, 1024, 50),
     ];
     let trace = from_snapshot(&snapshot(entries, &[(4096, 333)]));
     assert_eq!(trace.events, [a(0, 111), a(1, 222), a(2, 333), f(0), a(3, 50), f(1), f(3)]);
@@ -111,8 +94,8 @@ fn blocks_older_than_the_history_are_allocated_first() {
 
 #[test]
 fn a_snapshot_of_two_devices_gives_two_traces() {
-    let mut both = snapshot(vec![entry(TraceAction::Alloc, 0, 7)], &[]);
-    both.device_traces.push(vec![entry(TraceAction::Alloc, 0, 8)]);
+    let mut both = snapshot(vec![TraceEntry::new(TraceAction::Alloc, 0, 7)], &[]);
+    both.device_traces.push(vec![TraceEntry::new(TraceAction::Alloc, 0, 8)]);
     let traces = Trace::read(&both.to_pickle().unwrap(), "t").unwrap();
     let seen: Vec<_> = traces.iter().map(|t| (t.name.as_str(), t.events[0])).collect();
     assert_eq!(seen, [("t (device 0)", a(0, 7)), ("t (device 1)", a(0, 8))]);
@@ -178,7 +161,7 @@ fn errors_of_unknown_files_list_the_formats() {
     assert!(fault(b"\x80\x04").1.contains("pickle"));
     assert!(fault("{\"segments\":").1.contains("JSON"));
     assert!(fault("{\"segments\":[]}").1.contains("neither events nor segments"));
-    let twice = vec![entry(TraceAction::Alloc, 512, 7), entry(TraceAction::Alloc, 512, 7)];
+    let twice = vec![TraceEntry::new(TraceAction::Alloc, 512, 7), TraceEntry::new(TraceAction::Alloc, 512, 7)];
     let what = fault(snapshot(twice, &[]).to_pickle().unwrap()).1;
     assert!(what.starts_with("device_traces[0][1]: block 0x200 is allocated again"), "{what}");
 }
@@ -234,7 +217,7 @@ proptest! {
     ) {
         use TraceAction::{Alloc, FreeCompleted, FreeRequested, Oom};
         let entries = events.iter().map(|&(kind, addr, size)| {
-            entry([Alloc, FreeRequested, FreeCompleted, Oom][kind as usize], addr, size)
+            TraceEntry::new([Alloc, FreeRequested, FreeCompleted, Oom][kind as usize], addr, size)
         });
         let blocks: Vec<_> = live.iter().map(|&addr| (addr, addr)).collect();
         let mut pickle = snapshot(entries.collect(), &blocks).to_pickle().unwrap();

@@ -1,5 +1,4 @@
 //! Runs the command `claystone replay` as a user would.
-#![cfg(feature = "cli")]
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -55,7 +54,7 @@ fn error_output(files: &[&Path], args: &[&str]) -> String {
 
 /// The traces in the repository.
 fn traces() -> Vec<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/traces");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("tests/data/traces");
     let mut files: Vec<PathBuf> = folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
     files.retain(|file| file.extension().is_some_and(|ending| ending == "trace"));
     files.sort();
@@ -206,15 +205,7 @@ fn other_formats_of_the_same_events_give_the_same_figures() {
     let mut entries = Vec::new();
     for (id, bytes) in events {
         let addr = (id + 1) << 32; // distant addresses
-        let entry = |action, size| TraceEntry {
-            action,
-            addr,
-            size,
-            stream: 0,
-            time_us: 0,
-            frames: [].into(),
-            compile_context: String::new(),
-        };
+        let entry = |action, size| TraceEntry::new(action, addr, size);
         if bytes > 0 {
             sizes.insert(addr, bytes);
             log.log(CsvAction::Allocate, addr, bytes, 0).unwrap();
@@ -227,7 +218,7 @@ fn other_formats_of_the_same_events_give_the_same_figures() {
         }
     }
     drop(log);
-    let mut snapshot = Snapshot { device_traces: vec![entries], ..Default::default() };
+    let mut snapshot = Snapshot::new(vec![], vec![entries]);
     let (pickle, plain) = (folder.path().join("b.pickle"), folder.path().join("c.json"));
     std::fs::write(&pickle, snapshot.to_pickle().unwrap()).unwrap();
     std::fs::write(&plain, snapshot.to_json().unwrap()).unwrap();

@@ -2,24 +2,27 @@
 #![allow(clippy::duplicate_mod)] // each program includes the shared module
 
 #[allow(dead_code)]
-#[path = "../../examples/gpt2/main.rs"]
+#[path = "../gpt2/main.rs"]
 mod gpt2;
 #[allow(dead_code)]
-#[path = "../../examples/lora.rs"]
+#[path = "../lora.rs"]
 mod lora;
 #[allow(dead_code)]
-#[path = "../../examples/minilm/main.rs"]
+#[path = "../minilm/main.rs"]
 mod minilm;
 #[allow(dead_code)]
-#[path = "../../examples/resnet.rs"]
+#[path = "../resnet.rs"]
 mod resnet;
 
 #[allow(dead_code)]
-#[path = "../../examples/super_resolution.rs"]
+#[path = "../super_resolution.rs"]
 mod super_resolution;
 #[allow(dead_code)]
-#[path = "../../examples/vae.rs"]
+#[path = "../vae.rs"]
 mod vae;
+
+#[path = "../../tests/common/mod.rs"]
+mod tests_common;
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -30,7 +33,7 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
 use claystone::storage::{MemoryMode, with_memory_mode};
 use claystone::{DType, Device, Error, Generator, Graph, Tensor, TensorOptions, io, no_grad, with_generator};
 
-use crate::common::{devices, each_device, in_own_process, values, vec};
+use tests_common::{devices, each_device, in_own_process, values, vec};
 
 /// Parses a program's arguments: words separated by spaces, followed by `more`, such as the device.
 fn args<A: Parser>(words: &str, more: &[&str]) -> A {
@@ -42,7 +45,7 @@ fn args<A: Parser>(words: &str, more: &[&str]) -> A {
 #[test]
 fn resnet_learns_and_resumes() {
     // The default random generator is shared by the process.
-    if !in_own_process("examples::resnet_learns_and_resumes") {
+    if !in_own_process("resnet_learns_and_resumes") {
         return;
     }
     each_device(|device| {
@@ -120,7 +123,7 @@ fn captured_steps(device: Device) {
 #[test]
 fn vae_learns_and_generates_images() {
     // The default random generator is shared by the process.
-    if !in_own_process("examples::vae_learns_and_generates_images") {
+    if !in_own_process("vae_learns_and_generates_images") {
         return;
     }
     let losses = std::cell::RefCell::new(Vec::new());
@@ -149,7 +152,7 @@ fn vae_learns_and_generates_images() {
 #[test]
 fn super_resolution_learns() {
     // The default random generator is shared by the process.
-    if !in_own_process("examples::super_resolution_learns") {
+    if !in_own_process("super_resolution_learns") {
         return;
     }
     each_device(|device| {
@@ -163,9 +166,9 @@ fn super_resolution_learns() {
     });
 }
 
-const GPT2: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/gpt2");
+const GPT2: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/gpt2");
 
-const MINILM: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/minilm");
+const MINILM: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/minilm");
 
 /// Compares tokens and embeddings of a padded batch with PyTorch's, which `tests/data/minilm.py` prints.
 #[test]
@@ -235,7 +238,7 @@ fn gpt2_logits_match_pytorch() {
 #[test]
 fn gpt2_generates_text() {
     // The default random generator is shared by the process.
-    if !in_own_process("examples::gpt2_generates_text") {
+    if !in_own_process("gpt2_generates_text") {
         return;
     }
     let wanted = io::load(Path::new(GPT2).join("model.safetensors"), Device::Cpu).unwrap();

@@ -237,7 +237,7 @@ impl Memory {
                 let extent = Extent { addr, size, stream, start: BEFORE_HISTORY, end: event, pages };
                 self.extents.extend(self.held.insert(addr, extent));
             }
-            TraceAction::Snapshot | TraceAction::Oom => {}
+            _ => {}
         }
     }
 

@@ -132,15 +132,11 @@ fn log_to_snapshot(events: &[CsvEvent]) -> Snapshot {
             CsvAction::Allocate => &[TraceAction::Alloc],
             CsvAction::Free => &[TraceAction::FreeRequested, TraceAction::FreeCompleted],
         };
-        entries.extend(actions.iter().map(|&action| TraceEntry {
-            action,
-            addr,
-            size,
-            stream,
-            time_us: days + time_us,
-            frames: [].into(),
-            compile_context: String::new(),
+        entries.extend(actions.iter().map(|&action| {
+            let mut entry = TraceEntry::new(action, addr, size);
+            (entry.stream, entry.time_us) = (stream, days + time_us);
+            entry
         }));
     }
-    Snapshot { device_traces: vec![entries], ..Snapshot::default() }
+    Snapshot::new(vec![], vec![entries])
 }
