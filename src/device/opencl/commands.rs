@@ -91,7 +91,7 @@ impl ClDevice {
             };
         }
         if is_capturing(self.device()) {
-            return self.record_kernel(kernel, args, &whole[..dims], local);
+            return capture::record_kernel(self, kernel, args, &whole[..dims], local);
         }
         let slot = records_faults(args).then(|| self.slot());
         slot.map_or(Ok(()), |slot| self.clear(slot))?;
@@ -139,7 +139,7 @@ impl ClDevice {
         }
         match (recording, disjoint) {
             (true, _) if bytes == 0 => Ok(()),
-            (true, true) => self.record_copy(src, dst, bytes),
+            (true, true) => capture::record_copy(self, src, dst, bytes),
             (true, false) => Err(Error::invalid("copy", "a graph cannot contain copies between overlapping ranges")),
             (false, _) => {
                 self.copy_on(stream, src, dst, bytes)?;
@@ -340,9 +340,9 @@ impl ClDevice {
             return self.launch_uncounted(kernel, &args, &[count], &[kernel.max_work_group().min(256)]);
         }
         if is_capturing(self.device()) {
-            return (0..bytes)
-                .step_by(MAX_FILL_BYTES)
-                .try_for_each(|at| self.record_fill((dst, off + at), MAX_FILL_BYTES.min(bytes - at), wide, n));
+            return (0..bytes).step_by(MAX_FILL_BYTES).try_for_each(|at| {
+                capture::record_fill(self, (dst, off + at), MAX_FILL_BYTES.min(bytes - at), wide, n)
+            });
         }
         let mut done = 0;
         let filled: Result<(), ClError> = {

@@ -36,7 +36,6 @@ mod launch;
 #[path = "../../../tests/readers/mutate.rs"]
 mod mutate;
 mod probe;
-mod profiling;
 mod program;
 mod queue;
 mod queues;

@@ -14,6 +14,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Mutex, MutexGuard};
+use std::time::Instant;
 
 use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
 
@@ -24,17 +25,21 @@ use super::exit;
 use super::fault::{FaultReads, FaultSlot, FaultWords, MAX_UNREAD_SLOTS, NO_FAULT, Readings};
 use super::hints;
 use super::launch::Arg;
-use super::queue::{EARLIER_LAUNCH, FIRST_FLUSH_LAUNCHES, Queue};
-use crate::Result;
+use super::queue::{EARLIER_LAUNCH, FIRST_FLUSH_LAUNCHES, Queue, command_times};
 use crate::device::hints::StreamHints;
 use crate::device::profiler::{self, RecordKind};
 use crate::device::stream_id::{self, MAX_STREAMS, StreamId, StreamIds};
 use crate::device::{DeviceKind, capture, log};
 use crate::sync::lock;
+use crate::{Error, Result};
 
 /// The queue for internal commands that the host waits for, such as committing memory. The queue belongs to no user's stream, so its
 /// commands never wait behind a stream's work.
 pub(super) const SERVICE_STREAM: StreamId = StreamId(1);
+
+/// The maximum size of the buffers of the copy measurement, in bytes.
+const MAX_COPIED_BYTES: usize = 256 << 20;
+const COPIES: u32 = 8;
 
 const NO_WAITS_REASON: &str = "the captured commands run only when the graph is replayed";
 
@@ -657,5 +662,64 @@ impl ClDevice {
             self.mark_lost_silently("the process ends");
         }
         Box::new(queues)
+    }
+}
+
+/// Profiling: the times of commands, and the rate of copies.
+impl ClDevice {
+    /// Switches the timing of all streams' commands to the profiler's state, which is read under the queues' lock, so that the last of
+    /// concurrent calls uses the current state. Waits for the submitted work. Does nothing on a lost device.
+    ///
+    /// # Errors
+    /// The driver's errors; the commands of only some streams are then timed.
+    pub(crate) fn set_profiling(&self) -> Result<()> {
+        if self.is_lost() {
+            return Ok(());
+        }
+        let set = self.queues.try_for_each(|stream, queue| {
+            queue.set_profiling(profiler::is_on(), (self.context, self.id()), (self.device(), stream.0))
+        });
+        set.map_err(|e| self.error(self.detect_loss(e)))
+    }
+
+    /// Calls [`set_profiling`](Self::set_profiling) for a new device or stream; on failure the device works without times.
+    pub(crate) fn profile_if_on(&self) {
+        if profiler::is_on()
+            && let Err(error) = self.set_profiling()
+        {
+            log::emit(move || tracing::warn!(%error, "commands are not timed"));
+        }
+    }
+
+    /// Returns the time at which an event of [`record_timed`](Self::record_timed) was done, in nanoseconds of the device's clock. Call
+    /// after waiting for the event.
+    ///
+    /// # Errors
+    /// The driver reports no times.
+    pub(crate) fn done_at(&self, event: &ClEvent) -> Result<u64> {
+        let [.., end] = command_times(event).ok_or_else(|| {
+            Error::invalid("elapsed_time", format!("the driver of {} reports no times of events", self.device()))
+        })?;
+        Ok(end)
+    }
+
+    /// Measures the rate of copies between two buffers of the device: bytes read plus bytes written, per second. The copies are not
+    /// captured by a graph of this thread, and earlier faults of kernels are not reported here.
+    ///
+    /// # Errors
+    /// The driver's errors.
+    pub(crate) fn copy_rate(&self) -> Result<f64> {
+        let (memory, largest) = (self.info().memory as usize, self.info().largest_buffer as usize);
+        let bytes = MAX_COPIED_BYTES.min(memory / 16).min(largest).max(1 << 20);
+        let buffer = || self.create_buffer(bytes).map_err(|e| self.error(e));
+        let (from, to) = (buffer()?, buffer()?);
+        let stream = self.current_stream();
+        let copies = |n: u32| (0..n).try_for_each(|_| self.copy_on(stream, (&from, 0), (&to, 0), bytes));
+        copies(2)?; // makes the driver allocate the buffers
+        self.drain_stream(stream)?;
+        let began = Instant::now();
+        copies(COPIES)?;
+        self.drain_stream(stream)?;
+        Ok(2.0 * bytes as f64 * f64::from(COPIES) / began.elapsed().as_secs_f64())
     }
 }

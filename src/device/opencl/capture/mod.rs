@@ -125,56 +125,60 @@ pub(super) fn count_launch(device: Device) -> bool {
     recording
 }
 
-impl ClDevice {
-    fn record_command(&self, command: impl FnOnce(&mut Recording) -> Result<Command>) -> Result<()> {
-        RECORDER.with_borrow_mut(|recorder| {
-            let recording = recorder.as_mut().expect("asked before");
-            if recording.stream != self.current_stream() {
-                return Err(Error::invalid("Graph::capture", "work on another stream cannot be captured"));
-            }
-            let command = command(recording)?;
-            recording.commands.push(command);
-            capture::count_command();
-            Ok(())
-        })
-    }
+fn record_command(device: &ClDevice, command: impl FnOnce(&mut Recording) -> Result<Command>) -> Result<()> {
+    RECORDER.with_borrow_mut(|recorder| {
+        let recording = recorder.as_mut().expect("asked before");
+        if recording.stream != device.current_stream() {
+            return Err(Error::invalid("Graph::capture", "work on another stream cannot be captured"));
+        }
+        let command = command(recording)?;
+        recording.commands.push(command);
+        capture::count_command();
+        Ok(())
+    })
+}
 
-    /// Records a kernel over whole groups.
-    pub(super) fn record_kernel(
-        &self,
-        kernel: &ClKernel,
-        args: &[Arg<'_>],
-        global: &[usize],
-        local: &[usize],
-    ) -> Result<()> {
-        self.record_command(|recording| {
-            if records_faults(args) {
-                recording.faults = Some(self.slot());
-            }
-            let kernel = self.duplicate(kernel).map_err(|e| self.error(e))?;
-            for (i, arg) in args.iter().enumerate() {
-                set_arg(&kernel, i as u32, arg).map_err(|e| self.error(e))?;
-            }
-            let whole = |sizes: &[usize]| std::array::from_fn(|d| sizes.get(d).copied().unwrap_or(1));
-            Ok(Command::Kernel { kernel, dims: global.len(), global: whole(global), local: whole(local) })
-        })
-    }
+/// Records a kernel over whole groups.
+pub(super) fn record_kernel(
+    device: &ClDevice,
+    kernel: &ClKernel,
+    args: &[Arg<'_>],
+    global: &[usize],
+    local: &[usize],
+) -> Result<()> {
+    record_command(device, |recording| {
+        if records_faults(args) {
+            recording.faults = Some(device.slot());
+        }
+        let kernel = duplicate(kernel).map_err(|e| device.error(e))?;
+        for (i, arg) in args.iter().enumerate() {
+            set_arg(&kernel, i as u32, arg).map_err(|e| device.error(e))?;
+        }
+        let whole = |sizes: &[usize]| std::array::from_fn(|d| sizes.get(d).copied().unwrap_or(1));
+        Ok(Command::Kernel { kernel, dims: global.len(), global: whole(global), local: whole(local) })
+    })
+}
 
-    pub(super) fn record_fill(&self, dst: ClAt<'_>, bytes: usize, pattern: [u8; 16], length: usize) -> Result<()> {
-        self.record_command(|_| Ok(Command::Fill { to: dst.0.mem(), offset: dst.1, bytes, pattern, length }))
-    }
+pub(super) fn record_fill(
+    device: &ClDevice,
+    dst: ClAt<'_>,
+    bytes: usize,
+    pattern: [u8; 16],
+    length: usize,
+) -> Result<()> {
+    record_command(device, |_| Ok(Command::Fill { to: dst.0.mem(), offset: dst.1, bytes, pattern, length }))
+}
 
-    pub(super) fn record_copy(&self, src: ClAt<'_>, dst: ClAt<'_>, bytes: usize) -> Result<()> {
-        let ((from, from_offset), (to, to_offset)) = ((src.0.mem(), src.1), (dst.0.mem(), dst.1));
-        self.record_command(|_| Ok(Command::Copy { from, to, from_offset, to_offset, bytes }))
-    }
+pub(super) fn record_copy(device: &ClDevice, src: ClAt<'_>, dst: ClAt<'_>, bytes: usize) -> Result<()> {
+    let ((from, from_offset), (to, to_offset)) = ((src.0.mem(), src.1), (dst.0.mem(), dst.1));
+    record_command(device, |_| Ok(Command::Copy { from, to, from_offset, to_offset, bytes }))
+}
 
-    /// Creates another kernel object of the same function, with its own arguments.
-    fn duplicate(&self, kernel: &ClKernel) -> Result<ClKernel, ClError> {
-        let name = info!(clGetKernelInfo(kernel.raw(), CL_KERNEL_FUNCTION_NAME))?;
-        let entry = name.split(|&b| b == 0).next().and_then(|n| CString::new(n).ok()).unwrap_or_default();
-        let raw = create!(clCreateKernel(kernel.program().0, entry.as_ptr()))?;
-        Ok(ClKernel::new(raw, Arc::clone(kernel.program()), kernel.name())
-            .with_limits(kernel.arg_count(), kernel.max_work_group()))
-    }
+/// Creates another kernel object of the same function, with its own arguments.
+fn duplicate(kernel: &ClKernel) -> Result<ClKernel, ClError> {
+    let name = info!(clGetKernelInfo(kernel.raw(), CL_KERNEL_FUNCTION_NAME))?;
+    let entry = name.split(|&b| b == 0).next().and_then(|n| CString::new(n).ok()).unwrap_or_default();
+    let raw = create!(clCreateKernel(kernel.program().0, entry.as_ptr()))?;
+    Ok(ClKernel::new(raw, Arc::clone(kernel.program()), kernel.name())
+        .with_limits(kernel.arg_count(), kernel.max_work_group()))
 }
