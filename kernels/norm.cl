@@ -237,6 +237,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
     __local uint again;
     if (lid == 0)
         again = 0;
+    barrier(CLK_LOCAL_MEM_FENCE); // before another work-item sets it
 #endif
     FETCH(v, x, ROW(x_at, d.x), d.x, 0);
     #pragma unroll

@@ -59,7 +59,7 @@ pub(crate) fn launch_reduction(reduction: &Reduction) -> Result<()> {
 fn make_plan(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor, number: f64) -> Result<LaunchPlan> {
     let device = t.cl_device()?;
     let (acc, arg) = (rule.accumulator(t.dtype), rule.combination.is_arg());
-    let schedule = ReduceSchedule::choose(device, plan, load_width(device, arg, t.dtype, plan));
+    let schedule = ReduceSchedule::choose(device, plan, load_width(device, arg, t.dtype, plan), false);
     // The offset of the plan's first element relative to the tensor's offset.
     let start = plan.start as isize - t.layout.offset as isize;
     if schedule.slices == 1 {
@@ -92,7 +92,7 @@ fn make_plan(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor, number
     let second = ReductionKernel { rule: &second, input: acc.dtype(), output: out.dtype, acc, stage };
     // Pairs of value and index have 16 bytes, so they are not read as vectors.
     let width = if arg { 1 } else { load_width(device, arg, acc.dtype(), &rest) };
-    let schedule = ReduceSchedule { slices: 1, chunk: rest.n, ..ReduceSchedule::choose(device, &rest, width) };
+    let schedule = ReduceSchedule { slices: 1, chunk: rest.n, ..ReduceSchedule::choose(device, &rest, width, arg) };
     let second = second.kernel_launch(device, (2, 0), 1, &rest, &schedule, number)?;
     Ok(LaunchPlan::new(device, partial, [first, second]))
 }
@@ -134,12 +134,18 @@ struct ReduceSchedule {
 }
 
 impl ReduceSchedule {
-    fn choose(device: &ClDevice, plan: &ReductionPlan, width: usize) -> ReduceSchedule {
+    /// `reads_pairs` is true for a launch whose input is pairs of value and index.
+    fn choose(device: &ClDevice, plan: &ReductionPlan, width: usize, reads_pairs: bool) -> ReduceSchedule {
         let units = device.info().compute_units.max(1);
         let (outs, n) = (plan.outs, plan.n);
         if device.info().kind == DeviceKind::Cpu {
             let contiguous = plan.reduced.rank() == 1 && plan.reduced.inner().1 == 1 && plan.kept.rank() == 1;
-            if contiguous && plan.kept.inner().1 == n as isize && SHORT_ROWS.contains(&n) && outs >= MIN_SHORT_ROWS {
+            if contiguous
+                && plan.kept.inner().1 == n as isize
+                && SHORT_ROWS.contains(&n)
+                && outs >= MIN_SHORT_ROWS
+                && !reads_pairs
+            {
                 let (global, local) = (outs.div_ceil(16), DEFAULT_GROUP_SIZE);
                 return ReduceSchedule {
                     width: 1,
