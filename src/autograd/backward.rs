@@ -227,13 +227,13 @@ impl Engine {
                     (result, in_slot) = (slot, true);
                 }
                 let sum = match gradients.remove(&input.seq) {
-                    Some((_, first)) => first.add(result)?,
+                    Some((node, first)) => (node, first.add(result)?),
                     None => {
                         heap.push((input.seq, Reverse(input.seq)));
-                        Gradient::Tensor { tensor: result, in_slot, multiplied }
+                        (input.clone(), Gradient::Tensor { tensor: result, in_slot, multiplied })
                     }
                 };
-                gradients.insert(input.seq, (input.clone(), sum));
+                gradients.insert(input.seq, sum);
             }
             if expected_gradients.is_empty() {
                 continue;

@@ -8,8 +8,8 @@ use super::engine::{Engine, Work};
 use super::reduce::ReduceOp;
 use super::threads::Threads;
 use super::transport::{Transport, is_debug};
-use crate::device::cpu::threads;
 #[cfg(feature = "mpi")]
+use crate::device::cpu::threads;
 use crate::internal::{invalid_if, same_device, same_dtype};
 use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 

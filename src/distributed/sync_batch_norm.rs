@@ -83,7 +83,8 @@ impl SyncBatchNorm {
 fn as_batch_norm(module: &dyn Module) -> Option<&BatchNorm> {
     let any = module.as_any();
     let boxed = || any.downcast_ref::<Box<BatchNorm>>().map(|norm| &**norm);
-    let converted = || any.downcast_ref::<SyncBatchNorm>().map(|norm| &norm.0);
+    let boxed_sync = || any.downcast_ref::<Box<SyncBatchNorm>>().map(|norm| &norm.0);
+    let converted = || any.downcast_ref::<SyncBatchNorm>().map(|norm| &norm.0).or_else(boxed_sync);
     let inside = || any.downcast_ref::<Box<dyn Module>>().and_then(|module| as_batch_norm(&**module));
     any.downcast_ref().or_else(boxed).or_else(converted).or_else(inside)
 }

@@ -43,9 +43,9 @@ pub(crate) fn adopt(context: cl_context, id: cl_device_id, queue: cl_command_que
         let entry: &'static Entry = Box::leak(Box::new(entry));
         let found = entry.found(device)?;
         call!(clRetainContext(context)).map_err(to_error)?;
-        let open = || ClDevice::in_context(device, found, context, Some(queue));
-        let opened = exit::delay_exit(open).map_err(to_error)?;
-        entry.store_opened(opened);
+        let open =
+            || ClDevice::in_context(device, found, context, Some(queue)).map(|opened| entry.store_opened(opened));
+        exit::delay_exit(open).map_err(to_error)?;
         Ok(entry)
     })
 }

@@ -489,8 +489,8 @@ send_and_sync!(MappedBuffer);
 impl MappedBuffer {
     /// Takes ownership of a buffer mapped at `start`; none if the address is null.
     fn new(device: &'static ClDevice, buffer: ClBuffer, stream: StreamId, start: *mut c_void) -> Option<MappedBuffer> {
-        let (buffer, start) = (ManuallyDrop::new(buffer), NonNull::new(start.cast())?);
-        Some(MappedBuffer { device, buffer, stream, start })
+        let start = NonNull::new(start.cast())?;
+        Some(MappedBuffer { device, buffer: ManuallyDrop::new(buffer), stream, start })
     }
 
     /// Returns the address of the first byte. Users synchronise their accesses.
@@ -508,8 +508,15 @@ impl Drop for MappedBuffer {
         if self.device.is_lost() {
             return;
         }
-        // A refused unmap is repeated before the next command that uses a buffer; otherwise the device is lost.
-        let unmapped = self.device.lock_for_waits(self.stream).unmap(&self.buffer, self.start.as_ptr().cast());
+        let at = self.start.as_ptr().cast();
+        let mut queue = self.device.lock_for_waits(self.stream);
+        // No kernel uses memory that the service stream maps, so a refused unmap does no harm, and nothing has to wait.
+        let unmapped = match self.stream {
+            SERVICE_STREAM => queue.begin_unmap(&self.buffer, at),
+            // A refused unmap is repeated before the next command that uses a buffer; otherwise the device is lost.
+            _ => queue.unmap(&self.buffer, at),
+        };
+        drop(queue);
         if let Err(e) = unmapped {
             self.device.detect_loss(e);
         }

@@ -76,10 +76,9 @@ impl Entry {
 
     /// Stores the opened device, which is closed when the process ends.
     pub(super) fn store_opened(&self, device: ClDevice) -> &'static ClDevice {
-        let device = *self.opened.get_or_init(|| Box::leak(Box::new(device)));
+        let device: &'static ClDevice = Box::leak(Box::new(device));
         exit::close_at_exit(Box::new(move || device.close()));
-        device.profile_if_on();
-        device
+        self.opened.get_or_init(|| device)
     }
 
     #[cfg(test)]
@@ -183,7 +182,11 @@ pub(super) fn adopt(handles: [usize; 3], make: impl FnOnce(Device) -> Result<&'s
     let Some(free) = DEVICES.adopted.iter().find(|slot| slot.get().is_none()) else {
         return Err(Error::invalid("Device::adopt", format!("a process adopts at most {MAX_ADOPTED} queues")));
     };
-    _ = free.set(Adopted { handles, entry: make(device)? });
+    let entry = make(device)?;
+    _ = free.set(Adopted { handles, entry });
+    if let Some(opened) = entry.opened.get() {
+        opened.profile_if_on();
+    }
     Ok(device)
 }
 
@@ -251,7 +254,9 @@ pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
     }
     let found = entry.found(Device::OpenCL(index))?;
     let _opening = profiler::span(profiler::RecordKind::Open, "clCreateContext", Device::OpenCL(index), 0, 0);
-    Ok(entry.store_opened(exit::delay_exit(|| ClDevice::open(index, found))?))
+    let device = exit::delay_exit(|| ClDevice::open(index, found).map(|device| entry.store_opened(device)))?;
+    device.profile_if_on();
+    Ok(device)
 }
 
 /// Converts the error of a driver that fails to list its devices or to describe this one.

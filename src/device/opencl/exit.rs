@@ -9,17 +9,16 @@
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{LazyLock, Mutex, OnceLock, RwLock};
+use std::sync::{Mutex, RwLock};
 use std::time::{Duration, Instant};
 use std::{process, thread};
 
 use super::errors::ClError;
-use crate::sync::{lock, read, write};
+use crate::sync::{OnDrop, lock, read, write};
 
 /// Waits for all commands of a device. No thread can submit commands until the result is dropped.
 type CloseDevice = dyn Fn() -> Box<dyn Any> + Send;
 
-#[derive(Default)]
 struct State {
     /// True once the driver must not be called any more.
     is_closed: AtomicBool,
@@ -30,11 +29,18 @@ struct State {
     /// True if a program was built since the last wait for a launch, which may compile the program again.
     may_compile: AtomicBool,
     /// The process that registered the handler. A forked child must not call the driver, because it lacks the driver's threads.
-    process: OnceLock<u32>,
+    process: AtomicU32,
     devices: Mutex<Vec<Box<CloseDevice>>>,
 }
 
-static STATE: LazyLock<State> = LazyLock::new(State::default);
+static STATE: State = State {
+    is_closed: AtomicBool::new(false),
+    calls: AtomicU32::new(0),
+    work: RwLock::new(()),
+    may_compile: AtomicBool::new(false),
+    process: AtomicU32::new(0),
+    devices: Mutex::new(Vec::new()),
+};
 
 /// Keeps the handler last if this thread ends or calls `exit`.
 pub(super) fn watch_thread() {
@@ -58,9 +64,8 @@ pub(super) fn check() -> Result<(), ClError> {
 /// Calls the driver outside the queues' lock. The exit handler takes the lock to wait for other calls, and counts these separately.
 pub(super) fn call<T>(f: impl FnOnce() -> Result<T, ClError>) -> Result<T, ClError> {
     STATE.calls.fetch_add(1, SeqCst);
-    let result = f(); // checks whether the process has ended, so it must run after the count
-    STATE.calls.fetch_sub(1, SeqCst);
-    result
+    let _done = OnDrop(|| _ = STATE.calls.fetch_sub(1, SeqCst));
+    f() // checks whether the process has ended, so it must run after the count
 }
 
 /// Delays the end of the process while `f` loads a driver, opens a device, or builds a program.
@@ -87,14 +92,14 @@ pub(super) fn close_at_exit(close: Box<CloseDevice>) {
 
 /// Registers [`at_exit`] to run before all handlers registered so far.
 fn register() {
-    STATE.process.get_or_init(process::id);
+    STATE.process.store(process::id(), SeqCst);
     // SAFETY: the handler has the type that `atexit` expects, and does not unwind. Without memory the process ends without it.
     unsafe { libc::atexit(at_exit) };
 }
 
 /// The exit handler.
 extern "C" fn at_exit() {
-    if STATE.process.get() != Some(&process::id()) || STATE.is_closed.load(SeqCst) {
+    if STATE.process.load(SeqCst) != process::id() || STATE.is_closed.load(SeqCst) {
         return;
     }
     let work = write(&STATE.work);

@@ -20,7 +20,7 @@ use crate::{DType, Device, Result, Shape, Tensor, autograd};
 /// Returns the maximum size of the columns in memory at a time, in bytes: on GPUs a 512th of the memory, between 16 and
 /// 256 MiB, because larger products use a GPU better. A single row of windows may be larger.
 fn max_column_block_bytes(device: Device) -> Result<usize> {
-    let info = device.info()?;
+    let info = device.cached_info()?;
     let part = if info.kind == DeviceKind::Cpu { 0 } else { info.memory >> 9 };
     Ok((part as usize).clamp(16 << 20, 256 << 20))
 }
@@ -115,7 +115,8 @@ impl Convolution for Im2colConvolution {
             if block.rows.len() == oh && oh * ow >= MIN_WINDOWS_OF_OWN_PRODUCT {
                 let part = out.narrow(0, block.images.start, images)?.reshape([images, groups, o / groups, oh * ow])?;
                 let columns = block.columns_by_image(op, groups)?;
-                multiply_columns(op, &columns, &weight, bias.as_ref(), false, Some(part))?;
+                let made = multiply_columns(op, &columns, &weight, bias.as_ref(), false, Some(part))?;
+                debug_assert!(made.shares_storage(&out));
             } else {
                 let columns = block.columns(op, groups)?.unsqueeze(0)?;
                 let made = multiply_columns(op, &columns, &weight, bias.as_ref(), false, None)?;
