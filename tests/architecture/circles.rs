@@ -1,4 +1,4 @@
-//! Finds files that import each other in a circle.
+//! Finds circular imports: files that import each other, directly or through other files.
 
 use crate::modules::Kind;
 use crate::resolve::Import;
@@ -8,7 +8,8 @@ use std::fmt::Write;
 /// The files that each file imports from.
 pub type Graph = BTreeMap<String, BTreeSet<String>>;
 
-/// Builds the import graph. A re-export is no edge: files that use it get an edge to the file of the definition.
+/// Builds the import graph. A re-export is not an edge: files that use the re-exported item get an edge to the file of its
+/// definition.
 pub fn graph(imports: &[Import]) -> Graph {
     let mut graph = Graph::new();
     for import in imports.iter().filter(|import| import.kind != Kind::Reexport && import.file != "src/lib.rs") {
@@ -20,7 +21,7 @@ pub fn graph(imports: &[Import]) -> Graph {
     graph
 }
 
-/// The circles, largest first: maximal sets of files in which each file reaches all others.
+/// Returns the circles (strongly connected components), largest first: maximal sets of files in which each file reaches all others.
 pub fn circles(graph: &Graph) -> Vec<BTreeSet<String>> {
     let reached: BTreeMap<&String, BTreeSet<&String>> = graph.keys().map(|file| (file, reach(graph, file))).collect();
     let mutual = |a: &String, b: &String| reached[a].contains(b) && reached.get(b).is_some_and(|back| back.contains(a));
@@ -32,7 +33,7 @@ pub fn circles(graph: &Graph) -> Vec<BTreeSet<String>> {
     circles
 }
 
-/// Every file that `from` reaches.
+/// Returns every file that can be reached from `from`.
 fn reach<'a>(graph: &'a Graph, from: &String) -> BTreeSet<&'a String> {
     let mut reached = BTreeSet::new();
     let mut next: Vec<&String> = graph[from].iter().collect();

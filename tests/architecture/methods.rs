@@ -6,7 +6,7 @@ use crate::resolve::Import;
 use crate::rules::{PUBLIC_ONLY, Rule, Violation, room};
 use std::collections::BTreeSet;
 
-/// Names of both `pub(crate)` methods of the crate and methods of std.
+/// Method names that both the crate (as `pub(crate)`) and std use. The check ignores them, because the call may be of std's method.
 const STANDARD: &[&str] = &["copied", "read", "write"];
 
 /// Finds calls of hidden methods, written as `x.name()` or as `Type::name(x)`.
@@ -27,7 +27,7 @@ pub fn violations(all: &Crate, imports: &[Import]) -> Vec<Violation> {
     violations
 }
 
-/// The names that only `pub(crate)` methods of other rooms have.
+/// Returns the names that only `pub(crate)` methods outside of nn, optim, data and io have.
 fn hidden(all: &Crate) -> BTreeSet<&str> {
     let (mut hidden, mut open) = (BTreeSet::new(), BTreeSet::from_iter(STANDARD.iter().copied()));
     for module in all.modules.iter().filter(|module| !module.test) {
