@@ -262,7 +262,7 @@ fn cross_entropy_matches_formulas() {
 }
 
 /// Checks rows that several work-groups process in slices. Lengths: the longest row that a single work-group processes, one element
-/// more, the edges of slices, and so many slices that one block cannot combine them.
+/// more, the edges of slices, and a row with more slices than one block combines.
 fn cross_entropy_in_slices(device: Device) {
     // A row of up to 8192 elements is processed by one work-group and not split.
     let (lengths, uncut) = ([8192, 8193, 12_288, 40_003, 1_048_579], 8192);

@@ -1,6 +1,6 @@
 //! Readers of files and text: for any bytes they do not panic, use bounded memory, and return errors of one sentence.
 //!
-//! Each reader gets 2,000 mutated inputs, or as many as the environment variable `CLAYSTONE_MUTATIONS` says.
+//! Each reader gets 2,000 mutated inputs. The environment variable `CLAYSTONE_MUTATIONS` sets another number.
 
 mod corpus;
 mod mutate;
