@@ -35,7 +35,7 @@ fn notation_matches_pytorch() {
         (&[1e10, nan, inf], "[1.0000e+10,        nan,        inf]"),
         (&[0.00005, 0.5], "[5.0000e-05, 5.0000e-01]"),
         (&[std::f32::consts::PI], "[3.1416]"),
-        (&[0.12345, 0.00045], "[0.1235, 0.0004]"), // not exact ties: both f32 values are slightly above or below the decimal number, and rounded accordingly
+        (&[0.12345, 0.00045], "[0.1235, 0.0004]"), // not ties: the f32 values are rounded, not the decimal numbers
         (&[0.99999], "[1.0000]"),
         (&[], "[]"),
     ] {
