@@ -1,5 +1,5 @@
-//! The three allocators, a user-defined allocator, and the environment variable that selects one. Allocators are global to the
-//! process, so each test runs in a child process of its own.
+//! The three built-in allocators, a user-defined allocator, and the environment variable that selects an allocator. Allocators
+//! belong to the whole process, so each test runs in its own child process.
 
 use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
@@ -53,7 +53,7 @@ fn work(device: Device) {
     }
 }
 
-/// Checks the statistics of an allocator without live blocks.
+/// Checks the statistics of an allocator that has no live blocks, and returns them.
 fn check_idle(device: Device) -> DeviceStats {
     let stats = device.memory_stats().unwrap();
     assert_eq!(stats.allocated_bytes.current, 0, "{stats}");
@@ -151,7 +151,7 @@ fn invalid_settings_are_errors_at_the_first_use() {
     }
 }
 
-/// Logs allocations and frees, and forwards them to another allocator.
+/// An allocator that logs allocations and frees, and forwards them to another allocator.
 #[derive(Debug)]
 struct LogsAllocations {
     inner: Arc<dyn Allocator>,

@@ -54,9 +54,9 @@ fn check_all_views<T: Element>(of: impl Fn(usize) -> T, device: Device) -> Resul
     let t = Tensor::from_vec(values, [5, 7, 3], device)?;
     shows(t.permute(&[2, 0, 1])?);
     shows(t.narrow(1, 2, 4)?.flip(1)?);
-    shows(t.select(0, -1)?); // contiguous with an offset
+    shows(t.select(0, -1)?); // a contiguous view with an offset
     shows(t.narrow(0, 2, 0)?);
-    shows(t.select(0, 1)?.select(0, 1)?.select(0, 1)?); // zero-dimensional
+    shows(t.select(0, 1)?.select(0, 1)?.select(0, 1)?); // a zero-dimensional view
     Ok(())
 }
 

@@ -90,7 +90,7 @@ fn exhausted_memory_fails_only_the_allocation() {
             again.iter().zip(held.len()..).for_each(|(t, i)| assert_bytes(t, 100 + i));
             held.iter().zip(values).for_each(|(t, value)| assert_bytes(t, value.into()));
             drop(again);
-            // Restores the values for the next round.
+            // Restores the values that the next round expects.
             held.iter().enumerate().for_each(|(i, t)| _ = t.fill_(i as i64).unwrap());
         }
     });

@@ -237,7 +237,7 @@ fn plans_apply_to_the_recorded_stream_only() {
 /// Operations in a step on the simulated device.
 #[derive(Debug, Clone, Copy)]
 enum Op {
-    /// Allocates a block of the given bytes on one of two streams.
+    /// Allocates a block on a stream. The fields are the size in bytes and the stream (0 or 1).
     Make(usize, u32),
     /// Frees one of the step's blocks, which the number selects.
     Free(usize),
@@ -251,7 +251,7 @@ enum Op {
 
 type LiveBlock = (Arc<dyn Allocator>, Block, StreamId, u32);
 
-/// A simulated device with memory contents, its allocator, and the blocks that outlive their step.
+/// A simulated device with the contents of its memory, its allocator, and the blocks that outlive their step.
 struct SimulatedDevice {
     sim: Sim,
     allocator: Arc<dyn Allocator>,
@@ -366,7 +366,7 @@ proptest! {
         world.finish();
     }
 
-    /// Repeated runs of a recorded step need neither allocator searches nor driver calls.
+    /// Repeated runs of a recorded step neither search the allocator's free lists nor call the driver.
     #[test]
     fn steps_that_repeat_need_no_search(ops in prop::collection::vec(op(true), 1..80)) {
         let mut world = SimulatedDevice::new();

@@ -134,7 +134,7 @@ fn environment_variable_selects_and_orders_devices() {
     assert_eq!(error_message(&with("0:0"), "name=").len(), 1);
 }
 
-/// With the feature `serde`, types with a text form are serialised as that text.
+/// With the feature `serde`, types that can be parsed from text are serialised as this text.
 #[test]
 fn names_are_serialised_as_text() {
     use claystone::DType;

@@ -74,7 +74,7 @@ fn strides_and_offsets_survive_a_round_trip() {
         if view.numel() > 0 {
             assert_eq!(back.strides(), view.strides(), "{name}");
         }
-        // The imported tensor works in further computations.
+        // The imported tensor can be used in further operations.
         let both = [&view, &back].map(|t| vec(&t.mul_scalar(3).unwrap().sum((), false).unwrap()));
         assert_eq!(both[0], both[1], "{name}");
     }

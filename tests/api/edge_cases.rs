@@ -216,7 +216,8 @@ fn parameters_can_be_changed_between_steps() {
     });
 }
 
-/// Each parameter counts its own steps, so a parameter's first update has step number 1.
+/// AdamW counts the steps of each parameter separately, so a parameter's first update has step number 1 even if other parameters
+/// were updated before.
 #[test]
 fn adamw_counts_the_steps_of_each_parameter() {
     each_device(|d| {
@@ -231,7 +232,7 @@ fn adamw_counts_the_steps_of_each_parameter() {
             loss.backward().unwrap();
             adamw.step().unwrap();
         }
-        // With a constant gradient, each step moves a parameter by lr.
+        // With a constant gradient, each AdamW step moves a parameter by the learning rate.
         assert!(vec(&early).iter().all(|x| (x + 5.0).abs() < 1e-3), "{early}");
         assert!(vec(&late).iter().all(|x| (x + 0.1).abs() < 1e-5), "{late}");
     });

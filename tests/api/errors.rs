@@ -209,7 +209,7 @@ fn views_and_layers_that_overflow() {
     let m = isize::MAX as usize;
     each_device(|d| {
         let one = Tensor::ones(1, d).unwrap();
-        // The number of bytes overflows.
+        // The size in bytes overflows.
         refused(d, &["memory"], || one.expand(1usize << 62)?.pin_memory(d));
         refused(d, &["as_strided"], || one.as_strided([0, 3], &[isize::MIN, 1], 0));
         refused(d, &["as_strided"], || one.as_strided([0], &[1], 99));

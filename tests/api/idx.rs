@@ -1,7 +1,7 @@
 //! Tests the readers that the examples `mnist` and `resnet` use for `--data`, with this repository's digits written as IDX files
 //! (plain and compressed), and with CIFAR-10 files.
 
-#[allow(dead_code)] // the example uses the rest
+#[allow(dead_code)] // the tests use only some functions of the example's module
 #[path = "../../examples/common/images.rs"]
 mod images;
 

@@ -135,7 +135,7 @@ fn results_and_gradients_match_pytorch() {
 fn in_place_gradients_match_out_of_place_gradients() {
     type InPlace = fn(&Tensor, &Tensor) -> Result<()>;
     type View = fn(&Tensor) -> Result<Tensor>;
-    // x has shape [3, 4] and values between 0 and 2; y is similar.
+    // x has shape [3, 4] and values between 0 and 2. y has the same shape and a similar range.
     let operations: &[(&str, InPlace)] = &[
         ("add_", |x, y| x.add_(y).map(drop)),
         ("sub_", |x, y| x.sub_(y).map(drop)),
@@ -269,7 +269,7 @@ fn in_place_changes_of_leaves_are_errors() {
         // `map_into` does not record formulas, so it is refused outside of `no_grad`.
         let error = Tensor::map_into(&[&y], &[], &[&y], |e, _| vec![e[0].exp()]).unwrap_err();
         assert!(error.to_string().contains("no_grad"), "{error}");
-        // Integers have no gradient.
+        // Integer tensors have no gradient, so copying to them records nothing.
         let whole = Tensor::zeros(3, (DType::I64, d)).unwrap();
         whole.copy_(&y).unwrap();
         assert!(!whole.requires_grad());

@@ -1,4 +1,4 @@
-//! Non-blocking copies. tests/faults/non_blocking.rs tests delayed copies.
+//! Non-blocking copies. tests/faults/non_blocking.rs tests copies that a faulty driver delays.
 
 use claystone::{Device, Error, Graph, Stream, Tensor, with_stream};
 

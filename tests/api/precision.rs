@@ -1,4 +1,4 @@
-//! The errors of f32 products for each precision setting.
+//! The rounding errors of f32 matrix products for each precision setting.
 
 use claystone::{DType, Precision, Tensor, autocast, autocast_dtype, with_precision};
 use ndarray::{ArrayD, IxDyn};

@@ -54,7 +54,7 @@ fn run(numbers: &str, variables: &[(&str, &Path)], directory: &Path) {
     assert!(status.success(), "{numbers}: a number is wrong: {status}");
 }
 
-/// Runs in the child of [`run`]; does nothing otherwise.
+/// The child process of [`run`]. Does nothing in other processes.
 #[test]
 fn runs_numbers_in_the_child() {
     let (Ok(numbers), Some(device)) = (std::env::var(CHILD), opencl()) else { return };
@@ -95,7 +95,7 @@ fn damaged_cache_files_do_not_change_results() {
         files.iter().zip(contents).for_each(|(file, contents)| fs::write(file, contents).unwrap());
     };
 
-    // The files of two kernels are exchanged.
+    // Exchanges the cache files of two kernels, so that each file has the wrong contents for its name.
     put(&first, &two);
     put(&second, &one);
     run("1,2");
@@ -172,7 +172,7 @@ fn cache_size_is_bounded_and_recent_files_are_kept() {
 
 const EXPORTED: &str = "CLAYSTONE_TEST_EXPORTED";
 
-/// Runs in the child of [`exported_caches_avoid_compilation_in_other_processes`]; does nothing otherwise.
+/// The child process of [`exported_caches_avoid_compilation_in_other_processes`]. Does nothing in other processes.
 #[test]
 fn imports_a_cache_in_the_child() {
     let (Ok(file), Some(device)) = (std::env::var(EXPORTED), opencl()) else { return };

@@ -63,7 +63,7 @@ fn results_have_the_same_bits_in_every_mode() {
                     if round % 13 == 0 {
                         seen.push([&x, &total, &y, &sum, &last].map(bits));
                     }
-                    total.add_scalar_(0.125).unwrap(); // between replays
+                    total.add_scalar_(0.125).unwrap(); // an eager operation between replays
                 }
             });
             // Replays without waiting, so that the queue holds the same commands many times.

@@ -47,7 +47,7 @@ fn failed_writes_keep_the_old_file() {
     let folder = tempfile::tempdir().unwrap();
     WRITERS.iter().for_each(|(name, write)| write(&folder.path().join(name), 100).unwrap());
     let before = WRITERS.map(|(name, _)| fs::read(folder.path().join(name)).unwrap());
-    // With SIGXFSZ ignored, writing beyond the limit is an error, as on a full disk.
+    // The shell ignores SIGXFSZ, so writing beyond the limit returns an error, as on a full disk.
     let full = Command::new("bash")
         .args(["-c", &format!("trap '' XFSZ; ulimit -f {LIMIT}; exec \"$0\" \"$@\"")])
         .arg(std::env::current_exe().unwrap())

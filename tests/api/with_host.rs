@@ -1,4 +1,4 @@
-//! Closures that read a tensor's elements in place.
+//! `with_host`, which passes a tensor's elements to a closure without copying them.
 
 use std::sync::mpsc;
 use std::thread;
@@ -69,9 +69,10 @@ fn writes_fail_while_a_closure_reads() {
             let error = result.expect_err(&format!("write {i}")).to_string();
             assert!(error.contains("with_host"), "{error}");
         }
-        // Another thread's write fails at once instead of waiting.
+        // While the closure reads, a write by another thread fails at once instead of waiting.
         thread::scope(|s| assert!(s.spawn(|| other.zero_().is_err()).join().unwrap()));
-        // Reading is allowed: by operations, by a nested closure, and through a handle that is moved.
+        // Reads are allowed while the closure reads: by operations, by a nested closure, and by converting another handle to a host
+        // array, which copies.
         assert_eq!(other.sum((), false).unwrap().item::<f32>().unwrap(), 3.0 * 4096.0);
         assert_eq!(other.with_host(|again: &[f32]| again.as_ptr()).unwrap(), all.as_ptr());
         assert!(view.fill_(1.0).is_err(), "the outer closure still reads");

@@ -5,7 +5,7 @@ use crate::resolve::Import;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
-/// The files that each file imports from.
+/// Maps each file to the files that it imports from.
 pub type Graph = BTreeMap<String, BTreeSet<String>>;
 
 /// Builds the import graph. A re-export is not an edge: files that use the re-exported item get an edge to the file of its
@@ -45,7 +45,7 @@ fn reach<'a>(graph: &'a Graph, from: &String) -> BTreeSet<&'a String> {
     reached
 }
 
-/// Formats the graph for `dot -Tsvg`.
+/// Formats the graph as text that `dot -Tsvg` draws.
 pub fn dot(graph: &Graph) -> String {
     let mut text = "digraph imports {\n".to_string();
     for (from, targets) in graph {

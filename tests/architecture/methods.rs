@@ -1,5 +1,6 @@
-//! Finds calls of `pub(crate)` methods in nn, optim and io. The check has no types, so it identifies a method by its name: a call breaks
-//! the rule if every reachable method of that name is `pub(crate)`. Names that a macro declares or may declare count as public.
+//! Finds calls of `pub(crate)` methods in nn, optim and io, which may use only the public API. The check does not know types and
+//! identifies a method by its name: a call is a violation if every reachable method of that name is `pub(crate)`. Names that a macro
+//! declares or may declare count as public.
 
 use crate::modules::{Access, Crate};
 use crate::resolve::Import;
@@ -9,7 +10,7 @@ use std::collections::BTreeSet;
 /// Method names that both the crate (as `pub(crate)`) and std use. The check ignores them, because the call may be of std's method.
 const STANDARD: &[&str] = &["copied", "read", "write"];
 
-/// Finds calls of hidden methods, written as `x.name()` or as `Type::name(x)`.
+/// Finds calls of `pub(crate)` methods, written as `x.name()` or as `Type::name(x)`.
 pub fn violations(all: &Crate, imports: &[Import]) -> Vec<Violation> {
     let hidden = hidden(all);
     let violation = |file: &str, target, line| Violation { rule: Rule::Published, file: file.into(), target, line };

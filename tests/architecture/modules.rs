@@ -20,7 +20,7 @@ pub struct Crate {
 }
 
 pub struct Module {
-    /// The path in code: `crate::ops::reduce`.
+    /// The module's path, such as `crate::ops::reduce`.
     pub path: String,
     pub file: String,
     pub parent: Option<ModuleId>,
@@ -64,7 +64,7 @@ pub enum Meaning {
     Import(Vec<String>),
 }
 
-/// A path in source code.
+/// A path that occurs in source code.
 pub struct Written {
     pub segments: Vec<String>,
     pub line: usize,
@@ -213,7 +213,7 @@ fn path_value(meta: &Meta) -> Option<String> {
     }
 }
 
-/// Resolves `relative` against the folder of `file`.
+/// Resolves the relative path of a file against the folder of `file`.
 fn beside(file: &str, relative: &str) -> String {
     let mut parts: Vec<&str> = file.split('/').collect();
     parts.pop();

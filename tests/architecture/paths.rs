@@ -5,7 +5,7 @@ use proc_macro2::{Delimiter, Ident, TokenStream, TokenTree};
 use syn::visit::{self, Visit};
 use syn::{Type, UseTree, Visibility};
 
-/// Visits the items of one module, except items that only tests use.
+/// Visits the items of one module, except items that only tests use, and collects paths and declared names.
 pub struct Collector<'a> {
     module: &'a mut Module,
     /// The path of the type that `Self` refers to inside an `impl` or an enum.

@@ -10,7 +10,7 @@ pub struct Import {
     pub line: usize,
     /// The path of the item's definition, such as `crate::device::Device`, or the name of an external crate.
     pub item: String,
-    /// The item's path with all following segments: `crate::device::Device::Cpu`.
+    /// The item's path with all following segments, such as `crate::device::Device::Cpu`.
     pub target: String,
     /// The file of the definition, if it is in this crate.
     pub target_file: Option<String>,
@@ -19,7 +19,7 @@ pub struct Import {
     pub public: bool,
 }
 
-/// The result of resolving a path: a module or an item, and the segments after the item's name.
+/// The result of resolving a path: a module or an item, and in `names` the rest of the path.
 #[derive(Clone, Debug)]
 struct Found {
     module: Option<ModuleId>,

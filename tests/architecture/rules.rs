@@ -49,7 +49,7 @@ const OPENCL: &[&str] = &[
 /// outputs.
 const VERSIONS: &[&str] = &["src/storage/", "src/backend/"];
 
-/// Rooms that may use only the crate's public API.
+/// Rooms whose code may use only the crate's public API.
 pub const PUBLIC_ONLY: &[&str] = &["nn", "optim", "data", "io"];
 
 /// The exceptions that are allowed today: a rule, a file, and the item or word in the file that breaks the rule. The list may only
@@ -104,7 +104,7 @@ impl Rule {
 pub struct Violation {
     pub rule: Rule,
     pub file: String,
-    /// The imported item or the word that breaks the rule.
+    /// The imported item or the word that violates the rule.
     pub target: String,
     pub line: usize,
 }

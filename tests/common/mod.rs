@@ -33,7 +33,7 @@ pub fn scattered(shape: &[usize], scale: f32, device: Device) -> Tensor {
     Tensor::from_slice(&values, shape, device).unwrap()
 }
 
-/// Calls `f` with every device.
+/// Calls `f` once for every device.
 #[track_caller]
 pub fn each_device(f: impl Fn(Device)) {
     for device in devices() {

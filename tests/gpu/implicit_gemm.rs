@@ -63,7 +63,7 @@ impl Case {
                 x.conv_transpose2d(&weight, Some(&bias), options)?
             }
         };
-        // With tensor cores the result has the layout of the images; otherwise it is row-major.
+        // With tensor cores, the result has the memory format of the images; otherwise it is row-major.
         assert!(y.is_contiguous() || last && y.is_contiguous_in(MemoryFormat::ChannelsLast));
         y.backward_with(&put(y.shape().dims(), 4)?.detach().to_memory_format(format)?)?;
         let grads = [&whole, &weights, &bias].map(|t| values(&t.grad().unwrap()));
@@ -84,7 +84,7 @@ const CASES: [Case; 28] = [
     case(2, [64, 72], [7, 7], [1, 1]), // rows too unaligned for asynchronous copies
     case(2, [64, 72], [8, 8], [1, 1]),
     case(2, [64, 32], [9, 9], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]),
-    case(1, [72, 16], [9, 9], [3, 3]).with_geometry([1, 1], [4, 4], [1, 1]), // padding larger than the window
+    case(1, [72, 16], [9, 9], [3, 3]).with_geometry([1, 1], [4, 4], [1, 1]), // padding larger than the kernel
     case(1, [256, 64], [3, 3], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // few output tiles, so that work-groups split the depth
     case(2, [64, 40], [9, 8], [3, 3]).with_geometry([2, 2], [1, 1], [1, 1]),
     case(2, [24, 72], [11, 13], [4, 5]).with_geometry([2, 2], [1, 2], [1, 1]).groups(2),
@@ -99,7 +99,7 @@ const CASES: [Case; 28] = [
     case(2, [252, 128], [12, 12], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]),
     case(2, [2, 40], [13, 22], [5, 7]).with_geometry([1, 4], [2, 1], [1, 1]), // each kernel row is treated as one tap
     case(2, [3, 96], [20, 20], [4, 4]).with_geometry([4, 4], [0, 0], [1, 1]),
-    case(2, [3, 72], [14, 13], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // image gradient computed in blocks
+    case(2, [3, 72], [14, 13], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // the image gradient is computed in blocks
 ];
 
 /// Checks each case with each (dtype, channels-last, transposed) of `kinds` against the CPU device.

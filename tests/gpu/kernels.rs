@@ -283,7 +283,7 @@ fn interpolation_matches_the_cpu() {
                 for view in [|x: &Tensor| x.narrow(3, 1, 12).unwrap(), |x: &Tensor| x.transpose(2, 3).unwrap()] {
                     let want = view(&x).interpolate(&sizes, how).unwrap();
                     let got = view(&x.to_device(device).unwrap()).interpolate(&sizes, how).unwrap();
-                    // OpenCL allows GPUs an error of 2.5 ulp in the division that computes the linear weights.
+                    // The linear weights need a division, for which OpenCL allows GPUs an error of 2.5 ulp.
                     let exact = !is_gpu(device) || matches!(how, Interpolation::Nearest | Interpolation::NearestExact);
                     let tolerance = if exact { 0.0 } else { 4.0 * ulp };
                     assert_same(&values(&got), &values(&want), tolerance, &format!("{sizes:?} {how:?} of {dtype}"));

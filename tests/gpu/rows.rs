@@ -242,7 +242,7 @@ fn cross_entropy_matches_formulas() {
                 }
             }
         }
-        // Checks rows with infinities and NaN, both short and long. A class masked by -inf is valid.
+        // Checks short and long rows with infinities and NaN. A class whose logit is -inf is masked, which is valid.
         for n in [10, 9001] {
             let mut x = vec![1f32; 4 * n];
             x[..n - 1].fill(f32::NEG_INFINITY);

@@ -292,7 +292,7 @@ fn multihead_layer_agrees_with_and_without_masks() {
         let right = both(Some(&later), Some(&padding));
         close(&right, &both(Some(&later_low), Some(&padding)));
         close(&right, &both(Some(&later_low), Some(&padding_low)));
-        // Positions before the end of a sequence do not depend on positions after it.
+        // With causal attention, positions before the end of a sequence do not depend on later positions.
         close(&right.i((1, ..3)).unwrap(), &causal.i((1, ..3)).unwrap());
         let layer = layer.with_causal();
         close(&causal, &layer.forward(&x).unwrap());

@@ -172,7 +172,7 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Makes the call and computes the gradients of its results.
+    /// Makes the call and computes the gradients of its inputs.
     fn run(&self) -> Result<()> {
         let tracked = |t: &Tensor| match t.dtype().is_float() && self.case.op.kind != Kind::InPlace {
             true => t.detach().requires_grad_(true),

@@ -22,7 +22,7 @@ const SIZES: &[Size] = &[
     size(2, [3, 4], [2, 3], [5, 4]).with_geometry([1, 1], [4, 3], [1, 1]),   // windows larger than the image
     size(1, [2, 3], [1, 1], [3, 3]).with_geometry([3, 3], [4, 4], [2, 2]),   // windows that contain only padding
     size(2, [3, 4], [4, 4], [3, 3]).with_geometry([1, 1], [6, 6], [1, 1]),
-    size(1, [4, 6], [12, 12], [3, 3]).with_geometry([1, 1], [9, 9], [9, 9]), // taps farther apart than rows
+    size(1, [4, 6], [12, 12], [3, 3]).with_geometry([1, 1], [9, 9], [9, 9]), // kernel taps farther apart than the length of a row
     size(2, [17, 16], [9, 10], [3, 3]).with_geometry([1, 2], [1, 1], [2, 1]).groups(3),
     size(3, [1, 3], [14, 14], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]).groups(4),
     size(1, [24, 33], [6, 6], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]).groups(2),
@@ -56,7 +56,7 @@ fn convolutions_in_blocks_match_their_definition() {
     }
 }
 
-/// The im2col columns do not fit into the buffer at once, so they are computed in blocks: several images, rows of an image, or
+/// The im2col columns are too large to be in memory at once, so they are computed in blocks: several images, rows of an image, or
 /// channels of an image.
 #[test]
 fn convolutions_in_blocks_of_columns_match_their_definition() {

@@ -1,4 +1,4 @@
-//! Creation operations compared with loops, and random numbers checked by their statistics.
+//! Operations that create tensors, compared with loops. Random numbers are checked by their statistics.
 
 use claystone::ops::Argument;
 use claystone::{DType, Device, Error, Generator, Result, Tensor, manual_seed, with_generator};

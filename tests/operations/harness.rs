@@ -1,5 +1,5 @@
-//! The checks for every operation: each case runs on every device, in several dtypes and layouts, and is compared with a reference in
-//! f64; its gradient is compared with central differences of the reference.
+//! The checks for every operation: each case runs on every device in several dtypes and layouts, and its results are compared with a
+//! reference in f64. Gradients are compared with central differences of the reference.
 
 use claystone::autograd::gradgradcheck;
 use claystone::ops::{self, Argument, Dtypes, Kind, Operation, ResultDType};
@@ -22,9 +22,9 @@ const GRADIENT_ELEMENTS: usize = 400;
 #[derive(Clone, Debug)]
 enum Values {
     Between(f64, f64),
-    /// Distinct integers around 0, shuffled.
+    /// Distinct integers around 0, in scrambled order.
     Distinct,
-    /// I64 indices below this bound.
+    /// i64 indices below this bound.
     Index(usize),
     Mask,
     Given(ArrayD<f64>, DType),
@@ -66,7 +66,7 @@ impl Case {
         self
     }
 
-    /// Adds a tensor of the tested dtype, with values between -2 and 2.
+    /// Adds a tensor of the tested dtype with values between -2 and 2.
     pub fn input(self, shape: &[usize]) -> Case {
         self.operand(shape, Values::Between(-2.0, 2.0))
     }
@@ -109,12 +109,12 @@ impl Case {
         self
     }
 
-    /// Tests only float dtypes.
+    /// Restricts the case to float dtypes.
     pub fn floats(self) -> Case {
         Case { dtypes: Dtypes::Floats, ..self }
     }
 
-    /// Tests only integer dtypes.
+    /// Restricts the case to integer dtypes.
     pub fn integers(self) -> Case {
         Case { dtypes: Dtypes::IntegersOnly, ..self }
     }
@@ -134,7 +134,7 @@ impl Case {
         Case { reference: Some(Box::new(f)), ..self }
     }
 
-    /// Whether an operand has no elements.
+    /// Whether the case has an operand without elements.
     pub fn is_empty(&self) -> bool {
         self.operands.iter().any(|o| o.shape.contains(&0))
     }

@@ -322,7 +322,7 @@ fn buffers_are_used_when_images_do_not_fit_in_memory() {
     }
 }
 
-/// A small network.
+/// A small convolutional network.
 struct Network {
     convs: Vec<Tensor>,
     last: Tensor,
@@ -413,7 +413,7 @@ fn images_count_as_device_memory() {
         return;
     }
     const MIB: u64 = 1 << 20;
-    let four = ImageDesc { width: 512, height: 512, format: ImageFormat::F32 }; // 4 MiB
+    let four = ImageDesc { width: 512, height: 512, format: ImageFormat::F32 }; // the image takes 4 MiB
     for device in with_images() {
         device.empty_cache().unwrap();
         let new = || Image::new(device, four, StorageType::Dynamic);

@@ -40,7 +40,7 @@ enum More {
     Switch(bool),
     Poisson(bool, bool, f64),
     Gaussian(bool),
-    /// The third tensor is omitted.
+    /// No further argument; the optional third tensor is omitted.
     NoThird,
 }
 

@@ -150,7 +150,7 @@ fn norms_keep_channels_last() {
                 );
             }
             let (mean, var) = (bias.detach(), weight.square().unwrap().add_scalar(1).unwrap());
-            // GPUs may take one more launch for gradients of per-channel tensors.
+            // GPUs may take one more launch for the gradients of the weight and bias, which have one element per channel.
             compare("batch_norm in evaluation", device, &all, |t| {
                 let (running_mean, running_var) = (Some(&mean), Some(&var));
                 let (weight, bias) = (Some(&t[1]), Some(&t[2]));

@@ -237,7 +237,7 @@ fn sixteen_bit_inputs_support_f32_parameters() {
     });
 }
 
-/// A large mean does not reduce the precision of the variance.
+/// A mean that is large relative to the deviations does not reduce the precision of the variance.
 #[test]
 fn variances_stay_precise_for_large_means() {
     each_device(|device| {
@@ -248,7 +248,7 @@ fn variances_stay_precise_for_large_means() {
     });
 }
 
-/// Calls by name take tensors in PyTorch's order: running statistics, which are updated, before weight and bias.
+/// Calls by name take tensors in PyTorch's order: the running statistics (which are updated) before the weight and bias.
 #[test]
 fn batch_norm_by_name_takes_the_running_statistics_first() {
     each_device(|device| {

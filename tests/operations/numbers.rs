@@ -220,7 +220,7 @@ fn clamp_bounds_and_factors_are_checked_only_if_used() {
     });
 }
 
-/// Formulas on integers compute in i64, whatever the dtype of their result.
+/// Formulas on integer operands compute in i64, whatever the dtype of the result is.
 #[test]
 fn integer_formulas_take_numbers_of_i64() {
     each_device(|d| {

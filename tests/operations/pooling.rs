@@ -31,7 +31,7 @@ impl Pool {
         let mut out = Vec::new();
         for from in (0..last).step_by(self.stride[d]) {
             let fits = from + reach <= last;
-            // A window that extends beyond the padding must start before the trailing padding.
+            // A window that extends beyond the padding must start before the padding at the end.
             if fits || (self.ceil && from < size + self.padding[d] && out.last().is_none_or(|&(_, e)| e < last as isize)) {
                 out.push((from as isize, (from + reach) as isize));
             }

@@ -103,7 +103,7 @@ fn rounded(x: ArrayD<f64>, dtype: DType) -> ArrayD<f64> {
     f64s(&Tensor::from_ndarray(x, Device::Cpu).unwrap().to_dtype(dtype).unwrap())
 }
 
-/// Compares every scan of integers along every dim exactly.
+/// Compares every scan of integers along every dim with plain loops. Results must be equal.
 #[track_caller]
 fn check(t: &Tensor) {
     let x = f64s(t);

@@ -1,4 +1,4 @@
-//! Sorting, searching and counting, compared with std.
+//! Sorting, searching and counting, compared with std's sort and plain loops.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -292,7 +292,7 @@ fn sorts_support_every_dtype_and_special_values() {
         let mut want = ends;
         want.sort();
         assert_eq!(values.to_vec::<i64>().unwrap(), want);
-        // Zeros keep their sign.
+        // Sorting keeps the sign of zeros.
         let zeros = Tensor::from_slice(&[0f32, -0.0], 2, device).unwrap().sort(0, false).unwrap().0;
         assert_eq!(
             zeros.to_vec::<f32>().unwrap().iter().map(|z| z.is_sign_negative()).collect::<Vec<_>>(),

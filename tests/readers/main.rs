@@ -188,7 +188,7 @@ fn pickles_with_shared_values_take_bounded_memory() {
     assert_refused(read(&nested_lists(40, 2)), "nested too deep");
     assert_refused(read(&b"(".repeat(1 << 20)), "too many values");
     assert_refused(read(&b"]".repeat(1 << 20)), "too many values");
-    // A list that contains itself.
+    // A list that contains itself is refused.
     assert_refused(
         read(&pickled_snapshot("allocator_settings", &[&b"}("[..], &text("a"), b"]q\x00h\x00au"].concat())),
         "too deep",

@@ -45,7 +45,7 @@ const EDGE_NUMBERS: [u64; 14] = [
 /// Separators of text formats, and bytes that are not valid text.
 const SEPARATORS: &[u8] = b"()[]{},:'\"->.0 \n#-\x00\x80\xff";
 
-/// Maximum length of mutated inputs in bytes. Without it, repeated duplication would let inputs grow without bound.
+/// Maximum length of mutated inputs in bytes. Without a maximum, repeated duplication would let inputs grow without limit.
 const MAX_BYTES: usize = 1 << 17;
 
 /// Returns one of the valid inputs with one to six edits.

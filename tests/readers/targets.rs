@@ -1,6 +1,6 @@
 //! Every reader of files and text as a function of bytes, for these tests and for the fuzz targets of `fuzz/`.
 
-#![allow(dead_code)] // each target of `fuzz/` uses one of the functions
+#![allow(dead_code)] // each target of `fuzz/` uses only one of the functions
 
 use std::cell::RefCell;
 use std::fs;
@@ -137,7 +137,7 @@ pub fn einsum(bytes: &[u8]) {
     });
 }
 
-/// Name of a file in the program cache.
+/// Name of a file in the program cache, which the checksum covers.
 pub const CACHE_FILE: &str = "0000000000000000000000000000000000000000000000000000000000000000.tuning";
 
 pub fn cache(bytes: &[u8]) {

@@ -61,7 +61,7 @@ impl Value {
         self.at.iter().map(|&i| list[i]).collect()
     }
 
-    /// Sets each element k to `f(k)`.
+    /// Sets the element at row-major index k to `f(k)`, for each k.
     pub fn write(&self, f: impl Fn(usize) -> f64) {
         let mut list = self.list.borrow_mut();
         self.at.iter().enumerate().for_each(|(k, &i)| list[i] = f(k));
@@ -85,7 +85,7 @@ impl Value {
         self.at.windows(2).all(|two| two[1] == two[0] + 1)
     }
 
-    /// Whether two elements share a position.
+    /// Whether two elements have the same position in the list.
     pub fn repeats(&self) -> bool {
         let mut at = self.at.clone();
         at.sort_unstable();

@@ -1,4 +1,4 @@
-//! Runs a program step by step in the interpreter and on every device.
+//! Runs a random program step by step in the interpreter and on every device.
 
 use claystone::{DType, Device, Result, Tensor};
 
@@ -273,7 +273,7 @@ impl Run {
         }
     }
 
-    /// Compares every tensor with the interpreter's value.
+    /// Compares every tensor with the interpreter's value, on every device.
     pub fn check(&self) {
         for (tensors, device) in self.tensors.iter().zip(&self.devices) {
             for (i, (t, value)) in tensors.iter().zip(&self.values).enumerate() {

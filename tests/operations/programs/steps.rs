@@ -28,7 +28,7 @@ pub enum Fold {
 /// A step of a program. Fields that select a value are taken modulo the number of values, so that every program is valid.
 #[derive(Debug, Clone)]
 pub enum Step {
-    /// Creates a tensor of numbers that depend on the seed.
+    /// Creates a tensor whose elements depend on the seed.
     New {
         shape: Vec<usize>,
         seed: u8,
@@ -160,7 +160,7 @@ pub fn pair(what: Pair, x: f64, y: f64) -> f64 {
         Pair::Mul => x * y,
         Pair::Maximum => x.max(y),
     };
-    made.clamp(-BOUND, BOUND) + 0.0 // no negative zeros
+    made.clamp(-BOUND, BOUND) + 0.0 // adding 0 turns -0 into 0
 }
 
 pub fn single(what: Single, x: f64) -> f64 {
