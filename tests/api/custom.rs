@@ -174,7 +174,7 @@ fn kernel_writes_count_as_changes() {
     }
 }
 
-/// `x * factor` with a user's OpenCL kernel, forward and backward.
+/// An operation that computes `x * factor` with a user-defined OpenCL kernel, forward and backward.
 struct Scaled(f32);
 
 impl CustomOp for Scaled {
@@ -204,7 +204,7 @@ fn kernels_can_be_differentiable_operations() {
     }
 }
 
-/// `x * y²`. Its backward reads both inputs, and computes gradients only for inputs that need a gradient.
+/// An operation that computes `x * y²`. Its backward reads both inputs, and computes gradients only for inputs that need one.
 struct Product {
     twice: bool,
 }
@@ -232,7 +232,7 @@ impl CustomOp for Product {
     }
 }
 
-/// The exponential. Its backward reads the result.
+/// An operation that computes `exp(x)`. Its backward reads the result of the forward.
 struct Exp;
 
 impl CustomOp for Exp {

@@ -216,7 +216,7 @@ fn views_and_layers_that_overflow() {
         assert_eq!(one.as_strided([0, 3], &[7, 1], 1).unwrap().sum((), false).unwrap().item::<f32>().unwrap(), 0.0);
         refused(d, &["memory"], || Conv2d::new(1, 1, [m, 4], ConvOptions::default(), d).map(drop));
         refused(d, &["memory"], || MultiheadAttention::new(m, 1, d).map(drop));
-        // A list of 2^60 tensors, and index lists of 2^60 rows.
+        // Results that do not fit in memory: a list of 2^60 tensors, and index lists of 2^60 rows.
         refused(d, &["tensor_split"], || one.tensor_split(1 << 60, 0));
         refused(d, &["do not fit in memory"], || Tensor::tril_indices(1 << 60, 2, 0, d));
         assert_eq!(Tensor::tril_indices(1 << 60, 2, 2 - (1 << 60), d).unwrap().numel(), 2 * 3);

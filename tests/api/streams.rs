@@ -289,7 +289,7 @@ fn memory_is_not_reused_if_stream_markers_fail() {
     let (side, main) = (Stream::new(device).unwrap(), Stream::current(device).unwrap());
     for markers in [0, 1, 2, 5] {
         let x = Tensor::zeros(&[n], device).unwrap();
-        with_stream(&side, || Tensor::full(&[n], 7, device).unwrap().add_scalar_(1).map(drop)).unwrap(); // compiles the kernels before faults are injected
+        with_stream(&side, || Tensor::full(&[n], 7, device).unwrap().add_scalar_(1).map(drop)).unwrap(); // compiles the kernels
         side.wait_stream(&main).unwrap();
         device.synchronize().unwrap();
         faults.delay("clEnqueueNDRangeKernel", 300_000);

@@ -12,8 +12,8 @@ pub fn gpus(test: &str) -> Vec<Device> {
     gpus_with("gpu", test)
 }
 
-/// Like [`gpus`], for kernels whose last work-group reads the other work-groups' results. GPUs without the memory fence that this needs use
-/// other kernels.
+/// Like [`gpus`], for kernels whose last work-group reads the other work-groups' results. GPUs without the memory fence that such
+/// kernels need use other kernels.
 pub fn fenced_gpus(test: &str) -> Vec<Device> {
     gpus_with("gpu+fence", test)
 }

@@ -21,8 +21,8 @@ fn stored(v: f64, dtype: DType) -> f64 {
     }
 }
 
-/// Checks `batch` products [m, k] x [k, n]. Both operands start at element `at`; the second has a gap of `pad` elements after each
-/// line in memory.
+/// Checks `batch` products [m, k] x [k, n]. Both operands start at element `at` of their storage. In memory, the second has a gap
+/// of `pad` elements after each row (if `transposed`, each column).
 fn check(device: Device, dtype: DType, [batch, m, n, k]: [usize; 4], transposed: bool, [at, pad]: [usize; 2]) {
     let what = format!("{batch} of {m} x {k} x {n} of {dtype} at {at}, {pad} longer, transposed: {transposed}");
     let (lines, length) = if transposed { (n, k) } else { (k, n) };

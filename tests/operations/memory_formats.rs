@@ -242,7 +242,7 @@ fn values_do_not_depend_on_the_memory_format() {
         {
             assert!(like.unwrap().is_contiguous_in(LAST));
         }
-        // An element's random number depends on its index, not on its position in memory.
+        // The random number for an element depends on the element's index, not on its position in memory.
         let dropped = |x: &Tensor| values(&with_generator(&Generator::new(7), || x.dropout(0.5)).unwrap());
         assert_eq!(dropped(&y), dropped(&right));
         let sums =

@@ -173,7 +173,7 @@ fn native_norms_take_one_launch_each_way() {
     });
 }
 
-/// Weights and biases whose length differs from the row's are errors, whether they are shorter or longer.
+/// A weight or bias whose length differs from that of a row is an error, whether it is shorter or longer.
 #[test]
 fn mismatched_weights_and_biases_are_errors() {
     each_device(|device| {

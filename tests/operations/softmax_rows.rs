@@ -274,8 +274,8 @@ fn gradients_of_short_rows_in_blocks() {
     }
 }
 
-/// Among eleven rows, one contains an infinity, one only negative infinities, one a NaN, one a single negative infinity, and one
-/// very large numbers.
+/// Returns logits in which, of every eleven rows, one contains an infinity, one only negative infinities, one a NaN, one a single
+/// negative infinity, and one very large numbers.
 fn extreme(n: usize, classes: usize, dtype: DType) -> Tensor {
     let mut all = values(&logits(&[n, classes], dtype, Device::Cpu));
     for (r, row) in all.chunks_mut(classes).enumerate() {

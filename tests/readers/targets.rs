@@ -137,7 +137,7 @@ pub fn einsum(bytes: &[u8]) {
     });
 }
 
-/// Name of a file in the program cache, which the checksum covers.
+/// A file name in the program cache. The checksum of a cache file covers its name and contents.
 pub const CACHE_FILE: &str = "0000000000000000000000000000000000000000000000000000000000000000.tuning";
 
 pub fn cache(bytes: &[u8]) {
