@@ -1,5 +1,5 @@
-//! The three allocators, a user-defined allocator, and the environment variable that selects one. Allocators are global to the
-//! process, so each test runs in a child process of its own.
+//! The three built-in allocators, a user-defined allocator, and the environment variable that selects an allocator. Allocators
+//! belong to the whole process, so each test runs in its own child process.
 
 use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
@@ -41,7 +41,7 @@ fn is_child() -> bool {
     std::env::var_os("CLAYSTONE_CHILD").is_some()
 }
 
-/// Computes sums with several intermediate results, all of them freed.
+/// Computes sums with several intermediate results, and frees them all.
 fn work(device: Device) {
     let x = common::iota(&[64, 64], device);
     for _ in 0..3 {
@@ -53,7 +53,7 @@ fn work(device: Device) {
     }
 }
 
-/// Checks the statistics of an allocator without live blocks.
+/// Checks the statistics of an allocator that has no live blocks, and returns them.
 fn check_idle(device: Device) -> DeviceStats {
     let stats = device.memory_stats().unwrap();
     assert_eq!(stats.allocated_bytes.current, 0, "{stats}");
@@ -64,7 +64,7 @@ fn check_idle(device: Device) -> DeviceStats {
     stats
 }
 
-/// In a child: computes on every device and prints the allocator and the numbers of created and held segments.
+/// Runs in a child process: computes on every device and prints the allocator's name and the numbers of created and held segments.
 #[test]
 fn tensors_work_with_every_allocator() {
     if !is_child() {
@@ -112,7 +112,7 @@ fn the_environment_selects_the_allocator() {
     }
 }
 
-/// In a child with invalid settings: prints the error of every first use.
+/// Runs in a child process with invalid settings: prints the error of each device's first use.
 #[test]
 fn first_uses_report_invalid_settings() {
     if !is_child() {
@@ -151,7 +151,7 @@ fn invalid_settings_are_errors_at_the_first_use() {
     }
 }
 
-/// Logs allocations and frees, and forwards them to another allocator.
+/// An allocator that logs allocations and frees, and forwards them to another allocator.
 #[derive(Debug)]
 struct LogsAllocations {
     inner: Arc<dyn Allocator>,
@@ -199,7 +199,7 @@ impl Allocator for LogsAllocations {
     }
 }
 
-/// In a child: replaces each device's allocator several times while tensors are live.
+/// Runs in a child process: replaces each device's allocator several times while tensors are live.
 #[test]
 fn allocators_can_be_replaced() {
     if !is_child() {
@@ -207,7 +207,7 @@ fn allocators_can_be_replaced() {
         return;
     }
     common::each_device(|device| {
-        let first = common::iota(&[100], device); // from the default allocator
+        let first = common::iota(&[100], device); // allocated by the default allocator
         for backend in ["direct", "pool", "caching"] {
             let config: Config = format!("backend:{backend}").parse().unwrap();
             let inner = storage::build_allocator(storage::driver(device).unwrap(), config).unwrap();
@@ -241,14 +241,14 @@ fn allocators_of_other_devices_are_refused() {
         let error = storage::set_allocator(device, allocator).unwrap_err().to_string();
         assert!(error.contains(&theirs.to_string()) && error.contains(&device.to_string()), "{error}");
     }
-    // The simulated device's allocator belongs to a device number that does not exist.
+    // The allocator of a simulated device is refused for a device that does not exist, and for the CPU.
     let sim = Arc::new(storage::Sim::new(storage::SimOptions::default()));
     let allocator = storage::build_allocator(sim, Config::default()).unwrap();
     assert!(matches!(storage::set_allocator(Device::OpenCL(99), allocator.clone()), Err(Error::NoDevice { .. })));
     assert!(matches!(storage::set_allocator(Device::Cpu, allocator), Err(Error::Invalid { .. })));
 }
 
-/// In a child: checks the contents of new tensors.
+/// Runs in a child process: checks that uninitialized tensors contain the configured fill value.
 #[test]
 fn new_tensors_hold_the_fill_value() {
     if !is_child() {
@@ -262,7 +262,7 @@ fn new_tensors_hold_the_fill_value() {
                 let bytes = Tensor::empty(&[n], (DType::U8, device)).unwrap().to_vec::<u8>().unwrap();
                 assert!(bytes.iter().all(|byte| *byte == expected), "{n} on {device}");
                 let dirty = Tensor::ones(&[n], (DType::U8, device)).unwrap();
-                assert_eq!(dirty.to_vec::<u8>().unwrap()[n - 1], 1); // the next tensor may reuse these bytes
+                assert_eq!(dirty.to_vec::<u8>().unwrap()[n - 1], 1); // frees these bytes, which the next tensor may reuse
             }
         }
         let floats = Tensor::empty(&[5], (DType::F64, device)).unwrap().to_vec::<f64>().unwrap();
@@ -281,7 +281,7 @@ fn new_tensors_can_be_filled_with_zeros_or_junk() {
     }
 }
 
-/// In a child with guards: operations do not write beyond their blocks.
+/// Runs in a child process with guard bytes: checks that operations do not write beyond their blocks.
 #[test]
 fn operations_keep_guards_intact() {
     if !is_child() {
@@ -300,12 +300,12 @@ fn operations_keep_guards_intact() {
             assert_eq!(common::vec(&outer)[n * n - 1], ((n - 1) * (n - 1)) as f32);
         }
         assert_eq!(device.guard_violations().unwrap(), 0, "on {device}");
-        // Writes beyond a block on purpose.
+        // Writes beyond a block on purpose, which the guard check must report.
         let allocator = storage::allocator(device).unwrap();
         let block = allocator.allocate(100, StreamId::DEFAULT).unwrap();
         let place = block.location();
         let driver = storage::driver(device).unwrap();
-        // SAFETY: the test alone uses the block and its guards.
+        // SAFETY: only this test uses the block and its guards.
         unsafe { driver.write(&[0], (place.segment().memory(), place.offset() + 112)) }.unwrap();
         drop(place);
         allocator.deallocate(block);
@@ -324,7 +324,7 @@ fn guards_find_writes_beyond_a_block() {
     }
 }
 
-/// In a child: features of the caching allocator are reachable through the device, even if another allocator wraps it.
+/// Runs in a child process: features of the caching allocator can be used through the device, even if another allocator wraps it.
 #[test]
 fn callbacks_observers_and_pools_are_available_by_device() {
     if !is_child() {

@@ -1,4 +1,4 @@
-//! Source lines in memory histories without call stacks: each block has the line that called the crate.
+//! Memory histories without call stacks: each block records the source line that called the crate.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -21,7 +21,7 @@ fn stop_recording(device: Device) {
     device.record_memory_history(HistoryOptions::default().enabled(Recording::Off)).unwrap();
 }
 
-/// Innermost frames of all allocations since recording began.
+/// Returns the innermost frame of each allocation since recording began.
 fn allocation_frames(device: Device) -> Vec<Option<Frame>> {
     let snapshot = device.memory_snapshot().unwrap();
     let entries = snapshot.device_traces.last().unwrap().iter();
@@ -29,7 +29,7 @@ fn allocation_frames(device: Device) -> Vec<Option<Frame>> {
     made.map(|entry| entry.frames.first().cloned()).collect()
 }
 
-/// Checks that each one-line expression allocates, and that all its blocks have the expression's line.
+/// Checks that each expression, on a line of its own, allocates, and that all its blocks record that line.
 macro_rules! each_of_its_line {
     ($device:expr; $($expression:expr;)+) => {
         let mut line = line!();
@@ -203,7 +203,7 @@ fn layers_and_optimizers_have_the_callers_line() {
         let step = (line!(), sgd.step()).0;
         let lines = |frames: Vec<Option<Frame>>| frames.iter().map(|f| f.as_ref().map(|f| f.line)).collect::<Vec<_>>();
         assert!(lines(allocation_frames(d)).iter().all(|&line| line == Some(step)), "{d}");
-        // A closure inside a layer: its allocations have the closure's own line, as in a call stack.
+        // Allocations in a closure that a layer calls record the closure's own line, as they do in a call stack.
         start_recording(d, false);
         act.forward(&x).unwrap();
         assert_eq!(lines(allocation_frames(d)), [Some(line_of_func)], "{d}");
@@ -211,7 +211,8 @@ fn layers_and_optimizers_have_the_callers_line() {
     });
 }
 
-/// Allocations of a backward pass have the line that started it. Those of a user-defined backward have their own lines.
+/// Allocations of a backward pass record the line that started the pass. Allocations of a user-defined backward record their own
+/// lines.
 #[test]
 fn backward_allocations_have_the_callers_line() {
     struct Twice;

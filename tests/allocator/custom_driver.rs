@@ -1,6 +1,7 @@
-//! A user-defined driver whose segments are ranges of a mapped file.
+//! A user-defined driver that takes segments from a mapped file.
 //!
-//! Random operations run on allocators over this driver and check contents. CPU tensors are stored in the file too.
+//! Random allocations, frees and writes run on allocators over this driver, and contents are checked. CPU tensors are stored in
+//! such a file too.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -18,15 +19,15 @@ use crate::common;
 /// Page size in bytes.
 const PAGE_BYTES: usize = 4096;
 
-/// A mapped file. Each segment takes a range of it.
+/// A mapped file. Each segment occupies a range of the file.
 #[derive(Debug)]
 struct MappedFile {
     map: MmapRaw,
-    /// The ranges in use, by start and end.
+    /// The ranges in use: start and end in bytes.
     taken: Mutex<BTreeMap<usize, usize>>,
 }
 
-/// Range of a segment, released on drop.
+/// The range of a segment, which becomes free on drop.
 struct Range {
     file: Arc<MappedFile>,
     start: usize,
@@ -53,7 +54,7 @@ impl FileDriver {
         self.0.taken.lock().unwrap().iter().map(|(start, end)| (end - start) as u64).sum()
     }
 
-    /// Pointer to `bytes` bytes of a segment.
+    /// Returns a pointer to `bytes` bytes at an offset of a segment.
     fn at(&self, (memory, offset): At<'_>, bytes: usize) -> Result<*mut u8> {
         let outside =
             || Error::Invalid { op: "file", reason: format!("{bytes} bytes at {offset} are not in a segment") };
@@ -66,8 +67,8 @@ impl FileDriver {
     }
 }
 
-// SAFETY: segments are page-aligned ranges of the file that do not overlap, and they stay mapped while they live. Each call
-// completes its work before it returns.
+// SAFETY: segments are page-aligned ranges of the file that do not overlap, and the file stays mapped while a segment exists. Each
+// call completes its work before it returns.
 unsafe impl Driver for FileDriver {
     fn device(&self) -> Device {
         Device::Cpu
@@ -81,7 +82,7 @@ unsafe impl Driver for FileDriver {
         self.0.map.len()
     }
 
-    /// Takes the first sufficient gap between ranges.
+    /// Takes the first gap between ranges that is large enough.
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
         let mut taken = self.0.taken.lock().unwrap();
         let mut start = 0;
@@ -98,7 +99,8 @@ unsafe impl Driver for FileDriver {
         drop(taken);
         let first = NonNull::new(self.0.map.as_mut_ptr().wrapping_add(start)).unwrap();
         let range = Range { file: Arc::clone(&self.0), start };
-        // SAFETY: the range is inside the file, stays mapped while the range lives, and no other segment has these bytes.
+        // SAFETY: the range is inside the file, which stays mapped while the range exists, and no other segment contains these
+        // bytes.
         unsafe { Memory::of_host(first, bytes, range) }.map_err(Failure::Other)
     }
 
@@ -147,23 +149,24 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
 
 fn fill(driver: &FileDriver, block: &Block, tag: u8) {
     let place = block.location();
-    // SAFETY: the test alone uses the block.
+    // SAFETY: only this test uses the block.
     unsafe { driver.write(&vec![tag; block.requested()], (place.segment().memory(), place.offset())) }.unwrap();
 }
 
 fn check(driver: &FileDriver, block: &Block, tag: u8) {
     let place = block.location();
     let mut found = vec![0; block.requested()];
-    // SAFETY: the test alone uses the block.
+    // SAFETY: only this test uses the block.
     unsafe { driver.read((place.segment().memory(), place.offset()), &mut found) }.unwrap();
     assert!(found.iter().all(|&byte| byte == tag), "{block:?} has lost its {tag}");
 }
 
-/// Checks that live blocks keep their contents and that statistics equal the bytes taken from the file.
+/// Runs the actions on an allocator, and checks that live blocks keep their contents and that the statistics equal the bytes taken
+/// from the file.
 fn check_random_actions(config: &str, actions: &[Action]) {
     let driver = FileDriver::new(16 << 20);
     let config: Config = config.parse().unwrap();
-    let guarded = config.guard_bytes; // guards count as requested bytes
+    let guarded = config.guard_bytes; // guard bytes count as requested bytes
     let allocator = build_allocator(Arc::new(driver.clone()), config).unwrap();
     let mut live: Vec<(Block, u8)> = Vec::new();
     for (i, &action) in actions.iter().enumerate() {
@@ -235,7 +238,7 @@ fn memory_knows_its_owner_and_refuses_unaligned_addresses() {
     drop(memory);
     assert_eq!(driver.bytes_taken(), 0);
     let odd = NonNull::new(driver.0.map.as_mut_ptr().wrapping_add(64)).unwrap();
-    // SAFETY: the call refuses the address, so that the memory is not used.
+    // SAFETY: the call refuses the misaligned address, so the memory is not used.
     let error = unsafe { Memory::of_host(odd, 64, ()) }.unwrap_err().to_string();
     assert!(error.contains("512"), "{error}");
     assert_eq!(Marker::new(7_u32).get::<u32>(), Some(&7));
@@ -262,7 +265,7 @@ fn cpu_tensors_are_stored_in_the_file() {
         bytes.windows(8).any(|eight| eight == bytemuck::bytes_of(&[9998.0_f32, 9999.0])),
         "the file has the values"
     );
-    // The file is full before the machine's memory is, and all values are intact.
+    // An allocation fails when the file is full, although the machine has more memory. All values are intact.
     assert!(matches!(Tensor::zeros(4 << 20, Device::Cpu), Err(Error::OutOfMemory { .. })));
     assert_eq!(x.sum((), false).unwrap().item::<f32>().unwrap(), 49_995_000.0);
     assert_eq!(before.sum((), false).unwrap().item::<f32>().unwrap(), 1000.0);

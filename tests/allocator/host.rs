@@ -1,4 +1,4 @@
-//! Host arrays from `to_host` and `into_host`: their values, their memory, and their fixed address.
+//! Host arrays from `to_host` and `into_host`: values, memory and fixed address.
 
 use claystone::{DType, Device, Element, Error, HostArray, Result, Tensor, storage};
 use half::{bf16, f16};
@@ -7,7 +7,7 @@ use crate::common::{devices, iota, serial_guard};
 
 const MIB: usize = 1 << 20;
 
-/// Numbers of allocations from the CPU's allocator and from the system.
+/// Returns the number of allocations from the CPU's allocator, and the number of allocations by that allocator from the system.
 fn allocation_counts() -> (u64, u64) {
     let stats = Device::Cpu.memory_stats().unwrap();
     (stats.allocation.allocated, stats.num_device_alloc)
@@ -17,12 +17,12 @@ fn address<T: Element>(host: &HostArray<T>) -> usize {
     host.as_ptr().addr()
 }
 
-/// Segment and offset of the tensor's block.
+/// Returns the segment and the offset in bytes of the tensor's block.
 fn block_position(t: &Tensor) -> (Option<u64>, usize) {
     (t.storage().allocation().segment(), t.storage().allocation().offset())
 }
 
-/// Checks that `to_host` and `into_host` give the values of `to_vec`, and that the array converts back to an equal tensor.
+/// Checks that `to_host` and `into_host` give the values that `to_vec` gives, and that the array converts back to an equal tensor.
 fn check_host_arrays<T: Element>(t: &Tensor) {
     let values = t.to_vec::<T>().unwrap();
     for host in [t.to_host::<T>().unwrap(), t.shallow_clone().into_host().unwrap()] {
@@ -54,9 +54,9 @@ fn check_all_views<T: Element>(of: impl Fn(usize) -> T, device: Device) -> Resul
     let t = Tensor::from_vec(values, [5, 7, 3], device)?;
     shows(t.permute(&[2, 0, 1])?);
     shows(t.narrow(1, 2, 4)?.flip(1)?);
-    shows(t.select(0, -1)?); // contiguous with an offset
+    shows(t.select(0, -1)?); // a contiguous view with an offset
     shows(t.narrow(0, 2, 0)?);
-    shows(t.select(0, 1)?.select(0, 1)?.select(0, 1)?); // zero-dimensional
+    shows(t.select(0, 1)?.select(0, 1)?.select(0, 1)?); // a zero-dimensional view
     Ok(())
 }
 
@@ -110,7 +110,7 @@ fn into_host_does_not_copy_the_last_handle() -> Result<()> {
 fn into_host_copies_values_saved_for_backward() -> Result<()> {
     let _guard = serial_guard();
     let x = iota(&[7], Device::Cpu).requires_grad_(true)?;
-    let y = x.exp()?; // its backward needs its result
+    let y = x.exp()?; // the backward of exp reads its result, so `into_host` must copy
     let z = y.sum((), false)?;
     let want = y.to_vec::<f32>()?;
     let mut host = y.into_host::<f32>()?;
@@ -118,7 +118,7 @@ fn into_host_copies_values_saved_for_backward() -> Result<()> {
     z.backward()?;
     assert_eq!(x.grad().unwrap().to_vec::<f32>()?, want);
     assert!(!host.into_tensor().requires_grad());
-    // After the node is gone, a result saved only by its own node has a single handle.
+    // After the autograd node is dropped, only `y` refers to the result that the node saved.
     let y = x.exp()?;
     let before = allocation_counts();
     assert_eq!(y.into_host::<f32>()?[..], want);
@@ -146,7 +146,7 @@ fn host_arrays_reuse_memory() -> Result<()> {
 #[test]
 fn compaction_does_not_move_host_arrays() -> Result<()> {
     let _guard = serial_guard();
-    // There are two segments for 40 blocks of 300 KiB each. The host arrays are in one of them.
+    // Two segments hold 40 blocks of 300 KiB each. The host arrays are in one of these segments.
     let segments = (0..2).map(|_| Tensor::empty([12 * MIB / 4], Device::Cpu)).collect::<Result<Vec<_>>>()?;
     drop(segments);
     let n = 300 << 8;
@@ -164,7 +164,7 @@ fn compaction_does_not_move_host_arrays() -> Result<()> {
     for (i, t) in tensors.iter().enumerate().filter_map(|(i, t)| Some((i, t.as_ref()?))) {
         assert!(t.to_host::<f32>()?.iter().all(|&x| x == i as f32), "{i}");
     }
-    // A block that belongs to a tensor again can be moved.
+    // A block of a host array that was converted back to a tensor can be moved again.
     let back: Vec<(usize, Tensor)> = hosts.into_iter().map(|(i, host)| (i, host.into_tensor())).collect();
     let places: Vec<_> = back.iter().map(|(_, t)| block_position(t)).collect();
     tensors.clear();
@@ -176,7 +176,7 @@ fn compaction_does_not_move_host_arrays() -> Result<()> {
     Ok(())
 }
 
-/// Other threads change arrays while compaction moves the blocks around them.
+/// Other threads change host arrays while compaction moves the blocks around the arrays.
 #[test]
 fn host_arrays_can_move_to_other_threads() -> Result<()> {
     let _guard = serial_guard();
@@ -220,7 +220,7 @@ fn failed_conversions_change_nothing() -> Result<()> {
             let Some(Error::DTypeMismatch { op, lhs, rhs }) = error else { panic!("{error:?}") };
             assert!(["to_host", "into_host"].contains(&op) && (lhs, rhs) == (DType::F32, DType::I64));
         }
-        // More elements than the memory can hold.
+        // A view with more elements than memory can hold.
         let huge = t.unsqueeze(1)?.expand([4, 1_i64 << 50])?;
         assert!(huge.to_host::<f32>().is_err() && huge.into_host::<f32>().is_err());
         assert_eq!(Device::Cpu.memory_stats()?.allocated_bytes.current, before);

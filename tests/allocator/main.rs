@@ -1,6 +1,7 @@
-//! Device memory from the user's view: allocators, statistics, plans, snapshots, replays and exhaustion.
+//! Device memory from the user's view: allocators, statistics, plans, snapshots, replays and exhausted memory.
 //!
-//! Statistics are global to the process: a test that uses a device takes [`common::serial_guard`] or runs in a child process.
+//! Statistics belong to the whole process: a test that checks a device's statistics takes [`common::serial_guard`] or runs in a
+//! child process.
 
 #[path = "../common/mod.rs"]
 mod common;

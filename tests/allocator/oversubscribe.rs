@@ -1,8 +1,8 @@
-//! Exhausted memory on real devices: the allocation fails without other effects, freed memory is available at once, and
+//! Exhausted memory on real devices: the allocation fails without other effects, freed memory can be allocated at once, and
 //! compaction moves scattered blocks while other threads work.
 //!
-//! Discrete GPUs are filled completely. Other devices share the machine's memory and get a small limit. Limits and allocators
-//! are global to the process, so every test runs in its own process.
+//! The tests fill discrete GPUs completely. Other devices share the machine's memory and get a small memory limit. Limits and
+//! allocators belong to the whole process, so every test runs in its own process.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -16,7 +16,7 @@ use crate::common::{devices, each_device, in_own_process, vec};
 
 const MIB: usize = 1 << 20;
 
-/// Bytes that can be allocated on a device.
+/// Returns how many bytes can be allocated on a device.
 fn capacity(device: Device) -> usize {
     let info = device.info().unwrap();
     if info.kind == DeviceKind::DiscreteGpu {
@@ -26,14 +26,14 @@ fn capacity(device: Device) -> usize {
     192 * MIB
 }
 
-/// A tensor of `n` bytes, all equal to `value`. Only the allocation may fail.
+/// Returns a tensor of `n` bytes, all equal to `value`. The allocation may fail; other errors panic.
 fn bytes(n: usize, value: usize, device: Device) -> claystone::Result<Tensor> {
     let t = Tensor::empty([n], (DType::U8, device))?;
     t.fill_(value as i64).expect("the memory is there once it was given");
     Ok(t)
 }
 
-/// Checks a tensor made by [`bytes`] at both ends and in the middle.
+/// Checks the first, the middle and the last element of a tensor made by [`bytes`].
 #[track_caller]
 fn assert_bytes(t: &Tensor, value: usize) {
     let n = t.numel();
@@ -67,7 +67,7 @@ fn exhausted_memory_fails_only_the_allocation() {
             assert!(held.len() >= 13, "{} of 16 parts before {error}", held.len());
             assert_eq!(device.memory_stats().unwrap().num_ooms, before + 1);
 
-            // All live tensors can be used and read, and the device works.
+            // Despite the failed allocation, all live tensors can be used and read, and the device works.
             for t in &held {
                 t.add_scalar_(1).unwrap();
             }
@@ -78,7 +78,7 @@ fn exhausted_memory_fails_only_the_allocation() {
             }
             assert_eq!(vec(&witness), [7.0; 1000]);
 
-            // After half of the tensors are dropped, each new allocation succeeds at the first call.
+            // After half of the tensors are dropped, each new allocation succeeds without a retry.
             let most = held.len();
             let mut keep = (round..).map(|i| i % 2 == 0);
             held.retain(|_| keep.next().unwrap());
@@ -90,13 +90,13 @@ fn exhausted_memory_fails_only_the_allocation() {
             again.iter().zip(held.len()..).for_each(|(t, i)| assert_bytes(t, 100 + i));
             held.iter().zip(values).for_each(|(t, value)| assert_bytes(t, value.into()));
             drop(again);
-            // Restores the values for the next round.
+            // Restores the values that the next round expects.
             held.iter().enumerate().for_each(|(i, t)| _ = t.fill_(i as i64).unwrap());
         }
     });
 }
 
-/// Values that identify the tensor and the position.
+/// Returns numbers that identify the tensor (`seed`) and the position in the tensor.
 fn test_values(n: usize, seed: usize) -> Vec<i32> {
     (0..n).map(|i| (i * 7 + seed * 1_000_003) as i32).collect()
 }
@@ -105,14 +105,15 @@ fn block_position(t: &Tensor) -> (Option<u64>, usize) {
     (t.storage().allocation().segment(), t.storage().allocation().offset())
 }
 
-/// Cuts one segment into blocks, frees every second block, and requests more than any gap and than the rest of the limit.
+/// Divides one segment into blocks, frees every second block, and requests more than any gap and more than the rest of the limit.
+/// The request succeeds only if compaction joins the gaps.
 #[test]
 fn scattered_blocks_are_compacted() {
     if !in_own_process("oversubscribe::scattered_blocks_are_compacted") {
         return;
     }
     each_device(|device| {
-        // Segments as in PyTorch are cut into blocks.
+        // In the PyTorch configuration, segments are divided into blocks.
         let config = "segments:pytorch,memory_limit_mb:192".parse().unwrap();
         let caching = CachingAllocator::new(storage::driver(device).unwrap(), config).unwrap();
         storage::set_allocator(device, Arc::new(caching)).unwrap();
@@ -160,7 +161,7 @@ fn scattered_blocks_are_compacted() {
     });
 }
 
-/// Threads launch, read and write while another thread repeatedly compacts all memory.
+/// Threads launch kernels, read and write while another thread repeatedly compacts all memory.
 #[test]
 fn work_continues_during_compaction() {
     if !in_own_process("oversubscribe::work_continues_during_compaction") {
@@ -189,7 +190,7 @@ fn work_continues_during_compaction() {
     }
 }
 
-/// Keeps tensors of known values; changes, copies and replaces them until stopped.
+/// Keeps tensors with known values; changes, copies and replaces the tensors until `stop` is set.
 fn run_worker(device: Device, thread: usize, stop: &AtomicBool, moved: &AtomicUsize) {
     let mut random = 12345 + thread;
     let mut next = move |n: usize| {

@@ -1,4 +1,5 @@
-//! Plans: a training step served from a plan, steps that deviate, and a check on a simulated device that blocks do not overlap.
+//! Memory plans: a training step whose allocations a plan serves, steps that deviate from the plan, and a check on a simulated
+//! device that blocks do not overlap.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -36,7 +37,7 @@ impl Training {
         Training { net, sgd, x, y }
     }
 
-    /// A training step on the first `rows` rows.
+    /// Runs a training step on the first `rows` rows, and returns the loss.
     fn step(&mut self, rows: usize) -> Result<f32> {
         self.sgd.zero_grad();
         let (x, y) = (self.x.narrow(0, 0, rows)?, self.y.narrow(0, 0, rows)?);
@@ -47,7 +48,7 @@ impl Training {
     }
 }
 
-/// Runs, hits and misses since `before`.
+/// Returns the plan's runs, hits and misses since `before`.
 fn stats_since(before: PlanStats, plan: &Plan) -> (u64, u64, u64) {
     let now = plan.stats();
     (now.runs - before.runs, now.hits - before.hits, now.misses - before.misses)
@@ -64,7 +65,7 @@ fn training_steps_under_a_plan_reserve_the_planned_bytes() {
         drop(plain);
 
         let mut training = Training::new(device);
-        let mut got = vec![training.step(32).unwrap()]; // warm-up: allocates everything that persists
+        let mut got = vec![training.step(32).unwrap()]; // warm-up: allocates all memory that outlives a step
         let (loss, mut plan) = Plan::record(device, || training.step(32)).unwrap();
         got.push(loss.unwrap());
         assert!(plan.blocks() > 5 && plan.arena() > 0 && plan.lower_bound() <= plan.arena(), "{plan}");
@@ -122,7 +123,7 @@ fn other_batch_sizes_are_misses_with_correct_results() {
     });
 }
 
-/// A chain of temporary tensors; the last one is the result.
+/// Computes a chain of temporary tensors and returns the last one.
 fn chain(x: &Tensor, steps: usize) -> Result<Tensor> {
     (0..steps).try_fold(x.shallow_clone(), |y, _| y.add_scalar(1)?.mul_scalar(2))
 }
@@ -184,7 +185,7 @@ fn panics_end_a_run() {
         assert_eq!(plan.stats().hits, hits, "after the panic the plan no longer serves");
         assert_eq!(plan.run(step), want);
         assert_eq!(stats_since(PlanStats::default(), &plan), (2, hits + plan.blocks() as u64, 0));
-        // A panic while recording gives no plan and does not affect the next recording.
+        // If the closure panics while it is recorded, no plan is made, and the next recording works.
         assert!(catch_unwind(AssertUnwindSafe(|| Plan::record(device, panics))).is_err());
         assert_eq!(Plan::record(device, step).unwrap().1.blocks(), plan.blocks());
     });
@@ -227,30 +228,30 @@ fn plans_apply_to_the_recorded_stream_only() {
         assert_eq!(with_stream(&side, || plan.run(step)), want);
         assert_eq!(stats_since(PlanStats::default(), &plan), (1, plan.blocks() as u64, 0), "on {device}");
         assert_eq!(plan.run(step), want);
-        // Host memory does not belong to a stream.
+        // Host memory is not tied to a stream, so on the CPU the run on the other stream counts as hits too.
         let hits = plan.blocks() as u64 * if device == Device::Cpu { 2 } else { 1 };
         assert_eq!(stats_since(PlanStats::default(), &plan), (2, hits, 0), "on {device}");
     });
 }
 
-/// Operations of a step on the simulated device.
+/// Operations in a step on the simulated device.
 #[derive(Debug, Clone, Copy)]
 enum Op {
-    /// Allocates a block of the given bytes on one of two streams.
+    /// Allocates a block on a stream. The fields are the size in bytes and the stream (0 or 1).
     Make(usize, u32),
-    /// Frees one of the step's blocks, selected by the number.
+    /// Frees one of the step's blocks, which the number selects.
     Free(usize),
-    /// Keeps one of the step's blocks beyond the end of the step.
+    /// Keeps one of the step's blocks (which the number selects) beyond the end of the step.
     Keep(usize),
-    /// Frees one of the kept blocks.
+    /// Frees one of the kept blocks, which the number selects.
     FreeKept(usize),
-    /// Uses one of the step's blocks on the other stream.
+    /// Uses one of the step's blocks (which the number selects) on the other stream.
     Share(usize),
 }
 
 type LiveBlock = (Arc<dyn Allocator>, Block, StreamId, u32);
 
-/// A simulated device with memory contents, its allocator, and the blocks that outlive their step.
+/// A simulated device with the contents of its memory, its allocator, and the blocks that outlive their step.
 struct SimulatedDevice {
     sim: Sim,
     allocator: Arc<dyn Allocator>,
@@ -266,7 +267,7 @@ impl SimulatedDevice {
         SimulatedDevice { sim, allocator, kept: Vec::new(), tag: 0 }
     }
 
-    /// Checks that the block still has its tag after all commands that use it, and frees the block.
+    /// Checks that the block still has its tag after all commands that use the block, and frees the block.
     fn free(&self, (allocator, block, stream, tag): LiveBlock) {
         self.sim.check_tag(stream, &block, tag).unwrap();
         allocator.deallocate(block);
@@ -309,7 +310,7 @@ impl SimulatedDevice {
         live.into_iter().rev().for_each(|block| self.free(block));
     }
 
-    /// Checks that the simulation found no violations and that all memory is released.
+    /// Checks that the simulation found no violations, and that all memory is released.
     fn finish(mut self) {
         std::mem::take(&mut self.kept).into_iter().for_each(|block| self.free(block));
         self.sim.synchronize().unwrap();
@@ -340,7 +341,7 @@ fn op(pure: bool) -> BoxedStrategy<Op> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 2 } else { 128 }))]
 
-    /// Runs a recorded step with inserted, removed and replaced operations.
+    /// Runs a recorded step in which operations are inserted, removed or replaced.
     #[test]
     fn steps_that_deviate_never_overlap(
         ops in prop::collection::vec(op(false), 1..80),
@@ -365,7 +366,7 @@ proptest! {
         world.finish();
     }
 
-    /// Repeated runs of a recorded step need neither allocator searches nor driver calls.
+    /// Repeated runs of a recorded step neither search the allocator's free lists nor call the driver.
     #[test]
     fn steps_that_repeat_need_no_search(ops in prop::collection::vec(op(true), 1..80)) {
         let mut world = SimulatedDevice::new();
@@ -385,7 +386,7 @@ proptest! {
     }
 }
 
-/// If ten requests in the middle of a step change their size, only these are misses.
+/// If ten requests in the middle of a step change their size, only these ten are misses.
 #[test]
 fn a_plan_finds_its_place_again() {
     let mut world = SimulatedDevice::new();
@@ -402,7 +403,7 @@ fn a_plan_finds_its_place_again() {
     world.finish();
 }
 
-/// Empty blocks have no position in the arena; they must not make other blocks overlap.
+/// Blocks of zero bytes have no offset in the arena, so they must not make other blocks overlap.
 #[test]
 fn empty_blocks_take_no_space_in_the_arena() {
     let world = SimulatedDevice::new();
@@ -420,7 +421,7 @@ fn empty_blocks_take_no_space_in_the_arena() {
     world.finish();
 }
 
-/// Snapshots distinguish the memory of a plan from other memory.
+/// Snapshots mark the memory of a plan.
 #[test]
 fn snapshots_name_the_arena() {
     let mut world = SimulatedDevice::new();
@@ -442,7 +443,7 @@ fn snapshots_name_the_arena() {
     world.finish();
 }
 
-/// If the device has no room for the arena, the allocator serves the step's blocks one by one.
+/// If the device has no contiguous memory for the arena, the allocator serves the step's blocks one by one.
 #[test]
 fn no_room_for_the_arena_is_a_run_of_misses() {
     let mut world = SimulatedDevice::new();
@@ -450,7 +451,7 @@ fn no_room_for_the_arena_is_a_run_of_misses() {
     let allocator = Arc::clone(&world.allocator);
     let (_, mut plan) = Plan::record_on(Arc::clone(&allocator), StreamId::DEFAULT, |a| world.step(a, &ops));
     world.step(&allocator, &[Op::Make(300 << 10, 0), Op::Keep(0)]);
-    world.sim.set_others((7 << 20) + (150 << 10)); // room for two more blocks, but not in one piece
+    world.sim.set_others((7 << 20) + (150 << 10)); // room for two more blocks, but not for one block of their size
     allocator.empty_cache().unwrap();
     plan.run_on(|a| world.step(a, &ops[..1]));
     assert_eq!(stats_since(PlanStats::default(), &plan), (1, 0, 1));

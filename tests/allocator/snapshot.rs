@@ -1,4 +1,4 @@
-//! Snapshots taken during training: they are consistent and equal for every reader.
+//! Snapshots taken during training: they are consistent, and all readers read the same contents.
 
 use std::path::Path;
 use std::process::Command;
@@ -12,7 +12,7 @@ use claystone::{DType, Device, Result, Tensor, manual_seed};
 
 use crate::common::{each_device, in_own_process};
 
-/// Trains a small network and takes the snapshot in the last step, between forward and backward.
+/// Trains a small network for some steps, and takes a snapshot in the last step between forward and backward.
 fn snapshot_in_training(device: Device, steps: usize) -> Result<Snapshot> {
     manual_seed(1);
     let options = (DType::F32, device);
@@ -35,10 +35,10 @@ fn snapshot_in_training(device: Device, steps: usize) -> Result<Snapshot> {
     Ok(snapshot.expect("at least one step"))
 }
 
-/// The file as loaded by Python's pickle and printed as JSON. `None` without Python.
+/// Returns the file as loaded by Python's pickle and printed as JSON. `None` without Python.
 fn load_with_python(file: &Path) -> Option<String> {
     let script = "import json, pickle, sys; print(json.dumps(pickle.load(open(sys.argv[1], 'rb'))))";
-    let output = Command::new("python3").args(["-c", script]).arg(file).output().ok()?; // fails without Python
+    let output = Command::new("python3").args(["-c", script]).arg(file).output().ok()?; // without Python, this fails
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "Python does not read the pickle: {error}");
     Some(String::from_utf8(output.stdout).expect("JSON is UTF-8"))
@@ -75,13 +75,14 @@ fn snapshots_during_training_are_consistent() -> Result<()> {
         let count =
             |action, context: &str| trace.iter().filter(|e| e.action == action && e.compile_context == context).count();
         assert!(count(TraceAction::Alloc, "forward") >= 3 * 2, "{device}: two layers, three times");
-        // Two steps allocated the hidden layer's gradient. The snapshot precedes the last backward.
+        // Two steps ran a backward pass, and each allocated the hidden layer's gradient. The snapshot was taken before the last
+        // backward pass.
         assert_eq!(count(TraceAction::Alloc, "backward"), 2, "{device}");
         assert!(count(TraceAction::FreeCompleted, "backward") > 0, "{device}: backward frees activations");
         assert_eq!(count(TraceAction::Snapshot, ""), 1, "{device}");
         assert!(count(TraceAction::SegmentAlloc, "") + count(TraceAction::SegmentAlloc, "forward") > 0, "{device}");
 
-        // Activations needed by backward are live and have the stack of their creation.
+        // Activations that backward reads are live, and record the call stack of their creation.
         let blocks = snapshot.segments.iter().flat_map(|s| &s.blocks);
         let kept =
             blocks.filter(|b| b.state == BlockState::ActiveAllocated && b.frames.iter().any(|f| f.name == "forward"));
@@ -98,7 +99,7 @@ fn snapshots_during_training_are_consistent() -> Result<()> {
         let active = snapshot.segments.iter().map(SegmentInfo::active_size).sum::<u64>();
         assert_eq!((free.reserved, free.total_free), (reserved, reserved - active), "{device}");
 
-        // Most events are overwritten. The remaining events are consistent with the blocks.
+        // With only 40 entries, most events are overwritten. The remaining events must be consistent with the blocks.
         device.record_memory_history(HistoryOptions::default().max_entries(40).clear_history(true)).unwrap();
         let snapshot = snapshot_in_training(device, 20).unwrap();
         check(&snapshot, device, &format!("{name}-overflow")).unwrap();

@@ -1,4 +1,4 @@
-//! Call stacks in memory histories identify the line of a leak.
+//! Call stacks in memory histories identify the source line of a leak.
 
 use std::path::Path;
 use std::thread;
@@ -10,7 +10,7 @@ use claystone::{DType, Device, Result, Tensor};
 
 use crate::common::{devices, each_device, in_own_process};
 
-/// Bytes of the leak, more than any other tensor of the tests.
+/// Size of the leaked tensor in bytes, more than any other tensor of these tests.
 const LEAK_BYTES: usize = 3 << 20;
 
 #[inline(never)]
@@ -79,7 +79,7 @@ fn stacks_identify_the_line_of_a_leak() {
             assert!(text.contains(&format!("3.00 MiB        1  {}", frames[0])), "{device}: {text}");
             assert!(text.contains(&format!("stacks.rs:{line})")), "{device}: {text}");
         }
-        // The event has the same stack as the block. Frees have a stack too.
+        // The allocation event has the same call stack as the block. Free events have a call stack too.
         let number = snapshot.device_traces.len() - 1;
         let trace = &snapshot.device_traces[number];
         let leaks =
@@ -92,7 +92,7 @@ fn stacks_identify_the_line_of_a_leak() {
             entry.frames.first().is_some_and(|f| is_function_in_this_file(f, "work"))
         };
         assert!(trace.iter().filter(freed).any(here), "{device}");
-        // Stacks contain only frames of this program and user annotations.
+        // Stacks contain only frames of this program and user annotations, and no frames of the crate.
         let inner = frames(&snapshot).find(|frame| !frame.filename.contains("tests/") && frame.name != "leaks here");
         assert_eq!(inner, None, "{device}");
         record(device, HistoryOptions::default().enabled(Recording::Off));
@@ -133,7 +133,7 @@ fn context_levels_select_events_with_stacks() {
     }
 }
 
-/// User code called within operations, and other threads, have their own stacks.
+/// Closures that operations call, and other threads, record their own call stacks.
 #[test]
 fn callbacks_and_threads_have_their_own_stacks() {
     use claystone::autograd::{CustomOp, OpContext};

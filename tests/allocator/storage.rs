@@ -1,4 +1,4 @@
-//! Device memory from the user's view: storages live as long as their tensors, and statistics show it.
+//! Device memory from the user's view: storages exist as long as their tensors, as statistics show.
 
 use std::thread;
 
@@ -10,7 +10,7 @@ use crate::common::serial_guard;
 
 const MIB: usize = 1 << 20;
 
-/// Statistics, with checks of invariants.
+/// Returns a device's statistics after checking their invariants.
 fn stats(device: Device) -> DeviceStats {
     let s = device.memory_stats().unwrap();
     assert!(s.requested_bytes.current <= s.allocated_bytes.current);
@@ -72,7 +72,8 @@ fn the_steady_state_makes_no_driver_allocations() -> claystone::Result<()> {
     Ok(())
 }
 
-/// Allocates until an error, and checks that the error is OutOfMemory, that other tensors are intact and memory is reusable.
+/// Allocates tensors until an error. Checks that the error is OutOfMemory, that other tensors are intact, and that freed memory can
+/// be allocated again.
 fn exhaust(device: Device, piece: usize, most: usize) -> claystone::Result<()> {
     let witness = Tensor::full([1000], 7.0, device)?;
     let before = stats(device);
@@ -106,13 +107,13 @@ fn out_of_memory_is_a_recoverable_error() -> claystone::Result<()> {
         device.empty_cache()?;
         let memory = device.info()?.memory;
         if memory == 0 {
-            continue; // a fraction of unknown memory is undefined
+            continue; // without a known memory size, a fraction of it is undefined
         }
         device.set_memory_fraction((200 * MIB) as f64 / memory as f64)?;
         let result = exhaust(device, 24 * MIB, 10);
         device.set_memory_fraction(1.0)?;
         result?;
-        // On a discrete GPU all memory is allocated, until the driver itself refuses.
+        // On a discrete GPU, allocates until the driver refuses more memory.
         if device.info()?.kind == DeviceKind::DiscreteGpu {
             exhaust(device, memory as usize / 16, 16)?;
         }
@@ -153,7 +154,7 @@ fn empty_tensors_take_no_memory() -> claystone::Result<()> {
     Ok(())
 }
 
-/// Two streams alternate and wait for each other. They share memory, and the host does not wait.
+/// Two streams alternate and wait for each other. They reuse each other's freed memory, and the host does not wait.
 #[test]
 fn streams_share_memory_without_host_waits() -> claystone::Result<()> {
     let _guard = serial_guard();
@@ -172,7 +173,7 @@ fn streams_share_memory_without_host_waits() -> claystone::Result<()> {
         let sums = (0..32).map(step).collect::<claystone::Result<Vec<_>>>()?;
         let after = stats(device);
         assert_eq!(after.num_sync_all_streams, before.num_sync_all_streams, "{device}");
-        // A round uses 9 MiB. Separate memory per stream would take 18 MiB, and memory without reuse 288 MiB.
+        // One round uses 9 MiB. With separate memory for each stream, 18 MiB would be needed; without reuse, 288 MiB.
         let grown = after.reserved_bytes.current - before.reserved_bytes.current;
         assert!(grown <= 60 * MIB as u64, "{grown} bytes on {device}");
         device.synchronize()?;

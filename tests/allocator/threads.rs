@@ -1,10 +1,11 @@
-//! Many threads on one or several devices: correct values, no deadlock, no leaks.
+//! Many threads on one or several devices: correct values, no deadlocks, no leaks.
 
 use claystone::{Device, Tensor, nn::Linear, nn::Module};
 
 use crate::common::{devices, in_own_process, serial_guard};
 
-/// Creates, computes, views, clones, converts, trains and drops. Values depend on `seed`, which differs per thread.
+/// Creates, computes, views, clones, converts, trains and drops tensors. The values depend on `seed`, which differs between
+/// threads.
 fn work(device: Device, seed: usize) {
     let shared = Tensor::zeros(&[8], device).unwrap();
     for round in 0..12 {
@@ -35,7 +36,7 @@ fn eight_threads_compute_correct_values() {
     }
     let all = devices();
     for groups in all.iter().map(|d| vec![*d]).chain([all.clone()]) {
-        // One tensor that all threads read and write through separate views.
+        // One tensor on each device that all threads read and write through separate views.
         let common: Vec<Tensor> = groups.iter().map(|d| Tensor::zeros(&[8, 1000], *d).unwrap()).collect();
         std::thread::scope(|scope| {
             for t in 0..8 {

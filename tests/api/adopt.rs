@@ -1,4 +1,4 @@
-//! Adopts contexts and queues of other OpenCL code as devices.
+//! Adopts contexts and queues that other OpenCL code created as claystone devices.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -24,7 +24,7 @@ struct Caller {
     queue: Handle,
     /// A buffer of `N` floats.
     buffer: Handle,
-    /// A kernel that slowly replaces each x of `N` floats by 3 x + 1.
+    /// A kernel that slowly replaces each element x of `N` floats by 3 x + 1.
     kernel: Handle,
 }
 
@@ -49,21 +49,21 @@ impl Caller {
     }
 
     fn adopt(&self) -> Result<Device> {
-        // SAFETY: live handles from the OpenCL loader.
+        // SAFETY: the handles are valid and come from the OpenCL loader.
         unsafe { Device::adopt(self.context, self.device, self.queue) }
     }
 
-    /// Enqueues a write of the whole buffer. The values are 'static because the write does not block.
+    /// Enqueues a non-blocking write of the whole buffer. The values are 'static, so they exist until the write is done.
     fn write(&self, values: &'static [f32]) {
         let from = values.as_ptr().cast::<c_void>();
         // SAFETY: `values` has as many bytes as the buffer and is 'static.
         unsafe { queues::enqueue_write_buffer(self.queue, self.buffer, 0, 0, BYTES, from, 0, ptr::null()) }.unwrap();
     }
 
-    /// Enqueues the kernel on the floats of a buffer from a byte offset on.
+    /// Enqueues the kernel on `N` floats of a buffer, starting at a byte offset.
     fn run(&self, buffer: Handle, offset: usize) {
         let (first, size) = (offset as u64 / 4, N);
-        // SAFETY: the arguments match the kernel's parameters, and the buffer contains the floats.
+        // SAFETY: the arguments match the kernel's parameters, and the buffer contains `N` floats from the offset on.
         unsafe {
             cl3::kernel::set_kernel_arg(self.kernel, 0, size_of::<Handle>(), ptr::from_ref(&buffer).cast()).unwrap();
             cl3::kernel::set_kernel_arg(self.kernel, 1, 8, ptr::from_ref(&first).cast()).unwrap();
@@ -81,7 +81,7 @@ impl Caller {
         }
     }
 
-    /// Reads floats of a buffer from a byte offset on, after the commands in the queue.
+    /// Reads `N` floats of a buffer, starting at a byte offset, after the earlier commands in the queue.
     fn read(&self, buffer: Handle, offset: usize) -> Vec<f32> {
         let mut values = vec![0f32; N];
         let to = values.as_mut_ptr().cast();
@@ -108,7 +108,7 @@ impl Caller {
     }
 }
 
-/// The devices of each platform.
+/// Returns the devices of each platform.
 fn platforms() -> Vec<Vec<Handle>> {
     let platforms = cl3::platform::get_platform_ids().unwrap();
     platforms.into_iter().map(|p| get_device_ids(p, CL_DEVICE_TYPE_ALL).unwrap_or_default()).collect()
@@ -118,7 +118,7 @@ fn ramp() -> &'static [f32] {
     (0..N).map(|i| (i % 100) as f32).collect::<Vec<_>>().leak()
 }
 
-/// Alternates between commands of the caller and of claystone, without waiting in between.
+/// Alternates between OpenCL commands of the caller and claystone operations, without waiting in between.
 fn check_round_trip(caller: &Caller, device: Device) {
     let want = |f: fn(f32) -> f32| ramp().iter().map(|&x| f(x)).collect::<Vec<_>>();
     caller.write(ramp());
@@ -127,7 +127,7 @@ fn check_round_trip(caller: &Caller, device: Device) {
     caller.run(caller.buffer, 0);
     assert_eq!(x.add_scalar(0.5).unwrap().to_vec::<f32>().unwrap(), want(|x| 6.0 * x + 1.5));
     assert_eq!(caller.read(caller.buffer, 0), want(|x| 6.0 * x + 1.0));
-    // The caller's kernel runs on a tensor made here, which is a part of a buffer of claystone's allocator.
+    // The caller's kernel runs on a tensor of claystone, whose memory starts at an offset in a buffer of claystone's allocator.
     let ballast = Tensor::zeros(100, device).unwrap();
     let y = Tensor::from_slice(ramp(), N, device).unwrap().add_scalar(1.0).unwrap();
     let (buffer, offset) = y.storage().export_cl().unwrap();
@@ -136,7 +136,7 @@ fn check_round_trip(caller: &Caller, device: Device) {
     caller.run(buffer, offset);
     assert_eq!(caller.read(buffer, offset), want(|x| 3.0 * (3.0 * x + 4.0) * (3.0 * x + 4.0) + 1.0));
     assert_eq!(ballast.to_vec::<f32>().unwrap(), [0.0; 100]);
-    // Another stream waits for the adopted queue.
+    // Another stream waits for the commands in the adopted queue.
     caller.run(caller.buffer, 0);
     let side = Stream::new(device).unwrap();
     side.wait_stream(&Stream::current(device).unwrap()).unwrap();
@@ -147,7 +147,7 @@ fn check_round_trip(caller: &Caller, device: Device) {
 #[test]
 fn contexts_and_queues_of_other_code_can_be_adopted() {
     if !in_own_process("adopt::contexts_and_queues_of_other_code_can_be_adopted") {
-        return; // other tests count devices
+        return; // other tests count the devices of their process
     }
     for ids in platforms() {
         for &id in &ids {
@@ -163,7 +163,7 @@ fn contexts_and_queues_of_other_code_can_be_adopted() {
             check_round_trip(&caller, device);
             let ((), profile) = profile(|| check_round_trip(&caller, device)).unwrap();
             assert!(!profile.events().is_empty());
-            // A network's training step has the same losses as on other devices.
+            // A network's training step on the adopted device has the same losses as on other devices.
             let step = |device| -> Result<Vec<f32>> {
                 let x = Tensor::arange(0, 12, 1, device)?.to_dtype(DType::F32)?.reshape([3, 4])?;
                 let w = x.t()?.contiguous()?.mul_scalar(0.125)?.requires_grad_(true)?;
@@ -177,7 +177,7 @@ fn contexts_and_queues_of_other_code_can_be_adopted() {
             assert_eq!(kept.add_scalar(1.0).unwrap().numel(), N);
             device.synchronize().unwrap();
         }
-        // A context with several devices, and a queue that measures times itself.
+        // A context with several devices, and a queue that was created with profiling enabled.
         if let [_, second, ..] = ids[..] {
             let caller = Caller::new(&ids, second, queues::CL_QUEUE_PROFILING_ENABLE);
             let device = caller.adopt().unwrap();
@@ -203,7 +203,7 @@ fn invalid_handles_are_errors() {
         let before = devices();
         let caller = Caller::new(&ids[..1], ids[0], 0);
         let (context, device, queue, none) = (caller.context, caller.device, caller.queue, ptr::null_mut());
-        // SAFETY: live handles or null.
+        // SAFETY: each handle is valid or null.
         let adopt = |context, device, queue| unsafe { Device::adopt(context, device, queue) };
         assert!(error_message(adopt(none, device, queue)).contains("the context is null"));
         assert!(error_message(adopt(context, none, queue)).contains("the device is null"));

@@ -1,4 +1,4 @@
-//! Autograd features beyond a single backward: retained graphs, gradients of single tensors, higher derivatives, hooks.
+//! Autograd features besides a single backward: retained graphs, gradients of single tensors, higher derivatives, hooks.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -62,11 +62,11 @@ fn grad_returns_gradients_without_accumulating_them() {
         let h = x.mul(&w).unwrap();
         let y = h.mul(&h).unwrap().sum((), false).unwrap();
         let keep = GradOptions { retain_graph: true, ..Default::default() };
-        // For a leaf, an intermediate result, and the output itself.
+        // Gradients of a leaf, of an intermediate result, and of the output itself.
         let all = grad_with_options(&[&y], &[&w, &h, &y], keep).unwrap();
         let all: Vec<Vec<f32>> = all.into_iter().map(|g| vec(&g.unwrap())).collect();
         assert_eq!(all, [vec![6.0, 32.0], vec![6.0, 16.0], vec![1.0]]);
-        // Several outputs, one computed from another: their gradients add up.
+        // With several outputs that depend on `x`, the outputs' gradients add up.
         let z = h.sum((), false).unwrap();
         let both = grad_with_options(&[&y, &z], &[&x], keep).unwrap().remove(0).unwrap();
         assert_eq!(vec(&both), [2.0 * 9.0 + 3.0, 2.0 * 2.0 * 16.0 + 4.0]);
@@ -74,7 +74,7 @@ fn grad_returns_gradients_without_accumulating_them() {
         let options = GradOptions { grad_outputs: &[&given], ..keep };
         assert_eq!(vec(grad_with_options(&[&h], &[&x], options).unwrap()[0].as_ref().unwrap()), [3.0, 40.0]);
         assert!(x.grad().is_none() && w.grad().is_none());
-        // The rest of the graph still exists.
+        // With `retain_graph`, earlier calls kept the graph, so another gradient can be computed.
         grad(&[&y], &[&h]).unwrap();
         let unused = leaf(&[1.0], d);
         let message = |r: Result<Vec<Tensor>>| r.unwrap_err().to_string();
@@ -92,7 +92,7 @@ fn grad_returns_gradients_without_accumulating_them() {
 
 type Function = fn(&[Tensor]) -> Result<Tensor>;
 
-/// Compares second derivatives with central differences of the first.
+/// Compares second derivatives with central differences of the first derivatives.
 #[test]
 fn second_derivatives_match_finite_differences() {
     let cases: &[(&str, Function, &[&[usize]])] = &[
@@ -148,7 +148,7 @@ trait Rows {
 }
 
 impl Rows for Tensor {
-    /// The product of two columns.
+    /// Returns the elementwise product of columns 0 and 1.
     fn prod_of_rows(&self) -> Result<Tensor> {
         self.select(1, 0)?.mul(&self.select(1, 1)?)
     }
@@ -167,7 +167,7 @@ fn derivatives_of_any_order_are_exact() {
     });
 }
 
-/// The critic's loss of a WGAN with a gradient penalty; compares the weights' gradient with finite differences.
+/// Trains with a WGAN critic's loss with a gradient penalty, and compares the gradient of the weights with finite differences.
 #[test]
 fn gradient_penalties_can_be_trained() {
     each_device(|d| {
@@ -189,7 +189,8 @@ fn gradient_penalties_can_be_trained() {
         loss(&net).unwrap().backward().unwrap();
         for p in 0..net.parameters().len() {
             let parameters = net.parameters();
-            // The last bias shifts every score equally: the scores give it a gradient, the penalty does not.
+            // For the last bias, which shifts every score equally, only the scores contribute to the gradient and the penalty does
+            // not.
             let got = parameters[p].grad().unwrap().to_vec::<f64>().unwrap();
             let values = parameters[p].to_vec::<f64>().unwrap();
             let shape = parameters[p].shape().clone();
@@ -207,7 +208,7 @@ fn gradient_penalties_can_be_trained() {
                 assert!((got[k] - want).abs() < 1e-7, "parameter {p}, {k}: {} instead of {want} on {d}", got[k]);
             }
         }
-        // Also with an optimizer that moves the parameters into flat buffers.
+        // The loss also decreases with an optimizer, which moves the parameters into flat buffers.
         let before = loss(&net).unwrap().item::<f64>().unwrap();
         let mut sgd = Sgd::new(net.parameters_mut(), SgdConfig { lr: 0.05, ..Default::default() }).unwrap();
         for _ in 0..10 {
@@ -247,7 +248,7 @@ fn hessian_vector_products_match_finite_differences() {
     });
 }
 
-/// An operation that does not declare its backward as differentiable.
+/// An operation whose backward is not declared as differentiable.
 struct Opaque;
 
 impl CustomOp for Opaque {
@@ -288,7 +289,7 @@ fn hooks_can_change_gradients_and_be_removed() {
         let y = x.mul_scalar(2).unwrap();
         let double = y.register_hook(|g| g.mul_scalar(2).map(Some)).unwrap();
         let again = y.register_hook(|g| g.add_scalar(1).map(Some)).unwrap();
-        // With two uses of a tensor, the hook is called once with the sum of both gradients.
+        // If a tensor is used twice, the tensor's hook is called once, with the sum of both gradients.
         let loss = y.add(&x).unwrap().add(&y).unwrap().sum((), false).unwrap();
         loss.backward_with_options(KEEP).unwrap();
         assert_eq!(*seen.lock().unwrap(), [[11.0, 11.0]], "2 * (2 * 2 + 1) + 1 on {d}");
@@ -310,7 +311,8 @@ fn hooks_can_change_gradients_and_be_removed() {
     });
 }
 
-/// With a hook between two layers, the second layer's launch must not include the derivative of the first layer's activation.
+/// If there is a hook between two layers, the second layer's backward kernel must not include the derivative of the first layer's
+/// activation, because the hook needs the gradient before this derivative.
 #[test]
 fn hooks_and_retained_gradients_disable_fusion() {
     each_device(|d| {
@@ -365,7 +367,8 @@ fn anomaly_detection_names_the_operation() {
     });
 }
 
-/// A graph that its own leaves refer to through their gradients is freed with the gradients.
+/// With `create_graph`, the gradients of leaves refer to the graph and the graph to its leaves. Dropping the gradients frees the
+/// graph.
 #[test]
 fn graphs_of_gradients_are_freed() {
     static ALIVE: AtomicUsize = AtomicUsize::new(0);
@@ -396,10 +399,10 @@ fn graphs_of_gradients_are_freed() {
     assert_eq!(ALIVE.load(Relaxed), 0, "nothing holds the graph");
 }
 
-/// Layers with dropout compute the same numbers with and without checkpoints.
+/// Layers with dropout compute the same numbers with and without checkpoints, because recomputation draws the same random numbers.
 #[test]
 fn checkpoints_compute_and_draw_the_same_numbers() {
-    // In its own process, because other tests draw from the process's generator.
+    // Runs in its own process, because other tests draw from the process-wide random generator.
     if !in_own_process("autograd::checkpoints_compute_and_draw_the_same_numbers") {
         return;
     }
@@ -431,7 +434,7 @@ fn checkpoints_compute_and_draw_the_same_numbers() {
         assert_eq!(calls.swap(0, Relaxed), 1);
         assert_eq!(run(true), plain, "on {d}");
         assert_eq!(calls.load(Relaxed), 2, "once more in backward");
-        // Later draws continue the same sequence.
+        // Random numbers drawn after the checkpoint continue the same sequence.
         manual_seed(5);
         let outer = {
             let layer = layer.clone();
@@ -462,7 +465,7 @@ fn checkpoints_support_second_derivatives_and_hooks() {
     let held = w.shallow_clone();
     checkpoint(move |_| held.square(), &[]).unwrap().sum((), false).unwrap().backward().unwrap();
     assert_eq!((fired.load(Relaxed), vec(&w.grad().unwrap())), (1, vec![2.0, 4.0]));
-    // If no input requires a gradient nothing is recorded, and an input that is returned unchanged stays the same tensor.
+    // If no input requires a gradient, a checkpoint records nothing, and an input that is returned unchanged stays the same tensor.
     assert!(!checkpoint(|x| x[0].exp(), &[&w.detach()]).unwrap().requires_grad());
     assert!(checkpoint(|x| Ok(x[0].shallow_clone()), &[&w]).unwrap().is_leaf());
     let x = w.mul_scalar(1).unwrap();

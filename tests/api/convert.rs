@@ -1,4 +1,4 @@
-//! Conversions from and to slices, vectors and ndarray, and copies between devices.
+//! Conversions from and to slices, vectors and ndarray arrays, and copies between devices.
 
 use claystone::{DType, Device, Element, Error, Result, Tensor, autograd::gradcheck};
 use half::{bf16, f16};
@@ -109,7 +109,7 @@ fn ndarrays_of_any_layout_can_be_converted() {
         assert_eq!(take(Array2::zeros((0, 3))).shape().dims(), [0, 3]);
         assert_eq!(Tensor::from_ndarray(ndarray::arr0(2.5f32), device).unwrap().item::<f32>().unwrap(), 2.5);
     });
-    // Arrays that are returned always have the standard layout.
+    // `to_ndarray` returns arrays in standard (row-major) layout, even if the tensor was made from another layout.
     let t = Tensor::from_ndarray(array![[1i64, 2], [3, 4]].reversed_axes(), Device::Cpu).unwrap();
     assert!(t.to_ndarray::<i64>().unwrap().is_standard_layout());
 }
@@ -175,7 +175,7 @@ fn cat_and_stack() -> Result<()> {
     gradcheck(|x| Tensor::stack(x, 1)?.mul(&weights)?.sum((), false), &[f64s(&a)?, f64s(&a)?], 1e-6)
 }
 
-/// Large enough for the CPU's blocked copy and for several work-groups; sizes at block edges.
+/// The tensors are large enough for the CPU's blocked copy and for several work-groups; sizes are at block edges.
 #[test]
 fn transposed_copies_match_index_arithmetic() {
     each_device(|device| {
@@ -205,7 +205,8 @@ fn transposed_copies_match_index_arithmetic() {
     });
 }
 
-/// Large enough for transfers in pieces or by all threads; after pending work, and from an offset.
+/// The tensors are large enough that a transfer is split into pieces or between all threads. Also tests transfers after pending
+/// work, and from an offset.
 #[test]
 fn large_transfers_are_complete() {
     each_device(|device| {

@@ -1,4 +1,4 @@
-//! User-defined operations: kernels in OpenCL C, operations with their own backward, formulas with their own derivatives.
+//! User-defined operations: kernels in OpenCL C, operations with a user-defined backward, formulas with user-defined derivatives.
 
 use claystone::autograd::{CustomOp, OpContext, gradcheck, gradgradcheck};
 use claystone::ops::Expr;
@@ -174,7 +174,7 @@ fn kernel_writes_count_as_changes() {
     }
 }
 
-/// `x * factor` with a user's OpenCL kernel, forward and backward.
+/// An operation that computes `x * factor` with a user-defined OpenCL kernel, forward and backward.
 struct Scaled(f32);
 
 impl CustomOp for Scaled {
@@ -204,7 +204,7 @@ fn kernels_can_be_differentiable_operations() {
     }
 }
 
-/// `x * y²`. Its backward reads both inputs and asks which of them need a gradient.
+/// An operation that computes `x * y²`. Its backward reads both inputs, and computes gradients only for inputs that need one.
 struct Product {
     twice: bool,
 }
@@ -232,7 +232,7 @@ impl CustomOp for Product {
     }
 }
 
-/// The exponential. Its backward reads the result.
+/// An operation that computes `exp(x)`. Its backward reads the result of the forward.
 struct Exp;
 
 impl CustomOp for Exp {
@@ -269,7 +269,8 @@ fn custom_operations_have_first_and_second_derivatives() {
         let exp = |x: &[Tensor]| Tensor::apply_op(Exp, &[&x[0]])?.mul(&x[0])?.sum((), false);
         gradcheck(exp, &inputs[..1], 1e-7).unwrap();
         gradgradcheck(exp, &inputs[..1], 1e-6).unwrap();
-        // One input requires no gradient; then none does.
+        // First only `x` requires a gradient, so backward skips the other input. Then nothing is recorded: inside `no_grad`, and
+        // without inputs that require a gradient.
         let x = inputs[0].detach().requires_grad_(true).unwrap();
         Tensor::apply_op(Product { twice: false }, &[&x, &inputs[1]])
             .unwrap()

@@ -1,11 +1,11 @@
 //! Devices: names, selection, and missing devices. Tests that depend on environment variables run the test binary again with only
-//! `devices_can_be_listed`.
+//! the test `devices_can_be_listed`.
 
 use std::process::Command;
 
 use claystone::{Device, Error};
 
-/// Runs `devices_can_be_listed` in a new process with these variables, and returns its output.
+/// Runs `devices_can_be_listed` in a new process with the given environment variables, and returns its output.
 fn listed_with(vars: &[(&str, &str)]) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["device::devices_can_be_listed", "--exact", "--nocapture"])
@@ -18,7 +18,7 @@ fn listed_with(vars: &[(&str, &str)]) -> String {
     text
 }
 
-/// The texts that a child process printed after each `what`.
+/// Returns the rest of each line of the child process's output that contains `what`.
 fn error_message<'a>(output: &'a str, what: &str) -> Vec<&'a str> {
     output.lines().filter_map(|l| l.split_once(what).map(|(_, rest)| rest.trim())).collect()
 }
@@ -27,7 +27,7 @@ fn names() -> Vec<String> {
     Device::all().iter().filter(|d| **d != Device::Cpu).map(|d| d.info().unwrap().name).collect()
 }
 
-/// Prints the lines that the other tests read. Passes in every environment.
+/// Prints lines that the other tests parse. Passes in every environment.
 #[test]
 fn devices_can_be_listed() {
     println!("\nall= {:?}", Device::all());
@@ -83,7 +83,8 @@ fn out_of_range_indices_report_the_number_of_devices() {
 
 #[test]
 fn a_missing_opencl_library_is_not_an_error() {
-    // The loader tries OPENCL_DYLIB_PATH, then the usual name, for which it finds a file that is no library.
+    // The loader tries the path in OPENCL_DYLIB_PATH, then the usual library name. Here the first file does not exist and the
+    // second is no library.
     let broken = tempfile::tempdir().unwrap();
     std::fs::write(broken.path().join("libOpenCL.so.1"), "not a library").unwrap();
     let dir = broken.path().to_str().unwrap();
@@ -102,13 +103,13 @@ fn a_missing_opencl_library_is_not_an_error() {
 fn a_loader_without_drivers_is_not_an_error() {
     let usual = listed_with(&[]);
     if error_message(&usual, "name=").is_empty() {
-        return; // perhaps there is no loader either, as in the test above
+        return; // the loader may be missing too, which the test above covers
     }
     let empty = tempfile::tempdir().unwrap();
     let text = listed_with(&[("OCL_ICD_VENDORS", empty.path().to_str().unwrap())]);
     let unmoved = error_message(&text, "name=") == error_message(&usual, "name=");
     if unmoved && error_message(&usual, "name=").iter().any(|n| n.contains("NVIDIA")) {
-        return; // NVIDIA's images have a loader that ignores OCL_ICD_VENDORS; every other loader must honour it
+        return; // NVIDIA's images have a loader that ignores OCL_ICD_VENDORS; every other loader must respect it
     }
     assert_eq!(error_message(&text, "all="), ["[Cpu]"], "{text}");
     let errors = error_message(&text, "error=");
@@ -125,7 +126,7 @@ fn environment_variable_selects_and_orders_devices() {
     let Some(last) = here.last() else { return };
     assert!(error_message(&none, "error=")[0].contains("CLAYSTONE_DEVICES=no such device"), "{none}");
     assert_eq!(error_message(&with(""), "name="), here, "empty is unset");
-    // The last device first, then all others.
+    // Selects all devices in reverse order.
     let reversed: Vec<&str> = here.iter().rev().map(String::as_str).collect();
     let text = with(&reversed.join(","));
     assert_eq!(error_message(&text, "name=")[0], last, "{text}");
@@ -133,7 +134,7 @@ fn environment_variable_selects_and_orders_devices() {
     assert_eq!(error_message(&with("0:0"), "name=").len(), 1);
 }
 
-/// With the feature `serde`, types with a text form are serialised as that text.
+/// With the feature `serde`, types that can be parsed from text are serialised as this text.
 #[test]
 fn names_are_serialised_as_text() {
     use claystone::DType;

@@ -1,4 +1,4 @@
-//! Printing, compared with PyTorch's output after replacing its names of dtypes and devices by claystone's.
+//! Printed tensors, compared with PyTorch's output, in which the names of dtypes and devices are replaced by claystone's names.
 
 use claystone::{DType, Device, Tensor, device};
 
@@ -21,7 +21,7 @@ fn notation_matches_pytorch() {
         (&[-1.0, 1000.0], "[  -1., 1000.]"),
         (&[1e8], "[100000000.]"),
         (&[2e8], "[2.0000e+08]"),
-        (&[1e-4], "[1.0000e-04]"), // the nearest f32 is slightly smaller
+        (&[1e-4], "[1.0000e-04]"), // the nearest f32 is slightly smaller than 1e-4
         (&[1e-5, 0.0], "[1.0000e-05, 0.0000e+00]"),
         (&[2e-4, 3e-4], "[0.0002, 0.0003]"),
         (&[-1e-5, 1.0], "[-1.0000e-05,  1.0000e+00]"),
@@ -35,7 +35,7 @@ fn notation_matches_pytorch() {
         (&[1e10, nan, inf], "[1.0000e+10,        nan,        inf]"),
         (&[0.00005, 0.5], "[5.0000e-05, 5.0000e-01]"),
         (&[std::f32::consts::PI], "[3.1416]"),
-        (&[0.12345, 0.00045], "[0.1235, 0.0004]"), // no exact ties: both are rounded from their f32 value
+        (&[0.12345, 0.00045], "[0.1235, 0.0004]"), // not ties: the f32 values are rounded, not the decimal numbers
         (&[0.99999], "[1.0000]"),
         (&[], "[]"),
     ] {
@@ -139,7 +139,7 @@ fn large_tensors_show_their_edges() {
             row_ = format_args!("[{}", &row[1..])
         )
     );
-    // A dim of six elements is shown completely, a dim of seven is not.
+    // In a summarized tensor, a dim of six elements is printed completely, and a dim of seven is abbreviated.
     let tall = iota(&[200, 6], Device::Cpu).narrow(0, 0, 200).unwrap();
     assert_eq!(
         tall.to_string().lines().next().unwrap(),
@@ -160,7 +160,7 @@ fn large_tensors_show_their_edges() {
 #[test]
 fn printing_reads_only_the_edges() {
     each_device(|device| {
-        // Four exabytes, of which printing reads 36 elements.
+        // An expanded tensor of 4 EiB, of which printing reads only 36 elements.
         let vast = Tensor::ones((), device).unwrap().expand([1usize << 40, 1 << 20]).unwrap();
         let (text, launches) = device::count_launches(|| vast.to_string());
         assert_eq!(text.lines().count(), 7);

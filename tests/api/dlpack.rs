@@ -1,4 +1,4 @@
-//! DLPack export and import, checked with a reader that follows the raw pointers, and with ndarray.
+//! DLPack export and import. Exported tensors are checked by reading through their raw pointers, and by ndarray's import.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -13,9 +13,9 @@ use ndarray::{Array, ArrayD, ArrayViewD, Axis, IxDyn, Slice};
 
 use crate::common::{devices, vec};
 
-/// Reads the elements in row-major order at the addresses that the description gives.
+/// Reads the elements in row-major order from the addresses that the DLPack tensor's pointer, shape and strides give.
 fn read_elements<T: Copy>(exported: &versioned::Dlpack) -> Vec<T> {
-    // SAFETY: nothing changes the description.
+    // SAFETY: nothing changes the DLPack tensor meanwhile.
     let described = unsafe { exported.tensor() };
     let checked = exported.validate_export().unwrap();
     let (shape, strides) = (checked.shape(), checked.strides().unwrap_or_default());
@@ -34,9 +34,9 @@ fn read_elements<T: Copy>(exported: &versioned::Dlpack) -> Vec<T> {
     values
 }
 
-/// Imports a tensor. Nothing else uses it at the same time.
+/// Imports a tensor. The callers guarantee that nothing else uses its memory at the same time.
 fn import<M: ManagedTensorBase + 'static>(dlpack: dlpark::Managed<M>) -> Result<Tensor> {
-    // SAFETY: nothing else uses the memory, and the description is complete.
+    // SAFETY: nothing else uses the memory, and the DLPack tensor's fields are valid.
     unsafe { DlpackMemory::new(dlpack) }.map(Tensor::from_dlpack)
 }
 
@@ -74,7 +74,7 @@ fn strides_and_offsets_survive_a_round_trip() {
         if view.numel() > 0 {
             assert_eq!(back.strides(), view.strides(), "{name}");
         }
-        // The imported tensor works in further computations.
+        // The imported tensor can be used in further operations.
         let both = [&view, &back].map(|t| vec(&t.mul_scalar(3).unwrap().sum((), false).unwrap()));
         assert_eq!(both[0], both[1], "{name}");
     }
@@ -112,7 +112,7 @@ fn ndarrays_are_imported_without_a_copy() {
     for array in [whole, odd, ArrayD::from_elem(IxDyn(&[]), 7), ArrayD::zeros(IxDyn(&[2, 0, 3]))] {
         let want = array.clone();
         let made: allocation::dynamic::Initialized<DLManagedTensorVersioned> = Box::new(array).try_into().unwrap();
-        // SAFETY: the description is that of the array.
+        // SAFETY: the fields are those of the array.
         let (managed, first) = unsafe {
             let managed = made.finish();
             let first = managed.tensor().data;
@@ -121,9 +121,9 @@ fn ndarrays_are_imported_without_a_copy() {
         let x = import(managed).unwrap();
         assert_eq!(x.to_ndarray::<i32>().unwrap(), want);
         let exported = x.to_dlpack().unwrap();
-        // SAFETY: nothing changes the description.
+        // SAFETY: nothing changes the DLPack tensor meanwhile.
         assert_eq!(unsafe { exported.tensor() }.data, first, "the same memory");
-        // A tensor can also own an array without DLPack.
+        // A tensor can also take ownership of an array without DLPack.
         let moved = want.clone();
         let place = moved.as_ptr();
         let y = Tensor::from_ndarray(moved, Device::Cpu).unwrap();
@@ -135,7 +135,7 @@ fn ndarrays_are_imported_without_a_copy() {
     }
 }
 
-/// Elements that count when they are dropped.
+/// Owns floats, and counts how often it is dropped.
 struct CountsDrops(Vec<f32>, Arc<AtomicUsize>);
 
 impl AsMut<[f32]> for CountsDrops {
@@ -156,7 +156,7 @@ fn exporter_and_importer_share_and_keep_the_memory() {
         let dropped = Arc::new(AtomicUsize::new(0));
         let x = Tensor::from_host_memory(CountsDrops(vec![1.0; 12], dropped.clone()), [3, 4], Device::Cpu).unwrap();
         let y = import(x.t().unwrap().to_dlpack().unwrap()).unwrap();
-        y.i((0, ..)).unwrap().fill_(5.0).unwrap(); // the first column of x
+        y.i((0, ..)).unwrap().fill_(5.0).unwrap(); // y is x transposed, so this fills the first column of x
         assert_eq!(vec(&x)[..5], [5.0, 1.0, 1.0, 1.0, 5.0]);
         x.mul_scalar_(2).unwrap();
         assert_eq!(vec(&y)[..4], [10.0, 10.0, 10.0, 2.0]);
@@ -167,7 +167,7 @@ fn exporter_and_importer_share_and_keep_the_memory() {
         std::thread::spawn(|| drop(second)).join().unwrap(); // dropping on another thread is allowed
         assert_eq!(dropped.load(SeqCst), 1);
     }
-    // The exported tensor alone keeps the memory, and compaction does not move it.
+    // The exported tensor alone keeps the memory alive, and compaction does not move the memory.
     let x = Tensor::arange(0, 1000, 1, Device::Cpu).unwrap();
     let exported = x.narrow(0, 10, 5).unwrap().to_dlpack().unwrap();
     drop(x);
@@ -177,7 +177,7 @@ fn exporter_and_importer_share_and_keep_the_memory() {
     assert_eq!(vec(&import(exported).unwrap().add_scalar_(1).unwrap().shallow_clone())[0], 11.0);
 }
 
-/// A description of six floats in a vector, after `change`.
+/// Returns a DLPack tensor of six floats in a vector, after `change` has modified its fields.
 fn described<M: ManagedTensorBase>(
     (shape, strides): (&[i64], &[i64]),
     change: impl FnOnce(&mut allocation::dynamic::Initialized<M>),
@@ -187,7 +187,7 @@ fn described<M: ManagedTensorBase>(
     let mut made = Dynamic::new(shape, strides).initialize_as::<M>(values).unwrap();
     made.set_data(data).set_device(DLDevice::CPU).set_dtype(DLDataType::F64);
     change(&mut made);
-    // SAFETY: an invalid description is refused before its memory is read.
+    // SAFETY: if the fields are invalid, the import is refused before the memory is read.
     unsafe { made.finish() }
 }
 
@@ -208,22 +208,22 @@ fn invalid_descriptions_are_errors() {
     refused((&[2, 3], &[1, 1]), &|_| {}, "overlap");
     refused((&[2, -3], &[3, 1]), &|_| {}, "negative");
     refused((&[3, 2], &[i64::MAX, i64::MAX]), &|_| {}, "span more bytes");
-    // Byte offsets, negative strides and unversioned descriptions are accepted.
+    // Byte offsets, negative strides and the unversioned DLPack struct are accepted.
     let layout: (&[i64], &[i64]) = (&[2, 2], &[-2, 1]);
     let x = import(described::<DLManagedTensorVersioned>(layout, |made| _ = made.set_byte_offset(24))).unwrap();
     assert_eq!(x.to_vec::<f64>().unwrap(), [3.0, 4.0, 1.0, 2.0]);
     let x = import(described::<DLManagedTensor>(fine, |_| {})).unwrap();
     assert_eq!(x.t().unwrap().to_vec::<f64>().unwrap(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
-    // Read-only memory is copied.
+    // Read-only memory is copied, so that the tensor can be changed.
     let read_only =
         described::<DLManagedTensorVersioned>(fine, |made| _ = made.set_flags(DlpackFlags::READ_ONLY).unwrap());
-    // SAFETY: nothing changes the description.
+    // SAFETY: nothing changes the DLPack tensor meanwhile.
     let place = unsafe { read_only.tensor() }.data;
     let x = import(read_only).unwrap();
     x.add_scalar_(1).unwrap();
     assert_eq!(x.to_vec::<f64>().unwrap(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     let exported = x.to_dlpack().unwrap();
-    // SAFETY: as above.
+    // SAFETY: nothing changes the DLPack tensor meanwhile.
     assert_ne!(unsafe { exported.tensor() }.data, place);
 }
 

@@ -1,4 +1,4 @@
-//! Checks statements of the documentation about the code: configuration keys, and links to tests.
+//! Checks what the documentation says about the code: configuration keys, and links to tests.
 
 use std::path::Path;
 
@@ -23,7 +23,7 @@ fn linked_tests_exist() {
     let links: Vec<(&str, &str)> = PAGE
         .split("[`")
         .skip(1)
-        .filter_map(|text| text.split_once("`](")) // a name and its file
+        .filter_map(|text| text.split_once("`](")) // a link whose text is the name of a test and whose target is a file
         .map(|(name, rest)| (name, rest.split(')').next().unwrap_or_default()))
         .filter(|(_, file)| file.ends_with(".rs"))
         .collect();

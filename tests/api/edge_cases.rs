@@ -1,4 +1,5 @@
-//! Edge cases of formulas: signed zeros, crossed bounds, constant rows, scalars. The expected values are PyTorch's.
+//! Edge cases of formulas: signed zeros, lower bounds above upper bounds, constant rows, scalars. The expected values are
+//! PyTorch's.
 
 use claystone::autograd::{GradOptions, grad, grad_with_options};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
@@ -65,7 +66,8 @@ fn xlogy_has_a_gradient_at_zero() {
     });
 }
 
-/// Formulas of |x| have no second derivative at 0, although the functions do.
+/// If these functions were computed from |x|, they would have no second derivative at 0, although the functions themselves have
+/// one.
 #[test]
 fn smooth_functions_have_second_derivatives_at_zero() {
     type Function = fn(&Tensor) -> Result<Tensor>;
@@ -113,7 +115,7 @@ fn logarithms_and_hyperbolic_functions_at_their_limits() {
         assert!(logs[..4] == [3.0, -2.0, f32::NEG_INFINITY, f32::INFINITY] && logs[4].is_nan(), "{logs:?}");
         let tens = vec(&tensor(&[1000.0, 1.0, 0.0], d).log10().unwrap());
         assert!((tens[0] - 3.0).abs() < 1e-6 && tens[1..] == [0.0, f32::NEG_INFINITY], "{tens:?}");
-        // exp(89) overflows f32, half of it does not.
+        // exp(89) overflows f32, but exp(89) / 2 does not, so the implementation must not compute exp(89) first.
         for (got, right) in [
             (tensor(&[89.0, -89.0, 30.0], d).sinh(), [89f64.sinh(), -89f64.sinh(), 30f64.sinh()]),
             (tensor(&[89.0, -89.0, 30.0], d).cosh(), [89f64.cosh(), 89f64.cosh(), 30f64.cosh()]),
@@ -135,7 +137,7 @@ fn constant_rows_have_a_zero_std_gradient() {
         assert!((vec(&std)[1] - 7f32.sqrt()).abs() < 1e-6 && vec(&std)[0] == 0.0);
         std.sum((), false).unwrap().backward().unwrap();
         let gradient = vec(&x.grad().unwrap());
-        // (x - mean) / (2 std)
+        // The expected gradient is (x - mean) / (2 std).
         let right = [0.0, 0.0, 0.0, -2.0, -1.0, 3.0].map(|dev| dev / (2.0 * 7f32.sqrt()));
         assert!(gradient.iter().zip(right).all(|(g, r)| (g - r).abs() < 1e-6), "{gradient:?}");
     });
@@ -187,7 +189,7 @@ fn errors_name_the_called_method() {
     });
 }
 
-/// Changes to 16-bit parameters between steps are not overwritten by the f32 copies that the optimizer keeps.
+/// If 16-bit parameters are changed between steps, the optimizer's f32 copies do not overwrite the change.
 #[test]
 fn parameters_can_be_changed_between_steps() {
     each_device(|d| {
@@ -214,7 +216,8 @@ fn parameters_can_be_changed_between_steps() {
     });
 }
 
-/// Each parameter counts its own steps, so a parameter's first update has step number 1.
+/// AdamW counts the steps of each parameter separately, so a parameter's first update has step number 1 even if other parameters
+/// were updated before.
 #[test]
 fn adamw_counts_the_steps_of_each_parameter() {
     each_device(|d| {
@@ -229,7 +232,7 @@ fn adamw_counts_the_steps_of_each_parameter() {
             loss.backward().unwrap();
             adamw.step().unwrap();
         }
-        // With a constant gradient, each step moves a parameter by lr.
+        // With a constant gradient, each AdamW step moves a parameter by the learning rate.
         assert!(vec(&early).iter().all(|x| (x + 5.0).abs() < 1e-3), "{early}");
         assert!(vec(&late).iter().all(|x| (x + 0.1).abs() < 1e-5), "{late}");
     });

@@ -1,4 +1,4 @@
-//! Invalid input returns one clear error, and leaves all other tensors unchanged.
+//! Invalid input returns one clear error, and all other tensors stay unchanged.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -10,7 +10,7 @@ use claystone::{ConvOptions, CrossEntropy, DType, Device, Error, MaxPoolOptions,
 
 use crate::common::{each_device, in_own_process, iota};
 
-/// Runs `bad`, expects an error that mentions all of `words`, and checks that another tensor is unchanged.
+/// Runs `bad`, expects an error whose message contains all of `words`, and checks that another tensor is unchanged.
 #[track_caller]
 fn refused<T>(device: Device, words: &[&str], bad: impl FnOnce() -> Result<T>) -> Error {
     let bystander = iota(&[5, 7], device);
@@ -104,7 +104,7 @@ fn out_of_memory_leaves_tensors_intact() {
             let words = ["out of memory", &d.to_string()];
             let e = refused(d, &words, || Tensor::zeros(shape.clone(), d));
             assert!(matches!(e, Error::OutOfMemory { .. }), "{e:?}");
-            // Sizes whose offsets would overflow cannot be views either.
+            // Sizes whose element offsets would overflow cannot be expanded to either.
             let words = if shape[0] == usize::MAX { &["expand"][..] } else { &words };
             refused(d, words, || iota(&[1], d).expand(shape.clone())?.try_clone());
         }
@@ -167,7 +167,7 @@ fn sizes_that_overflow() {
     let m = isize::MAX as usize;
     each_device(|d| {
         let (one, none) = (Tensor::ones(1, d).unwrap(), Tensor::zeros(0, d).unwrap());
-        // A size of 0 makes the product 0, which must not hide the other sizes.
+        // A dim of size 0 makes the number of elements 0, but the error about the other, too large dims must remain.
         refused(d, &["memory"], || Tensor::zeros(&[0, m, 4], d));
         refused(d, &["memory"], || Tensor::empty(&[m, 0, 4], d));
         refused(d, &["reshape"], || none.reshape([0, m, 4]));
@@ -187,7 +187,7 @@ fn formulas_with_missing_inputs() {
         let x = iota(&[2, 2], d);
         refused(d, &["map"], || Tensor::map(&[&x], |_| Expr::input(usize::MAX)));
         refused(d, &["map"], || Tensor::map(&[&x], |e| &e[0] + Expr::scalar(usize::MAX)));
-        // On integers, a float formula would be truncated or fail to compile.
+        // On integers, a float formula is refused, because its constants would be truncated or it would not compile.
         let n = x.to_dtype(DType::I64).unwrap();
         refused(d, &["linear_map", "i64"], || n.linear_map(&n, None, |z| z * 0.5));
         assert_eq!(n.linear_map(&n, None, |z| z * 2.0).unwrap().to_vec::<i64>().unwrap(), [2, 6, 6, 26]);
@@ -209,14 +209,14 @@ fn views_and_layers_that_overflow() {
     let m = isize::MAX as usize;
     each_device(|d| {
         let one = Tensor::ones(1, d).unwrap();
-        // The number of bytes overflows.
+        // The size in bytes overflows.
         refused(d, &["memory"], || one.expand(1usize << 62)?.pin_memory(d));
         refused(d, &["as_strided"], || one.as_strided([0, 3], &[isize::MIN, 1], 0));
         refused(d, &["as_strided"], || one.as_strided([0], &[1], 99));
         assert_eq!(one.as_strided([0, 3], &[7, 1], 1).unwrap().sum((), false).unwrap().item::<f32>().unwrap(), 0.0);
         refused(d, &["memory"], || Conv2d::new(1, 1, [m, 4], ConvOptions::default(), d).map(drop));
         refused(d, &["memory"], || MultiheadAttention::new(m, 1, d).map(drop));
-        // Lists with this many tensors, or this many rows.
+        // Results that do not fit in memory: a list of 2^60 tensors, and index lists of 2^60 rows.
         refused(d, &["tensor_split"], || one.tensor_split(1 << 60, 0));
         refused(d, &["do not fit in memory"], || Tensor::tril_indices(1 << 60, 2, 0, d));
         assert_eq!(Tensor::tril_indices(1 << 60, 2, 2 - (1 << 60), d).unwrap().numel(), 2 * 3);
@@ -228,7 +228,8 @@ fn views_and_layers_that_overflow() {
 #[test]
 fn windows_that_contain_only_padding() {
     each_device(|d| {
-        // Two taps with dilation 4 on an image of one element: one is before the image, the other after it.
+        // Two taps with dilation 4 on an image of one element: one tap is in the padding before the image, the other in the padding
+        // after it.
         let x = Tensor::ones([1, 1, 1], d).unwrap();
         let options = MaxPoolOptions { padding: [2, 0].into(), dilation: [4, 1], ..MaxPoolOptions::default() };
         refused(d, &["max_pool2d", "padding"], || x.max_pool2d([2, 1], options));
@@ -239,7 +240,7 @@ fn windows_that_contain_only_padding() {
     });
 }
 
-/// In its own process, because it replaces an operation that other tests use.
+/// Runs in its own process, because the test replaces an operation that other tests use.
 #[test]
 fn invalid_results_of_user_code() {
     if !in_own_process("errors::invalid_results_of_user_code") {
@@ -247,13 +248,13 @@ fn invalid_results_of_user_code() {
     }
     each_device(|d| {
         let x = iota(&[2, 3], d).requires_grad_(true).unwrap();
-        // A gradient of another dtype must not be read as the input's dtype.
+        // A gradient in another dtype is refused. Without the check, its bytes would be read as the input's dtype.
         let halves = Implementation::new(|x, _| Ok(vec![x[0].exp()?]))
             .with_backward(|_, _, grad| Ok(vec![Some(grad.to_dtype(DType::F16)?)]));
         let _kept = register("gradient_of_halves", d.into(), halves).unwrap();
         let call = || ops::call("gradient_of_halves", &[&x], &[])?[0].sum((), false)?.backward();
         refused(d, &["gradient_of_halves", "dtype"], call);
-        // Compositions check the shape that a replaced operation returns.
+        // Operations that are composed of others check the shape that a replaced operation returns.
         let short = Implementation::new(|x, _| Ok(vec![Tensor::ones(1, x[0])?]));
         let _short = register("sub", d.into(), short).unwrap();
         refused(d, &["[1]"], || x.std(1, 1, false));
@@ -283,7 +284,7 @@ fn registrations_can_own_other_registrations() {
     assert!(ops::call("held", &[&x], &[]).is_err() && ops::call("holder", &[&x], &[]).is_err());
 }
 
-/// If an in-place operation fails, the elements that it wrote before still count as changes.
+/// If an in-place operation fails halfway, its tensor counts as changed, because some elements may already be written.
 #[test]
 fn failed_in_place_operations_count_as_changes() {
     each_device(|d| {

@@ -5,7 +5,7 @@ use claystone::{DType, Device, Tensor};
 
 use crate::common::each_device;
 
-/// Gradients of results of any shape are checked element by element, and the error names the wrong element.
+/// `gradcheck` compares results of any shape element by element, and the error names the element whose gradient is wrong.
 #[test]
 fn gradients_of_results_of_any_shape_are_checked() {
     each_device(|d| {
@@ -20,7 +20,7 @@ fn gradients_of_results_of_any_shape_are_checked() {
         gradgradcheck(f, &inputs, 1e-6).unwrap();
         gradcheck(|x| x[0].narrow(0, 0, 0), &inputs, 1e-6).unwrap();
         gradcheck(|x| x[1].exp()?.reshape([1, 3, 1]), &inputs, 1e-6).unwrap();
-        // The third element's gradient is missing.
+        // The function detaches the third element, so that its gradient is missing.
         let wrong =
             |x: &[Tensor]| Tensor::cat(&[&x[1].narrow(0, 0, 2)?.exp()?, &x[1].narrow(0, 2, 1)?.detach().exp()?], 0);
         let text = gradcheck(wrong, &inputs, 1e-6).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Graphs: replays compute the same as the captured calls, on every OpenCL device.
+//! Graphs: on every OpenCL device, replays compute the same values as the captured calls.
 
 use claystone::device::count_launches;
 use claystone::nn::{Activation, Linear, Module, Sequential};
@@ -14,7 +14,7 @@ fn ramp(n: usize, shape: &[usize], scale: f32, device: Device) -> Tensor {
     Tensor::from_slice(&values, shape, device).unwrap()
 }
 
-/// Training of an MLP with fixed initial weights.
+/// The training of a multilayer perceptron with fixed initial weights.
 struct Training {
     net: Sequential,
     sgd: Sgd,
@@ -55,7 +55,8 @@ impl Training {
 
 #[test]
 fn replays_match_eager_training_steps() {
-    // Graphs capture kernels that read buffers; eager steps that read images would round differently.
+    // Graphs capture kernels that read buffers. Eager steps use buffers here too, because kernels that read images would round
+    // differently.
     with_memory_mode(MemoryMode::Buffer, train_both);
 }
 
@@ -67,7 +68,7 @@ fn train_both() {
         assert_eq!(launches, 0, "a capture launches nothing on {device}");
         assert_eq!(replayed.weights(), before, "nor changes anything");
         for step in 0..20 {
-            // A new batch in each step.
+            // Both use a new batch in each step.
             let x = ramp(32 * 40, &[32, 40], 1.0 + step as f32 / 10.0, device);
             eager.x.copy_(&x).unwrap();
             replayed.x.copy_(&x).unwrap();
@@ -78,7 +79,7 @@ fn train_both() {
         }
         assert_eq!(replayed.weights(), eager.weights(), "on {device}");
         assert!(graph.commands() >= 6 && graph.reserved_bytes() > 0);
-        // Eager steps can continue after the replays.
+        // Eager steps can continue with the graph's tensors after the replays.
         assert_eq!(vec(&replayed.step().unwrap()), vec(&eager.step().unwrap()));
     }
 }
@@ -118,7 +119,8 @@ fn graphs_keep_their_memory() {
         let x = ramp(5000, &[5000], 2.0, device);
         let values = vec(&x);
         let (graph, y) = Graph::capture(device, || x.exp()?.add_scalar(1)?.mul(&x)?.log1p()).unwrap();
-        // The input and the temporaries were dropped, but new tensors must not get their memory.
+        // The graph needs the memory of the input and of the temporaries, although they were dropped, so new tensors must not get
+        // this memory.
         drop(x);
         let others: Vec<Tensor> = (0..20).map(|i| Tensor::full(&[5000], i, device).unwrap()).collect();
         graph.replay().unwrap();
@@ -130,7 +132,7 @@ fn graphs_keep_their_memory() {
         for (i, t) in others.iter().enumerate() {
             assert_eq!(vec(t), [i as f32; 5000]);
         }
-        // After the graph is dropped its memory is reused, but the result is kept.
+        // After the graph is dropped, its memory can be reused, but the result that the user holds is kept.
         let before = vec(&y);
         drop(graph);
         drop(others);
@@ -164,7 +166,7 @@ fn graphs_replay_on_another_stream() {
 #[test]
 fn unsupported_captures_are_errors_and_change_nothing() {
     if !common::in_own_process("graph::unsupported_captures_are_errors_and_change_nothing") {
-        return; // other tests would allocate meanwhile
+        return; // other tests would change the allocator's statistics
     }
     for device in opencl() {
         let x = ramp(12, &[3, 4], 2.0, device);
@@ -189,7 +191,7 @@ fn unsupported_captures_are_errors_and_change_nothing() {
         ];
         for (word, mut case) in cases {
             let captured = Graph::capture(device, || {
-                x.add_scalar_(1)?; // would be visible below if it ran
+                x.add_scalar_(1)?; // if the failed capture ran this, the check of `x` below would fail
                 case()
             });
             let error = captured.expect_err(word);
@@ -209,7 +211,7 @@ fn unsupported_captures_are_errors_and_change_nothing() {
     assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains("call the closure"), "{error}");
 }
 
-/// Replays count as changes of the tensors that they write, also for autograd; a failed capture changes nothing.
+/// Autograd's check for in-place changes sees what a replay writes. A failed capture changes nothing.
 #[test]
 fn replays_count_as_changes() {
     for device in opencl() {
@@ -226,7 +228,8 @@ fn replays_count_as_changes() {
     }
 }
 
-/// Also for tensors that the graph allocated; a backward pass of captured results uses the values of the last replay.
+/// Replays also count as changes of results that the graph allocated. A backward pass of captured results uses the values of the
+/// last replay.
 #[test]
 fn replays_count_as_changes_of_their_results() {
     for device in opencl() {
@@ -269,7 +272,7 @@ fn kernel_errors_of_replays_are_reported() {
     }
 }
 
-/// Several operations on x, with temporaries.
+/// Runs several operations on x, which need temporary tensors.
 fn between(x: &Tensor, by: f64) -> Result<Tensor> {
     x.add_scalar(by)?.relu()?.mul_scalar(by)?.sum(1, false)
 }
@@ -282,7 +285,7 @@ fn graphs_can_share_a_memory_pool() {
         let one = first.reserved_bytes();
         let pool = first.pool().clone();
         let (second, b) = Graph::capture_in(&pool, || between(&x, 3.0)).unwrap();
-        // A result of the first graph that the second one reads is kept for replays, although the user drops it.
+        // The third graph reads `a`, a result of the first graph. Its memory is kept for replays, although the user drops `a`.
         let (third, c) = Graph::capture_in(&pool, || a.add(&b)?.mul_scalar(2.0)).unwrap();
         assert_eq!(third.pool().id(), first.pool().id());
         assert!(second.reserved_bytes() < one + one / 4, "what the first dropped serves the second");
@@ -295,7 +298,7 @@ fn graphs_can_share_a_memory_pool() {
             [&first, &second, &third, &fourth].into_iter().for_each(|graph| graph.replay().unwrap());
             assert_eq!((vec(&c), vec(&d)), (vec(&want), vec(&last)), "{device}");
         }
-        // The pool lives as long as a graph uses it.
+        // The pool exists as long as a graph uses it.
         drop((first, second, pool));
         [&third, &fourth].into_iter().for_each(|graph| graph.replay().unwrap());
         let last = between(&x, 4.0).unwrap();
@@ -314,7 +317,8 @@ fn invalid_pool_sharing_is_an_error() {
         let lends = MemPool::of_device(device, MemPoolOptions::default().use_on_oom(true)).unwrap();
         let message = Graph::capture_in(&lends, || x.exp());
         assert!(message.as_ref().is_err_and(|e| e.to_string().contains("use_on_oom")), "{message:?}");
-        // Also while another thread captures into the pool; afterwards the pool is available again.
+        // Capturing into the pool is an error while another capture into it is running. After that capture, the pool can be used
+        // again.
         let pool = graph.pool();
         Graph::capture_in(pool, || {
             let message =

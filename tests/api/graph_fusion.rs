@@ -1,11 +1,11 @@
-//! Formulas that a graph fuses into one launch, and formulas that it omits: the values equal those of eager calls.
+//! Graphs fuse several formulas into one launch and omit unused formulas. The values equal those of eager calls.
 
 use claystone::device::count_launches;
 use claystone::{DType, Graph, Result, Tensor};
 
 use crate::common::{opencl, scattered, values};
 
-/// Work on a 12 x 20 matrix, and its number of commands in a graph.
+/// A function of a 12 x 20 matrix, and the number of commands in the function's graph.
 struct Case {
     name: &'static str,
     commands: usize,
@@ -120,7 +120,7 @@ fn chains_are_fused_with_the_same_values() {
     }
 }
 
-/// Random choices of a program.
+/// A pseudo-random generator for the choices of a program.
 struct Choices(u64);
 
 impl Choices {
@@ -130,7 +130,7 @@ impl Choices {
     }
 }
 
-/// Random operations on 16 x 16 matrices. Some results are dropped meanwhile, so that others reuse their memory.
+/// Runs random operations on 16 x 16 matrices. Some results are dropped in between, so that later results reuse their memory.
 fn program(choices: &mut Choices, outside: &[Tensor]) -> Result<Vec<Tensor>> {
     let mut tensors: Vec<Tensor> = outside.iter().map(Tensor::shallow_clone).collect();
     for _ in 0..4 + choices.below(20) {

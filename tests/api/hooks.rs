@@ -1,4 +1,4 @@
-//! Hooks that run after a leaf has accumulated its gradient, and callbacks at the end of a backward pass.
+//! Hooks that run after a leaf has accumulated its gradient, and callbacks that run at the end of a backward pass.
 
 use std::sync::{Arc, Mutex};
 
@@ -28,7 +28,7 @@ fn accumulation_hooks_get_the_sum_and_callbacks_run_last() {
         backward().unwrap();
         let want = ["collected [3.0, 3.0]", "over", "collected [6.0, 6.0]", "over"];
         assert_eq!(*message.lock().unwrap(), want);
-        // An error of a hook or callback is the backward's error, and callbacks queued before it are discarded.
+        // If a hook or callback fails, backward returns its error, and callbacks that were queued before are discarded.
         let fails = w.register_post_accumulate_grad_hook(|_| {
             Err(autograd::queue_callback(|| Ok(())).err().unwrap_or(Error::DivisionByZero { op: "hook" }))
         });
@@ -46,7 +46,8 @@ fn accumulation_hooks_get_the_sum_and_callbacks_run_last() {
     });
 }
 
-/// Also for a leaf that is used twice, whose gradient is complete after its earlier use.
+/// A leaf's hook runs as soon as the leaf's gradient is complete. For a leaf that is used twice, that is after the backward of its
+/// earlier use.
 #[test]
 fn leaves_accumulate_before_older_operations_run() {
     each_device(|device| {

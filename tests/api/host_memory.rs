@@ -1,4 +1,4 @@
-//! Tensors over host memory of another owner, on the CPU and on OpenCL devices with unified memory.
+//! Tensors over memory that user code owns, on the CPU and on OpenCL devices with unified memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -8,8 +8,8 @@ use claystone::{Device, Error, Graph, Stream, Tensor, storage, with_stream};
 
 use crate::common::{devices, in_own_process, vec};
 
-/// An owner of numbers that start at a page boundary, as drivers require for in-place use, or some elements after it. Counts
-/// when it is dropped.
+/// Owns numbers that start at a page boundary, as drivers require for use without a copy, or some elements after a boundary.
+/// Increments `dropped` when dropped.
 struct Lent {
     values: Vec<f32>,
     from: usize,
@@ -48,7 +48,7 @@ fn in_place(device: Device) -> bool {
 #[test]
 fn host_memory_is_used_in_place_and_kept_alive() {
     if !in_own_process("host_memory::host_memory_is_used_in_place_and_kept_alive") {
-        return; // other tests would allocate meanwhile
+        return; // other tests would change the allocator's statistics
     }
     for device in devices() {
         let (lent, dropped, _) = Lent::new(4096, 0);
@@ -57,7 +57,7 @@ fn host_memory_is_used_in_place_and_kept_alive() {
         let x = Tensor::from_host_memory(lent, [64, 64], device).unwrap();
         assert!(!in_place(device) || counted() == before, "allocators do not count it");
         assert_eq!((x.device(), vec(&x)), (device, (0..4096).map(|i| i as f32).collect()));
-        // Kernels, views, fills and copies work as on any tensor.
+        // Kernels, views, fills and copies work as on any other tensor.
         x.t().unwrap().narrow(0, 1, 2).unwrap().mul_scalar_(-1).unwrap();
         x.narrow(0, 0, 1).unwrap().zero_().unwrap();
         let sum = x.sum(1, false).unwrap().add(&x.i((.., 0)).unwrap()).unwrap();
@@ -69,7 +69,7 @@ fn host_memory_is_used_in_place_and_kept_alive() {
         assert_eq!(dropped.load(SeqCst), 1, "once, on {device}");
         assert_eq!(vec(&sum)[..2], [0.0, 64.0 + (64..128).sum::<i32>() as f32 - 2.0 * 131.0]);
 
-        // The memory can be read and changed without a copy.
+        // `into_host` gives access to the memory without a copy.
         let (lent, dropped, place) = Lent::new(4096, 0);
         let x = Tensor::from_host_memory(lent, 4096, device).unwrap();
         x.add_scalar_(1).unwrap();
@@ -85,7 +85,7 @@ fn host_memory_is_used_in_place_and_kept_alive() {
         assert_eq!(vec(&x.mul_scalar(2).unwrap())[6..8], [14.0, 200.0]);
         let host = x.into_host::<f32>().unwrap();
         assert_eq!((host[7], dropped.load(SeqCst)), (100.0, 0));
-        drop(host); // still mapped
+        drop(host); // the memory is still mapped by the device
         assert_eq!(dropped.load(SeqCst), 1);
     }
 }
@@ -107,14 +107,15 @@ fn unsuitable_memory_is_copied() {
             assert_eq!(dropped.load(SeqCst), 1);
         }
     }
-    // Vectors and boxed slices of any dtype; a wrong number of elements is refused, and the owner dropped.
+    // Vectors, boxed slices and arrays of any dtype are accepted. If the number of elements is wrong, the call fails and drops the
+    // owner.
     for device in devices() {
         let x = Tensor::from_host_memory(vec![true, false, true], 3, device).unwrap();
         assert_eq!(x.to_vec::<bool>().unwrap(), [true, false, true]);
         let boxed: Box<[i64]> = (0..32).collect();
         let x = Tensor::from_host_memory(boxed, [4, 8], device).unwrap();
         assert_eq!(x.t().unwrap().to_vec::<i64>().unwrap()[..5], [0, 8, 16, 24, 1]);
-        let x = Tensor::from_host_memory([1.5f64; 6], [2, 3], device).unwrap(); // the owner contains the elements
+        let x = Tensor::from_host_memory([1.5f64; 6], [2, 3], device).unwrap(); // an array, which contains the elements itself
         assert_eq!(x.to_vec::<f64>().unwrap(), [1.5; 6]);
         let (lent, dropped, _) = Lent::new(8, 0);
         let error = Tensor::from_host_memory(lent, 9, device).unwrap_err();
@@ -134,7 +135,7 @@ fn pending_commands_finish_before_the_memory_is_freed() {
             (0..20).try_for_each(|_| x.add_scalar_(1).map(drop))?;
             x.sum((), false)
         });
-        drop(x); // while the side stream may still be working
+        drop(x); // the side stream may still be using the memory
         assert_eq!(dropped.load(SeqCst), 1);
         let want = (0..1u64 << 20).map(|i| i as f64 + 20.0).sum::<f64>();
         let got = f64::from(with_stream(&side, || sums.unwrap().item::<f32>()).unwrap());
@@ -149,7 +150,7 @@ fn graphs_keep_host_memory_and_errors_unmap_it() {
             let (lent, dropped, _) = Lent::new(1024, 0);
             let x = Tensor::from_host_memory(lent, 1024, device).unwrap();
             let (mut graph, y) = Graph::capture(device, || x.add_scalar_(1)?.mul_scalar(2)).unwrap();
-            let _ = graph.set_replay_mode(mode); // if the device supports the mode
+            let _ = graph.set_replay_mode(mode); // this fails if the device does not support the mode
             drop(x);
             assert_eq!(dropped.load(SeqCst), usize::from(!in_place(device)));
             (0..3).for_each(|_| graph.replay().unwrap());
@@ -161,7 +162,8 @@ fn graphs_keep_host_memory_and_errors_unmap_it() {
         let x = Tensor::from_host_memory(lent, 1024, device).unwrap();
         let inside = Graph::capture(device, || x.shallow_clone().into_host::<f32>().map(drop)).unwrap_err();
         assert!(matches!(inside, Error::Invalid { .. }), "{inside}");
-        // Kernel errors are reported to the next wait, also one by mapping; the memory is then unmapped.
+        // The next wait reports kernel errors, also if `into_host` waits in order to map the memory. The memory is unmapped after
+        // the error.
         let labels = Tensor::from_slice(&[9i64], 1, device).unwrap();
         let _loss = x.narrow(0, 0, 4).unwrap().reshape([1, 4]).unwrap().cross_entropy(&labels).unwrap();
         let keep = x.shallow_clone();

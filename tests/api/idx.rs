@@ -1,7 +1,7 @@
-//! The readers of the examples `mnist` and `resnet` for `--data`: this repository's digits written as IDX files, compressed and not,
-//! and CIFAR-10 files.
+//! Tests the readers that the examples `mnist` and `resnet` use for `--data`, with this repository's digits written as IDX files
+//! (plain and compressed), and with CIFAR-10 files.
 
-#[allow(dead_code)] // the example uses the rest
+#[allow(dead_code)] // the tests use only some functions of the example's module
 #[path = "../../examples/common/images.rs"]
 mod images;
 
@@ -15,7 +15,7 @@ use images::Set;
 
 use crate::common::each_device;
 
-/// An IDX file of u8 elements.
+/// Returns an IDX file of u8 elements.
 fn idx(shape: &[usize], elements: &[u8]) -> Vec<u8> {
     let mut bytes = vec![0, 0, 8, shape.len() as u8];
     shape.iter().for_each(|&d| bytes.extend((d as u32).to_be_bytes()));
@@ -29,7 +29,7 @@ fn gzipped(bytes: &[u8]) -> Vec<u8> {
     packed.finish().unwrap()
 }
 
-/// The bytes of a set's pixels, which have 17 levels, and its labels.
+/// Returns the pixels of a data set as bytes (the pixels have 17 levels), and its labels.
 fn bytes(set: &Set) -> (Vec<u8>, Vec<u8>) {
     let pixels = set.images.to_vec::<f32>().unwrap().iter().map(|p| (p * 16.0).round() as u8 * 15).collect();
     (pixels, set.labels.to_vec::<i64>().unwrap().iter().map(|&l| l as u8).collect())
@@ -93,8 +93,7 @@ fn invalid_idx_files_are_errors_that_name_the_file() {
     says("no IDX file of bytes");
 }
 
-/// Each file has two images. The red plane contains the file's number, the green plane the image's number; the label is ten times the
-/// first plus the second.
+/// Each file has two images. The red plane contains the file's number f, the green plane the image's number i; the label is 10 f + i.
 #[test]
 fn cifar_10_files_have_planes_and_labels() {
     let folder = tempfile::tempdir().unwrap();

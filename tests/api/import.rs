@@ -1,4 +1,4 @@
-//! Imports memory of other code as tensors.
+//! Imports memory that other code allocated as tensors.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ fn error_message(result: Result<Storage>) -> String {
     }
 }
 
-/// Imports bytes of a tensor from a byte offset on, as if they were a buffer of other code.
+/// Imports `bytes` bytes of a tensor, starting at byte `from`, as if they were a buffer of other code.
 fn import(x: &Tensor, from: usize, bytes: usize) -> Result<Storage> {
     let (buffer, offset) = x.storage().export_cl()?;
     // SAFETY: x lives while the test uses the imported storage, on the same stream.
@@ -25,7 +25,7 @@ fn import(x: &Tensor, from: usize, bytes: usize) -> Result<Storage> {
 #[test]
 fn imported_buffers_are_shared_and_not_counted() {
     if !in_own_process("import::imported_buffers_are_shared_and_not_counted") {
-        return; // other tests would allocate meanwhile
+        return; // other tests would change the allocator's statistics
     }
     for device in devices().into_iter().filter(|&device| device != Device::Cpu) {
         let x = Tensor::arange(0, 1000, 1, device).unwrap().to_dtype(DType::F32).unwrap();
@@ -35,7 +35,7 @@ fn imported_buffers_are_shared_and_not_counted() {
         let y = Tensor::from_storage(storage, [10, 10], DType::F32).unwrap();
         assert_eq!(storage::allocator(device).unwrap().stats().allocated_bytes.current, before);
         assert_eq!(vec(&y), (16..116).map(|i| i as f32).collect::<Vec<_>>(), "{device}");
-        // Both tensors see each other's changes; views, strides and copies work as usual.
+        // Changes to one tensor are visible in the other; views, strides and copies work as usual.
         y.t().unwrap().narrow(0, 3, 1).unwrap().fill_(-1.0).unwrap();
         assert_eq!(vec(&x)[16..28], [16.0, 17.0, 18.0, -1.0, 20.0, 21.0, 22.0, 23.0, 24.0, 25.0, 26.0, 27.0]);
         let copy = y.t().unwrap().clone();
@@ -55,16 +55,16 @@ fn invalid_imports_are_errors() {
         assert!(error_message(import(&x, 0, usize::MAX)).contains("leave room for the last"));
         assert!(error_message(import(&x, 0, 1 << 60)).contains("leave room"));
         assert_eq!(import(&x, 0, 0).unwrap().nbytes(), 0);
-        // SAFETY: a null handle, which is refused.
+        // SAFETY: the handle is null, which the call refuses.
         let none = unsafe { Storage::import_cl(device, std::ptr::null_mut(), 0, 16) };
         assert!(error_message(none).contains("null"));
-        // SAFETY: a live buffer; the CPU device is refused.
+        // SAFETY: the buffer is valid, and the call refuses the CPU device.
         let wrong = unsafe { Storage::import_cl(Device::Cpu, buffer, offset, 16) };
         assert!(error_message(wrong).contains("from_host_memory"));
         let contexts: Vec<_> = devices().into_iter().filter_map(|device| device.cl_context().ok()).collect();
         assert!(!contexts.is_empty() && contexts.iter().all(|context| !context.is_null()));
         for other in devices().into_iter().filter(|&other| other != Device::Cpu && other != device) {
-            // SAFETY: a live buffer of another context, which is refused.
+            // SAFETY: the buffer is valid, but belongs to another context, which the call refuses.
             let wrong = unsafe { Storage::import_cl(other, buffer, offset, 16) };
             assert!(error_message(wrong).contains("of another context"));
         }
@@ -73,7 +73,7 @@ fn invalid_imports_are_errors() {
     assert!(Device::Cpu.cl_context().is_err());
 }
 
-/// An owner whose drop can be observed through the `Arc`.
+/// An owner of floats. The `Arc`'s count shows whether the owner was dropped.
 struct Owner(Vec<f32>, #[expect(dead_code, reason = "counted")] Arc<()>);
 
 #[test]
@@ -102,7 +102,7 @@ fn host_memory_is_used_in_place_and_released() {
 fn addresses_and_sizes_of_host_memory_are_checked() {
     let mut bytes = vec![0u64; 4];
     let start = NonNull::new(bytes.as_mut_ptr().cast::<u8>()).unwrap();
-    // SAFETY: the misaligned address is refused.
+    // SAFETY: the call refuses the misaligned address.
     let odd = unsafe { Storage::from_host_memory(start.add(4), 8, ()) };
     assert!(error_message(odd).contains("not a multiple of 8"));
     // SAFETY: the vector has 32 bytes.
@@ -145,13 +145,13 @@ fn storages_support_any_strides_within_bounds() {
             let message = view(shape, strides, offset, DType::F32).unwrap_err().to_string();
             assert!(message.starts_with("from_storage_strided") && message.contains(part), "{message}");
         }
-        // The storage's size is not a multiple of the element size, also through a view.
+        // 21 bytes are not a multiple of the size of f32, so the storage is refused, also through a view of 20 bytes.
         let bytes = Tensor::zeros(21, (DType::U8, device)).unwrap();
         let floats = Tensor::from_storage_strided(bytes.storage().clone(), 5, &[1], 0, DType::F32);
         for refused in [floats, bytes.narrow(0, 0, 20).unwrap().view_dtype(DType::F32)] {
             assert!(refused.unwrap_err().to_string().contains("21 bytes are not a whole number of f32"));
         }
-        // The new tensor has no part in autograd, like other tensors on a storage.
+        // A new tensor on the leaf's storage does not require a gradient, like any tensor made from a storage.
         let leaf = x.requires_grad_(true).unwrap();
         let other = Tensor::from_storage_strided(leaf.storage().clone(), 2, &[1], 0, DType::F32).unwrap();
         assert!(!other.requires_grad());

@@ -1,4 +1,4 @@
-//! In-place operations on recorded tensors and their views, compared with PyTorch.
+//! In-place operations on tensors that autograd records and on their views, compared with PyTorch.
 
 use claystone::autograd::{GradOptions, checkpoint, grad, grad_with_options, gradcheck, gradgradcheck};
 use claystone::device::count_launches;
@@ -18,7 +18,7 @@ fn leaf(of: &[f32], device: Device) -> Tensor {
     Tensor::from_slice(of, of.len(), device).unwrap().requires_grad_(true).unwrap()
 }
 
-/// The programs of tests/data/in_place.py.
+/// The programs that tests/data/in_place.py ran in PyTorch.
 const PROGRAMS: [(&str, Program); 9] = [
     ("residual_block", |x| {
         let options = ConvOptions { padding: 1.into(), ..ConvOptions::default() };
@@ -110,13 +110,13 @@ fn results_and_gradients_match_pytorch() {
                 let name = format!("{program}.{name}");
                 match leaf.grad() {
                     Some(grad) => assert_close(&name, &grad, &all),
-                    // PyTorch returns zeros where claystone has no gradient.
+                    // PyTorch returns zeros if claystone has no gradient.
                     None => {
                         assert!(all.get(&name).is_none_or(|zeros| values(zeros).iter().all(|v| *v == 0.0)), "{name}")
                     }
                 }
             }
-            // The same inside a checkpoint, and second derivatives.
+            // Checks the same program inside a checkpoint, and its second derivatives.
             if program != "residual_block" {
                 let inputs = ["a", "b", "row"].map(|name| all.get(name).unwrap().mul_scalar(0.5).unwrap());
                 let of = move |x: &[Tensor]| {
@@ -135,7 +135,7 @@ fn results_and_gradients_match_pytorch() {
 fn in_place_gradients_match_out_of_place_gradients() {
     type InPlace = fn(&Tensor, &Tensor) -> Result<()>;
     type View = fn(&Tensor) -> Result<Tensor>;
-    // x has shape [3, 4] and values between 0 and 2; y is similar.
+    // x has shape [3, 4] and values between 0 and 2. y has the same shape and a similar range.
     let operations: &[(&str, InPlace)] = &[
         ("add_", |x, y| x.add_(y).map(drop)),
         ("sub_", |x, y| x.sub_(y).map(drop)),
@@ -172,7 +172,7 @@ fn in_place_gradients_match_out_of_place_gradients() {
         ("put_", |x, y| x.put_(&ints(&[3, 7, -1], &[3], x.device()), &y.i((.., 0))?, true).map(drop)),
         ("masked_scatter_", |x, y| x.masked_scatter_(&x.detach().gt_scalar(1)?, y).map(drop)),
     ];
-    // Views of the base that are changed.
+    // The views through which the base is changed.
     let views: [(&str, View); 5] = [
         ("all", |x| Ok(x.shallow_clone())),
         ("a part", |x| x.narrow(0, 1, 3)?.narrow(1, 1, 4)),
@@ -206,7 +206,7 @@ fn in_place_gradients_match_out_of_place_gradients() {
 fn changing_a_saved_tensor_is_an_error_in_backward() {
     each_device(|d| {
         let x = leaf(&[1.0, 2.0, 3.0], d);
-        // mul saves its operands. They are changed directly, through a view, and through a detached handle.
+        // mul saves its operands for backward. Each operand is changed directly, through a view, or through a detached handle.
         let changes: [fn(&Tensor) -> Result<()>; 3] =
             [|h| h.add_scalar_(1).map(drop), |h| h.i(0)?.zero_().map(drop), |h| h.detach().add_scalar_(1).map(drop)];
         for change in changes {
@@ -219,14 +219,14 @@ fn changing_a_saved_tensor_is_an_error_in_backward() {
                 "{error}"
             );
         }
-        // An addition saves nothing.
+        // An addition saves no operands, so they may change.
         let h = x.mul_scalar(2).unwrap();
         let y = h.add_scalar(1).unwrap();
         h.mul_scalar_(5).unwrap();
         y.add(&h).unwrap().sum((), false).unwrap().backward().unwrap();
         assert_eq!(vec(&x.grad().unwrap()), [12.0; 3]);
         x.zero_grad();
-        // The gradients of relu and exp read their results, in place or not, and not their inputs.
+        // The backward of relu and exp reads the result and not the input, whether or not the operation is in-place.
         for f in [Tensor::relu, Tensor::exp] {
             let h = x.mul_scalar(2).unwrap();
             let y = f(&h).unwrap();
@@ -240,7 +240,7 @@ fn changing_a_saved_tensor_is_an_error_in_backward() {
         let h = x.mul_scalar(2).unwrap();
         h.relu_().unwrap().mul_scalar_(2).unwrap();
         assert!(h.sum((), false).unwrap().backward().is_err());
-        // The derivatives of 4x² and 2x exp(2x).
+        // The expected gradients: the derivatives of 4x² and 2x exp(2x).
         let want = [1.0f32, 2.0, 3.0].map(|x| 8.0 * x + (2.0 + 4.0 * x) * (2.0 * x).exp());
         let got = vec(&x.grad().unwrap());
         assert!(got.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-5 * want), "{got:?} for {want:?}");
@@ -261,15 +261,15 @@ fn in_place_changes_of_leaves_are_errors() {
         let y = x.mul_scalar(2).unwrap();
         let view = no_grad(|| y.i(1..)).unwrap();
         refused(view.mul_(&x.i(1..).unwrap()), "made inside no_grad");
-        view.mul_scalar_(1).unwrap(); // nothing to record
+        view.mul_scalar_(1).unwrap(); // the factor requires no gradient, so nothing is recorded
         assert_eq!(vec(&x), [1.0, 2.0, 3.0]);
-        // Optimizers may change leaves.
+        // Inside `no_grad`, leaves may be changed, as optimizers do.
         no_grad(|| x.add_scalar_(1).and_then(|x| x.i(0)?.zero_().map(drop))).unwrap();
         assert_eq!(vec(&x), [0.0, 3.0, 4.0]);
-        // Formulas that are only launched are not recorded.
+        // `map_into` does not record formulas, so it is refused outside of `no_grad`.
         let error = Tensor::map_into(&[&y], &[], &[&y], |e, _| vec![e[0].exp()]).unwrap_err();
         assert!(error.to_string().contains("no_grad"), "{error}");
-        // Integers have no gradient.
+        // Integer tensors have no gradient, so copying to them records nothing.
         let whole = Tensor::zeros(3, (DType::I64, d)).unwrap();
         whole.copy_(&y).unwrap();
         assert!(!whole.requires_grad());
@@ -286,7 +286,7 @@ fn detached_handles_are_not_part_of_the_history() {
         let after = y.detach();
         assert!(!before.requires_grad() && !after.requires_grad() && y.requires_grad());
         assert!(!no_grad(|| y.i(0)).unwrap().requires_grad());
-        // A detached handle that is changed becomes a separate tensor.
+        // A detached handle that is changed in place with a tracked operand gets a history of its own.
         let view = after.i(0).unwrap();
         after.add_(&w).unwrap();
         assert!(after.requires_grad() && view.requires_grad() && !before.requires_grad());
@@ -295,7 +295,8 @@ fn detached_handles_are_not_part_of_the_history() {
         assert_eq!(vec(&grad(&[&sum], &[&w]).unwrap()[0]), [2.0, 1.0]);
         let sum = y.sum((), false).unwrap();
         assert_eq!(vec(&grad(&[&sum], &[&x]).unwrap()[0]), [6.0, 8.0]);
-        // A new handle on the storage, and one made before the history began.
+        // A handle made by `shallow_clone` before the change becomes tracked; a detached handle and a new tensor on the storage do
+        // not.
         let buffer = Tensor::zeros(2, d).unwrap();
         let (handle, detached) = (buffer.shallow_clone(), buffer.detach());
         buffer.copy_(&x).unwrap();
@@ -311,7 +312,8 @@ fn hooks_and_retained_gradients_belong_to_values() {
         let x = leaf(&[1.0, 2.0], d);
         let y = x.mul_scalar(2).unwrap();
         y.retain_grad().unwrap();
-        // A hook belongs to the value it was registered on; the retained gradient is that of the last value.
+        // A hook belongs to the value that the tensor had when the hook was registered. The retained gradient is that of the
+        // tensor's last value.
         let hook = y.register_hook(|grad| grad.mul_scalar(10).map(Some)).unwrap();
         y.mul_scalar_(3).unwrap();
         assert!(y.retains_grad());
@@ -353,7 +355,7 @@ fn loops_of_in_place_operators_extend_the_graph() {
         let options = GradOptions { create_graph: true, ..Default::default() };
         let first = grad_with_options(&[&sum.mul(&x).unwrap().sum((), false).unwrap()], &[&x], options).unwrap();
         assert_eq!(vec(first[0].as_ref().unwrap()), [300.0, 300.0]);
-        // A long history is freed without recursion.
+        // A history of 20,000 operations is freed without recursion, which would overflow the stack.
         let long = x.mul_scalar(1).unwrap();
         for _ in 0..20_000 {
             long.add_scalar_(1).unwrap();
@@ -371,7 +373,7 @@ fn recording_copies_only_if_old_elements_are_needed() {
         (1, |y, x| y.mul_(&x.detach()).map(drop)),
         (1, |y, x| y.i(0)?.copy_(&x.i(1)?).map(drop)),
         (1, |y, _| y.i(..1)?.fill_(3).map(drop)),
-        (2, |y, x| y.mul_(x).map(drop)), // and a copy of the old y
+        (2, |y, x| y.mul_(x).map(drop)), // the second launch copies the old y
         (1, |y, _| y.exp_().map(drop)),
         (2, |y, _| y.tanh_().map(drop)),
     ];
@@ -396,7 +398,7 @@ fn recording_copies_only_if_old_elements_are_needed() {
 fn captured_graphs_replay_in_place_changes_and_gradients() {
     each_device(|d| {
         if d == Device::Cpu {
-            return; // the CPU computes at once
+            return; // the CPU computes at once and has no graphs
         }
         let x = leaf(&[-1.0, 2.0, 3.0], d);
         let step = || {
@@ -422,7 +424,7 @@ fn graphs_without_backward_free_their_memory() {
     let d = Device::Cpu;
     let x = Tensor::ones(1 << 20, d).unwrap().requires_grad_(true).unwrap();
     let run = || {
-        // Each operation saves a tensor whose history contains the operation.
+        // Each operation saves a tensor whose history contains the operation, which must not keep the graph alive.
         let y = x.mul_scalar(2)?;
         y.relu_()?;
         let cache = Tensor::zeros(1 << 20, d)?;
@@ -435,7 +437,7 @@ fn graphs_without_backward_free_their_memory() {
     let allocated = || d.memory_stats().unwrap().allocated_bytes.current;
     let before = allocated();
     (0..20).for_each(|_| run().unwrap());
-    // Other tests allocate on the CPU too, but not twenty times 8 MiB.
+    // Other tests also allocate on the CPU, but less than the 160 MiB that twenty runs would leak.
     assert!(allocated() < before + (80 << 20), "{} bytes more", allocated() - before);
 }
 
@@ -451,6 +453,6 @@ fn handles_with_a_history_can_be_dropped_by_several_threads() {
         y.relu_().unwrap().i(..5).unwrap().mul_(&y.i(5..10).unwrap()).unwrap();
         std::thread::scope(|scope| handles.into_iter().for_each(|handle| drop(scope.spawn(move || drop(handle)))));
     }
-    // Less than the 300 MiB of all histories, plus the memory of other tests.
+    // The limit is less than the 300 MiB of all histories, but allows for the memory of other tests.
     assert!(allocated() < before + (100 << 20), "{} bytes more", allocated() - before);
 }

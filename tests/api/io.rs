@@ -35,7 +35,7 @@ fn hex(text: &str) -> Vec<u8> {
     digits.chunks(2).map(|two| u8::from_str_radix(std::str::from_utf8(two).unwrap(), 16).unwrap()).collect()
 }
 
-/// Tensors of every dtype: contiguous, strided views, empty, scalar, and large enough for several pieces.
+/// Returns tensors of every dtype: contiguous, strided views, empty, scalar, and so large that files are written in several pieces.
 fn tensors(device: Device) -> Vec<(String, Tensor)> {
     let mut all = Vec::new();
     for dtype in DType::ALL {
@@ -82,8 +82,8 @@ fn saved_tensors_can_be_loaded_on_every_device() {
     });
 }
 
-/// Files written by NumPy: `save` of `[[1, 2, 3], [4, 5, 6]]` as `>i4` in Fortran order, of `[1.5, -2]` as `<f2`, of three bools, of a
-/// scalar, and `savez_compressed` of two of these.
+/// Files written by NumPy: `save` of `[[1, 2, 3], [4, 5, 6]]` as `>i4` in Fortran order, of `[1.5, -2]` as `<f2`, of three bools, and
+/// of a scalar; and `savez_compressed` of two of these arrays.
 mod numpy {
     pub const BIG_ENDIAN_FORTRAN: &str = "
         934e554d5059010076007b276465736372273a20273e6934272c2027666f727472616e5f6f72646572273a20547275652c202773686170
@@ -137,7 +137,7 @@ fn numpy_files_can_be_read() {
     });
 }
 
-/// As Hugging Face's Python library writes them: with metadata, and with names in another order.
+/// Files as Hugging Face's Python library writes them: with metadata, and with names in another order than the data.
 #[test]
 fn safetensors_files_follow_the_format() {
     let folder = Folder::new();
@@ -160,7 +160,7 @@ fn safetensors_files_follow_the_format() {
     assert_eq!(written[8 + length..], [0, 0, 128, 63, 0, 0, 0, 64]);
 }
 
-/// Elements of unsupported dtypes are read as bytes in an extra dim; other tensors are not affected.
+/// Tensors of unsupported dtypes are read as bytes with one more dim; other tensors in the file are not affected.
 #[test]
 fn unsupported_dtypes_are_read_as_bytes() {
     let folder = Folder::new();
@@ -200,7 +200,7 @@ fn unsupported_dtypes_are_read_as_bytes() {
             }
         }
         assert_eq!(state.get("bias").unwrap().to_vec::<f32>().unwrap(), [1.5]);
-        // A layer does not accept the bytes as numbers.
+        // A layer refuses to load bytes as its parameters.
         let layer = Linear::new(3, 2, d).unwrap();
         let error = layer.load_state_dict(&state, false).unwrap_err().to_string();
         assert!(error.contains("weight") && error.contains("dtype"), "{error}");
@@ -276,7 +276,7 @@ fn damaged_files_are_errors_that_name_file_and_problem() {
         io::SafeTensors::new(&mapped).unwrap().get("c", Device::Cpu).map(drop),
         &["tensor c", "no tensor of this name"],
     );
-    // npy: other files, truncated files, and sizes that overflow.
+    // npy files that are refused: files of other formats, truncated files, and sizes that overflow.
     let npy = |bytes: &[u8]| io::read_npy(folder.with("y.npy", bytes), Device::Cpu).map(drop);
     says(npy(b"\x93NUMPX"), &["y.npy"]);
     io::write_npy(folder.file("whole.npy"), &Tensor::zeros(10, Device::Cpu).unwrap()).unwrap();
@@ -284,7 +284,7 @@ fn damaged_files_are_errors_that_name_file_and_problem() {
     says(npy(&whole[..whole.len() - 1]), &["y.npy", "ends before"]);
     let huge = String::from_utf8_lossy(&whole[10..128]).replace("(10,)", "(9999999999, 9999999999)");
     says(npy(&[&whole[..10], &huge.as_bytes()[..118]].concat()), &["y.npy", "too large"]);
-    // A size of 0 makes the product 0, which must not hide the other sizes.
+    // A dim of size 0 makes the number of elements 0, but the error about the other, too large dims must remain.
     let hidden = String::from_utf8_lossy(&whole[10..128]).replace("(10,)", "(0, 9223372036854775807, 4)");
     says(npy(&[&whole[..10], &hidden.as_bytes()[..118]].concat()), &["y.npy", "too large"]);
     let none = Tensor::zeros(1, Device::Cpu).unwrap();
@@ -295,7 +295,7 @@ fn damaged_files_are_errors_that_name_file_and_problem() {
 #[test]
 fn tensors_survive_a_round_trip_as_bytes() {
     each_device(|device| {
-        // More than one piece, and a strided source.
+        // A strided tensor that is written in more than one piece.
         let x = Tensor::arange(0, 1_200_000, 1, device).unwrap().reshape([1000, 1200]).unwrap();
         let mut bytes = Vec::new();
         x.t().unwrap().write_to(&mut bytes).unwrap();

@@ -1,4 +1,4 @@
-//! Leaves that optimizers move and replace, and formulas that are launched repeatedly.
+//! Leaves that optimizers move to other memory or replace, and formulas that are launched repeatedly.
 
 use claystone::device::count_launches;
 use claystone::ops::MapInto;
@@ -28,7 +28,8 @@ fn moved_leaves_stay_the_same_leaf() {
     });
 }
 
-/// The result's gradient is passed to `v` unchanged, and its memory is the slot for the gradient of `w`.
+/// The gradient `grads` is passed to `v` unchanged, but its memory is also the slot for the gradient of `w`, which must not
+/// overwrite it.
 #[test]
 fn gradients_in_a_slot_are_not_overwritten() {
     each_device(|device| {

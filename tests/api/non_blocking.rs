@@ -1,4 +1,4 @@
-//! Non-blocking copies. tests/faults/non_blocking.rs tests delayed copies.
+//! Non-blocking copies. tests/faults/non_blocking.rs tests copies that a faulty driver delays.
 
 use claystone::{Device, Error, Graph, Stream, Tensor, with_stream};
 
@@ -17,12 +17,12 @@ fn non_blocking_copies_transfer_the_values() {
         x.copy_non_blocking_(&host.reshape([3, 4]).unwrap()).unwrap();
         assert!(x.storage().version() > before);
         assert_eq!(vec(&x), (0..12).map(|i| i as f32).collect::<Vec<_>>());
-        // A part of the pinned memory.
+        // Copies to a part of the pinned memory.
         let twice = x.mul_scalar(2).unwrap();
         let second = twice.narrow(0, 1, 1).unwrap().contiguous().unwrap().reshape(4).unwrap();
         host.narrow(0, 8, 4).unwrap().copy_non_blocking_(&second).unwrap();
         assert_eq!(vec(&host), [0., 1., 2., 3., 4., 5., 6., 7., 8., 10., 12., 14.]);
-        // From ordinary memory, on one device, and without elements, the copy works like copy_.
+        // Copies from memory that is not pinned, within one device, and of empty tensors work like copy_.
         let ordinary = Tensor::full([3, 4], 7, Device::Cpu).unwrap();
         x.copy_non_blocking_(&ordinary).unwrap();
         ordinary.copy_non_blocking_(&twice).unwrap();
@@ -32,7 +32,8 @@ fn non_blocking_copies_transfer_the_values() {
         let none = Tensor::zeros(0, device).unwrap();
         none.copy_non_blocking_(&pinned(&[], device)).unwrap();
         none.write_bytes_non_blocking_(&[]).unwrap();
-        // Bytes: the caller's memory may change at once, and the order is row-major whatever the strides.
+        // The caller may change its bytes as soon as the call returns. The bytes are in row-major order, whatever the tensor's
+        // strides are.
         let mut bytes: Vec<u8> = (0..12).flat_map(|i| (i as f32).to_ne_bytes()).collect();
         x.write_bytes_non_blocking_(&bytes).unwrap();
         bytes.fill(0);
@@ -54,7 +55,7 @@ fn non_blocking_copies_have_gradients() {
     }
 }
 
-/// Copies on several streams that use the same pinned bytes are ordered.
+/// Copies on several streams that use the same pinned memory are ordered.
 #[test]
 fn streams_that_share_pinned_memory_are_ordered() {
     for device in opencl() {

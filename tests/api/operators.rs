@@ -17,7 +17,7 @@ fn operators_call_the_methods() {
         assert_eq!(vec(&(&a * &b)), [0., 2., 4., 6.]);
         assert_eq!(vec(&(&a / &b)), [0., 0.5, 1., 1.5]);
         assert_eq!(vec(&-&a), [-0., -1., -2., -3.]);
-        // Owned and borrowed tensors, numbers on either side.
+        // Operands are owned tensors, borrowed tensors, and numbers on either side.
         assert_eq!(vec(&((&a + 1) * (2.0 * &a - 1.0) / b)), [-0.5, 1.0, 4.5, 10.0]);
         assert_eq!(vec(&(1.0 - &a)), [1., 0., -1., -2.]);
         assert_eq!(vec(&(6 / (a.shallow_clone() + 1))), [6., 3., 2., 1.5]);
@@ -38,7 +38,7 @@ fn owned_operands_give_their_memory_to_the_result() {
         assert_eq!(address(&result), place);
         let right: Vec<f32> = (0..12).map(|i| -((i + i % 4 + 1) * (i % 4) - 2) as f32).collect();
         assert_eq!(vec(&result), right);
-        // Not if another handle exists, if the memory is too small, or if the tensor is recorded.
+        // The memory is not reused if another handle exists, if it is too small for the result, or if autograd records the tensor.
         let (a, b) = (&x * 2, iota(&[4], device));
         let view = a.t().unwrap();
         assert_eq!(vec(&(a + 1))[..3], [1.0, 3.0, 5.0]);
@@ -69,7 +69,7 @@ fn operators_panic_with_the_message_of_the_method() {
     assert!(message.contains("[2]") && message.contains("[3]"), "{message}");
 }
 
-/// The panic's location is the line of the operator.
+/// The panic is reported at the line of the operator in the caller's code.
 #[test]
 fn operators_panic_at_the_line_of_their_caller() {
     if !in_own_process("operators::operators_panic_at_the_line_of_their_caller") {

@@ -1,4 +1,4 @@
-//! The errors of f32 products for each precision setting.
+//! The rounding errors of f32 matrix products for each precision setting.
 
 use claystone::{DType, Precision, Tensor, autocast, autocast_dtype, with_precision};
 use ndarray::{ArrayD, IxDyn};
@@ -6,7 +6,7 @@ use ndarray::{ArrayD, IxDyn};
 use crate::common;
 use crate::common::{each_device, f64s, reference, scaled};
 
-/// The root mean square and the maximum of the errors, relative to the sums of magnitudes.
+/// Returns the root mean square and the maximum of the products' errors, relative to the sums of magnitudes `|a| |b|`.
 fn errors(out: &ArrayD<f64>, a: &ArrayD<f64>, b: &ArrayD<f64>) -> [f64; 2] {
     let (want, size) = (reference(a, b), reference(&a.mapv(f64::abs), &b.mapv(f64::abs)));
     let all: Vec<f64> = (out - want).iter().zip(&size).map(|(e, s)| (e / s).abs()).collect();
@@ -63,14 +63,14 @@ fn lower_precision_can_be_requested() {
             let limit = match precision {
                 "highest" => 1e-6,
                 "high" => 3e-5,
-                _ => 2e-3, // each operand is rounded by less than 2⁻¹⁰
+                _ => 2e-3, // the relative rounding error of each operand is below 2⁻¹⁰
             };
             assert!(most < limit, "{precision} on {device}: {most}");
         });
     }
 }
 
-/// A scope applies to one thread, and its products have the stated precision on every device.
+/// A precision scope applies to one thread. Products in the scope have at least the stated precision on every device.
 #[test]
 fn precision_setting_covers_products_and_autocast() {
     let (a, b) = (scaled(64, 256, 3, |_, _| 0), scaled(256, 64, 4, |_, _| 0));
@@ -81,7 +81,7 @@ fn precision_setting_covers_products_and_autocast() {
         (Precision::High, "highest", None, DType::F32, 1e-6),
     ];
     for (precision, matmul, cast, dtype, most) in cases {
-        // Outer scopes and finished inner scopes have no effect.
+        // The innermost scope decides: outer scopes and finished inner scopes have no effect.
         let result = autocast(DType::F16, || {
             with_precision(precision, || {
                 with_precision(Precision::High, || assert_eq!(autocast_dtype(), None));

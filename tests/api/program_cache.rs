@@ -1,4 +1,4 @@
-//! The cache of compiled kernels across processes, with damaged or replaced files.
+//! The cache of compiled kernels that processes share, with damaged or replaced files.
 #![cfg(unix)]
 
 use std::fs;
@@ -15,18 +15,19 @@ use crate::common;
 
 const CHILD: &str = "CLAYSTONE_TEST_NUMBERS";
 
-/// Runs a kernel that writes the number `n`. All these kernels have sources of the same length.
+/// Runs a kernel that writes the number `n`, and returns the written number. All these kernels have source texts of the same
+/// length.
 fn number(n: u32, device: Device) -> f32 {
     let source = format!("__kernel void number(__global float *x) {{ x[get_global_id(0)] = {n}; }}");
     let kernel = Kernel::from_source("number", source, "").unwrap();
     let x = Tensor::zeros([4], device).unwrap();
-    // SAFETY: four work-items write one element each of `x`, which is an `out`.
+    // SAFETY: each of four work-items writes one element of `x`, which is declared as an output.
     unsafe { kernel.call().out(&x).global(&[4]).launch() }.unwrap();
     x.to_vec::<f32>().unwrap()[3]
 }
 
-/// Runs the kernels of some numbers in a child process on the first OpenCL device, with the cache that `variables` select. The child
-/// must compute the right numbers within two minutes.
+/// For each of `numbers`, runs the kernel in a child process on the first OpenCL device, with the cache that `variables` select. The
+/// child must compute the right numbers within two minutes.
 #[track_caller]
 fn run(numbers: &str, variables: &[(&str, &Path)], directory: &Path) {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -53,7 +54,7 @@ fn run(numbers: &str, variables: &[(&str, &Path)], directory: &Path) {
     assert!(status.success(), "{numbers}: a number is wrong: {status}");
 }
 
-/// Runs in the child of [`run`]; does nothing otherwise.
+/// The child process of [`run`]. Does nothing in other processes.
 #[test]
 fn runs_numbers_in_the_child() {
     let (Ok(numbers), Some(device)) = (std::env::var(CHILD), opencl()) else { return };
@@ -66,7 +67,7 @@ fn opencl() -> Option<Device> {
     common::devices().into_iter().find(|&device| device != Device::Cpu)
 }
 
-/// The files of a folder, ordered by modification time; empty if the folder does not exist.
+/// Returns the files of a folder, ordered by modification time; empty if the folder does not exist.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
     let mut files: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
@@ -81,7 +82,8 @@ fn damaged_cache_files_do_not_change_results() {
     }
     let dir = tempfile::tempdir().unwrap();
     let run = |numbers| run(numbers, &[("CLAYSTONE_CACHE_DIR", dir.path())], dir.path());
-    // One process each, because with drivers that are slow to return binaries (PoCL), a process stores only its first two.
+    // Uses one process for each number: with drivers that are slow to return binaries (PoCL), a process stores only its first two
+    // programs.
     run("1");
     let first = files(dir.path());
     run("2");
@@ -93,11 +95,11 @@ fn damaged_cache_files_do_not_change_results() {
         files.iter().zip(contents).for_each(|(file, contents)| fs::write(file, contents).unwrap());
     };
 
-    // The files of two kernels are exchanged.
+    // Exchanges the cache files of two kernels, so that each file has the wrong contents for its name.
     put(&first, &two);
     put(&second, &one);
     run("1,2");
-    // Pipes that nothing writes to, and links to valid files.
+    // Replaces cache files by named pipes that nothing writes to, and by symbolic links to valid files.
     put(&second, &two);
     let aside = tempfile::tempdir().unwrap();
     for (file, contents) in first.iter().zip(&one) {
@@ -123,14 +125,14 @@ fn folders_writable_by_others_are_not_used() {
     run("3");
     assert!(files(dir.path()).is_empty());
     fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o700)).unwrap();
-    // Only root can change the owner.
+    // Only root can change the owner, so other users skip this check.
     if chown(dir.path(), Some(12_345), None).is_ok() {
         run("3");
         assert!(files(dir.path()).is_empty());
     }
 }
 
-/// The XDG specification says that relative paths are ignored.
+/// Relative paths in XDG_CACHE_HOME are ignored, as the XDG specification says.
 #[test]
 fn relative_folders_are_ignored() {
     if opencl().is_none() {
@@ -170,7 +172,7 @@ fn cache_size_is_bounded_and_recent_files_are_kept() {
 
 const EXPORTED: &str = "CLAYSTONE_TEST_EXPORTED";
 
-/// Runs in the child of [`exported_caches_avoid_compilation_in_other_processes`]; does nothing otherwise.
+/// The child process of [`exported_caches_avoid_compilation_in_other_processes`]. Does nothing in other processes.
 #[test]
 fn imports_a_cache_in_the_child() {
     let (Ok(file), Some(device)) = (std::env::var(EXPORTED), opencl()) else { return };

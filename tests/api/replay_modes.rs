@@ -1,4 +1,4 @@
-//! Graph replays have the same bits in every mode: by the host or in command buffers.
+//! Graph replays give the same bits in every mode: enqueued by the host, or as command buffers.
 
 use claystone::device::{ReplayMode, count_launches};
 use claystone::profiler::{Category, profile};
@@ -8,7 +8,7 @@ use crate::common::{opencl, vec};
 
 const MODES: [ReplayMode; 2] = [ReplayMode::Host, ReplayMode::CommandBuffer];
 
-/// Sets the replay mode. Returns false, after checking the error message, if the device does not support it.
+/// Sets the replay mode. If the device does not support the mode, checks the error message and returns false.
 fn select_mode(graph: &mut Graph, mode: ReplayMode) -> bool {
     let usual = graph.replay_mode();
     let Err(error) = graph.set_replay_mode(mode) else { return true };
@@ -29,7 +29,7 @@ fn ramp(n: usize, device: Device) -> Tensor {
     Tensor::from_slice(&values, n, device).unwrap()
 }
 
-/// Kernels of several kinds, fills and copies, also of empty tensors, each depending on the previous commands.
+/// Runs kernels of several kinds, fills and copies, including some on empty tensors. Each depends on the previous commands.
 fn work(x: &Tensor, total: &Tensor) -> Result<Tensor> {
     let square = x.reshape([50, 20])?;
     let product = square.t()?.contiguous()?.matmul(&square)?; // [20, 20]
@@ -63,10 +63,10 @@ fn results_have_the_same_bits_in_every_mode() {
                     if round % 13 == 0 {
                         seen.push([&x, &total, &y, &sum, &last].map(bits));
                     }
-                    total.add_scalar_(0.125).unwrap(); // between replays
+                    total.add_scalar_(0.125).unwrap(); // an eager operation between replays
                 }
             });
-            // Back to back, so that the queue holds the same commands many times.
+            // Replays without waiting, so that the queue holds the same commands many times.
             (0..500).for_each(|_| graph.replay().unwrap());
             seen.push([&x, &total, &y, &sum, &last].map(bits));
             assert_eq!([graph.replay_mode(), second.replay_mode(), third.replay_mode()], [mode; 3]);
@@ -90,12 +90,12 @@ fn graphs_can_change_modes_and_be_dropped_while_running() {
                 replays += 100;
             }
         }
-        drop(graph); // while the last replays are running
+        drop(graph); // the last replays may still be running
         assert_eq!(vec(&x), vec![replays as f32; 3000], "on {device}");
     }
 }
 
-/// More commands than the queue may hold at once, so that the driver records them in several parts.
+/// The graph has more commands than the queue may hold at once, so the driver must record the commands in several batches.
 #[test]
 fn long_graphs_are_replayed_in_order() {
     for device in opencl() {
@@ -107,7 +107,7 @@ fn long_graphs_are_replayed_in_order() {
                     if i % 100 == 0 {
                         x.fill_(f64::from(i))?
                     } else {
-                        x.index_add_(0, &all, &ones)? // not a formula, because formulas would be fused
+                        x.index_add_(0, &all, &ones)? // not a formula, because the graph would fuse formulas
                     };
                 }
                 Ok(())
@@ -192,14 +192,14 @@ fn kernel_errors_are_reported_in_every_mode() {
     }
 }
 
-/// While the profiler runs, every kernel is a separate command with its own time; afterwards replays work as before.
+/// While the profiler runs, every kernel of a replay is a separate command with its own time. Afterwards, replays work as before.
 #[test]
 fn profiles_attribute_the_kernels_of_replays() {
     for device in opencl() {
         for mode in MODES {
             let (x, ones) = (Tensor::zeros(100, device).unwrap(), Tensor::ones(100, device).unwrap());
             let all = Tensor::arange(0, 100, 1, device).unwrap().to_dtype(DType::I64).unwrap();
-            // Not formulas, because formulas would be fused.
+            // The steps are not formulas, because the graph would fuse formulas.
             let step = || x.index_add_(0, &all, &ones).map(drop);
             let (mut graph, ()) = Graph::capture(device, || (0..5).try_for_each(|_| step())).unwrap();
             if !select_mode(&mut graph, mode) {

@@ -1,4 +1,5 @@
-//! Files are replaced atomically: a failed write keeps the old file, a successful one keeps its name, mode and link.
+//! Files are replaced atomically: a failed write keeps the old file, and a successful write keeps the file's name, mode and
+//! symbolic link.
 
 use std::fs;
 use std::path::Path;
@@ -8,9 +9,9 @@ use claystone::nn::StateDict;
 use claystone::storage::Snapshot;
 use claystone::{Device, Error, Result, Tensor, io};
 
-/// The environment variable with the folder for a child process whose file sizes are limited.
+/// The environment variable that gives a child process its folder. The child's file sizes are limited.
 const FULL: &str = "CLAYSTONE_FULL_DISK";
-/// The limit in KiB: more than the old files, less than the new ones.
+/// The limit of file sizes in KiB: larger than the old files, smaller than the new files.
 const LIMIT: &str = "64";
 
 type Writer = (&'static str, fn(&Path, usize) -> Result<()>);
@@ -46,7 +47,7 @@ fn failed_writes_keep_the_old_file() {
     let folder = tempfile::tempdir().unwrap();
     WRITERS.iter().for_each(|(name, write)| write(&folder.path().join(name), 100).unwrap());
     let before = WRITERS.map(|(name, _)| fs::read(folder.path().join(name)).unwrap());
-    // With SIGXFSZ ignored, writing beyond the limit is an error, as on a full disk.
+    // The shell ignores SIGXFSZ, so writing beyond the limit returns an error, as on a full disk.
     let full = Command::new("bash")
         .args(["-c", &format!("trap '' XFSZ; ulimit -f {LIMIT}; exec \"$0\" \"$@\"")])
         .arg(std::env::current_exe().unwrap())
@@ -73,7 +74,7 @@ fn links_and_modes_are_kept() {
     for (name, write) in WRITERS {
         let (there, link) = (format!("elsewhere/{name}"), format!("link {name}"));
         symlink(&there, file(&link)).unwrap();
-        // A dangling link, then a link to a file: the target is written.
+        // Writing through a symbolic link writes the link's target, whether or not the target exists.
         for elements in [10, 1000] {
             write(&file(&link), elements).unwrap();
             assert!(fs::symlink_metadata(file(&link)).unwrap().is_symlink() && file(&there).is_file());

@@ -1,6 +1,6 @@
-//! Streams: waits order work, events complete, the current stream nests, and errors are reported across streams.
+//! Streams: waits order work, events complete, scopes of the current stream nest, and errors are reported across streams.
 //!
-//! Freed memory is reused only after all streams have finished with it.
+//! Freed memory is reused only after all streams have finished using it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
@@ -114,7 +114,7 @@ fn each_device_has_its_own_current_stream() {
             for other in &streams {
                 let current = Stream::current(other.device()).unwrap();
                 assert_eq!(current == *other, stream == other, "{stream:?} and {other:?}");
-                // The host waits for streams of another device.
+                // If the other stream belongs to another device, the host waits for it.
                 other.wait_stream(stream).unwrap();
             }
         });
@@ -171,7 +171,7 @@ fn many_threads_can_use_their_own_streams() {
 fn kernel_errors_are_reported_by_the_next_wait_on_any_stream() {
     each_device(|d| {
         if d == Device::Cpu {
-            return; // there the operation itself returns the error
+            return; // on the CPU, the operation itself returns the error
         }
         let side = Stream::new(d).unwrap();
         let bad = Tensor::from_slice(&[1i64, 9], 2, d).unwrap();
@@ -179,7 +179,7 @@ fn kernel_errors_are_reported_by_the_next_wait_on_any_stream() {
         let y = with_stream(&side, || x.index_select(0, &bad)).unwrap();
         let main = Stream::current(d).unwrap();
         main.wait_stream(&side).unwrap();
-        // Waits by the allocator leave the error for the user.
+        // When the allocator waits for the device, the error is kept for the user's next wait.
         claystone::storage::driver(d).unwrap().synchronize().unwrap();
         let told = y.to_vec::<f32>();
         assert!(matches!(told, Err(Error::IndexOutOfRange { index: 9, size: 4, .. })), "{told:?}");
@@ -207,9 +207,9 @@ fn recorded_memory_is_not_reused_too_early() {
                 x.add_scalar(1).unwrap()
             });
             x.record_stream(&b).unwrap();
-            x.record_stream(&a).unwrap(); // its own stream, so nothing changes
+            x.record_stream(&a).unwrap(); // `a` is already the stream of x, so nothing changes
             drop(x);
-            let z = with_stream(&a, || Tensor::full(&[n], -1, d)).unwrap(); // would get x's memory if that were free
+            let z = with_stream(&a, || Tensor::full(&[n], -1, d)).unwrap(); // if x's memory were free already, z would get it and overwrite it
             results.push((round, y, z));
         }
         let main = Stream::current(d).unwrap();
@@ -263,7 +263,7 @@ fn memory_can_be_exported_only_on_opencl() {
     });
 }
 
-/// Stream ids do not name their device. An id of another device has no work to wait for.
+/// Stream ids are unique only within a device. An id of another device's stream has no work to wait for.
 #[test]
 fn streams_of_another_device_have_no_pending_work() {
     let foreign: Vec<Stream> = (0..200).map(|_| Stream::new(Device::Cpu).unwrap()).collect();
@@ -279,7 +279,7 @@ fn streams_of_another_device_have_no_pending_work() {
     }
 }
 
-/// If the driver cannot report a stream's progress, the stream may still be writing to freed memory.
+/// If the driver cannot report a stream's progress, freed memory is not reused, because the stream may still be writing to it.
 #[test]
 fn memory_is_not_reused_if_stream_markers_fail() {
     let Some(faults) = Faults::install("streams::memory_is_not_reused_if_stream_markers_fail", Kind::Real) else {
@@ -311,7 +311,7 @@ fn memory_is_not_reused_if_stream_markers_fail() {
     }
 }
 
-/// Trains eight networks in turns on this many streams with a new allocator. Returns the peak of reserved bytes.
+/// Trains eight networks alternately on `streams` streams with a new allocator. Returns the peak of reserved bytes.
 fn train(device: Device, streams: usize, config: &str) -> u64 {
     let allocator = storage::build_allocator(storage::driver(device).unwrap(), config.parse().unwrap()).unwrap();
     storage::set_allocator(device, allocator).unwrap();
@@ -354,7 +354,7 @@ fn several_streams_need_little_more_memory() {
             println!("{device}: {several} bytes on {streams} streams, {one} on one");
             assert!(several as f64 <= most * one as f64, "{several} bytes on {streams} streams, {one} on one");
         }
-        // Freed memory is returned after its decay time.
+        // Freed memory is returned to the driver after the configured decay time.
         train(device, 4, "decay_ms:20");
         let reserved = || device.memory_stats().unwrap().reserved_bytes.current;
         for _ in 0..500 {
@@ -385,7 +385,7 @@ fn set_streams_stay_current_until_their_scope_ends() {
         assert_eq!(current(), if d == Device::Cpu { a } else { b }, "a scope of another device does not matter");
         let others = std::thread::scope(|scope| scope.spawn(current).join().unwrap());
         assert_eq!(others, Stream::default_stream(d).unwrap());
-        let x = Tensor::ones(1000, d).unwrap().mul_scalar(3).unwrap(); // runs on the stream that was set
+        let x = Tensor::ones(1000, d).unwrap().mul_scalar(3).unwrap(); // runs on the stream that `set_stream` selected
         set_stream(&main);
         assert_eq!(current(), main);
         d.synchronize().unwrap();

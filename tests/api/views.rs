@@ -1,11 +1,11 @@
-//! Views: their elements, shared storage, gradients, and errors.
+//! Views: their elements, storage, gradients and errors.
 
 use claystone::{DType, Device, Error, Index, PadMode, Result, Tensor, autograd::gradcheck};
 use ndarray::Dimension as _;
 
 use crate::common::{each_device, iota, vec};
 
-/// A view of a `[2, 3, 4]` tensor of 0, 1, 2, ... in row-major order, with its shape as text.
+/// A view of a `[2, 3, 4]` tensor with the elements 0, 1, 2, ... in row-major order, and the view's shape as text.
 type View = (&'static str, fn(&Tensor) -> Result<Tensor>);
 
 const VIEWS: &[View] = &[
@@ -55,7 +55,8 @@ fn views_share_storage_and_agree_with_their_copies() {
             let copy = v.clone();
             assert!(!copy.shares_storage(&t) && copy.is_contiguous(), "view {i}");
             assert_eq!(vec(&copy), vec(&v), "view {i}");
-            // The elements must be at the positions that the strides give.
+            // The base's elements equal their positions in the storage, so each element must equal the position that the view's
+            // strides give.
             let place = |index: Vec<usize>| {
                 v.offset() as isize + index.iter().zip(v.strides()).map(|(&i, s)| i as isize * s).sum::<isize>()
             };
@@ -71,7 +72,7 @@ fn views_share_storage_and_agree_with_their_copies() {
 #[test]
 fn gradients_flow_back_through_views() {
     each_device(|device| {
-        // Views of a strided view with an offset, so that the gradient has another layout.
+        // The views are taken of a strided view with an offset, so that the gradient has another layout than its tensor.
         let Ok(x) = iota(&[2, 4, 5], device).to_dtype(DType::F64) else { return };
         let x = x.transpose(1, 2).unwrap().narrow(1, 1, 4).unwrap().narrow(2, 0, 3).unwrap().transpose(1, 2).unwrap();
         for (i, (_, view)) in VIEWS.iter().enumerate() {
@@ -82,7 +83,7 @@ fn gradients_flow_back_through_views() {
             };
             gradcheck(loss, std::slice::from_ref(&x), 1e-4).unwrap_or_else(|e| panic!("view {i}: {e}"));
         }
-        // A reshape that has to copy.
+        // A reshape that has to copy, because the strides do not allow a view.
         gradcheck(|x| x[0].transpose(0, 2)?.reshape([-1])?.narrow(0, 3, 5)?.sum((), false), &[x], 1e-6).unwrap();
     });
 }
@@ -190,7 +191,7 @@ fn out_of_range_views_are_errors() {
     invalid(Tensor::eye([1, 2, 3], Device::Cpu));
     invalid(t.unfold(1, 4, 1));
     invalid(t.unfold(1, 2, 0));
-    // An expanded element with more windows than can be counted.
+    // Unfolding this expanded element would overflow the element count: about 2^62 windows of 2^40 elements.
     invalid(t.i((0, 0)).unwrap().expand([1usize << 62]).unwrap().unfold(0, 1 << 40, 1));
     invalid(t.as_strided([3, 3], &[2, 1], 0));
     invalid(t.as_strided([2], &[-1], 0));

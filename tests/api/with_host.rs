@@ -1,4 +1,4 @@
-//! Closures that read a tensor's elements in place.
+//! `with_host`, which passes a tensor's elements to a closure without copying them.
 
 use std::sync::mpsc;
 use std::thread;
@@ -9,7 +9,7 @@ use crate::common::{each_device, in_own_process, iota};
 
 #[test]
 fn closures_read_cpu_memory_in_place() {
-    // In its own process, because statistics are process-wide.
+    // Runs in its own process, because statistics belong to the whole process.
     if !in_own_process("with_host::closures_read_cpu_memory_in_place") {
         return;
     }
@@ -34,7 +34,7 @@ fn closures_read_cpu_memory_in_place() {
         );
         assert!(matches!(x.with_host(|_: &[i32]| ()), Err(Error::DTypeMismatch { .. })));
     });
-    // Memory that belonged to a vector or another owner.
+    // Memory that a vector or another user-defined owner allocated.
     for x in [
         Tensor::from_vec(vec![1.0f32, 2.0], 2, Device::Cpu).unwrap(),
         Tensor::from_host_memory(vec![1.0f32, 2.0].into_boxed_slice(), 2, Device::Cpu).unwrap(),
@@ -51,7 +51,7 @@ fn writes_fail_while_a_closure_reads() {
     let other = x.shallow_clone();
     let view = x.narrow(0, 1, 2).unwrap();
     x.with_host(|all: &[f32]| {
-        // This thread cannot write, through any handle or method.
+        // While the closure reads, this thread cannot write to the tensor, through any handle or method.
         let one = Tensor::ones((), Device::Cpu).unwrap();
         let refused = [
             view.fill_(1.0).map(drop),
@@ -69,9 +69,10 @@ fn writes_fail_while_a_closure_reads() {
             let error = result.expect_err(&format!("write {i}")).to_string();
             assert!(error.contains("with_host"), "{error}");
         }
-        // Another thread's write fails at once instead of waiting.
+        // While the closure reads, a write by another thread fails at once instead of waiting.
         thread::scope(|s| assert!(s.spawn(|| other.zero_().is_err()).join().unwrap()));
-        // Reading is allowed: by operations, by a nested closure, and through a handle that is moved.
+        // Reads are allowed while the closure reads: by operations, by a nested closure, and by converting another handle to a host
+        // array, which copies.
         assert_eq!(other.sum((), false).unwrap().item::<f32>().unwrap(), 3.0 * 4096.0);
         assert_eq!(other.with_host(|again: &[f32]| again.as_ptr()).unwrap(), all.as_ptr());
         assert!(view.fill_(1.0).is_err(), "the outer closure still reads");
@@ -81,18 +82,18 @@ fn writes_fail_while_a_closure_reads() {
     })
     .unwrap();
     assert_eq!(other.zero_().unwrap().to_vec::<f32>().unwrap(), [0.0; 4096]);
-    // A panic ends the access too.
+    // The access ends also if the closure panics.
     let panicked = std::panic::catch_unwind(|| x.with_host(|_: &[f32]| panic!("in the closure")));
     assert!(panicked.is_err() && x.fill_(1.0).is_ok());
 }
 
-/// Two closures run at once and the first ends earlier; meanwhile compaction moves all other blocks.
+/// Two closures read the same memory at once, and the first ends earlier. Meanwhile compaction moves all other blocks.
 #[test]
 fn memory_read_by_closures_is_not_moved() {
     if !in_own_process("with_host::memory_read_by_closures_is_not_moved") {
         return;
     }
-    drop(Tensor::zeros(1 << 18, Device::Cpu).unwrap()); // makes a segment for the following tensors
+    drop(Tensor::zeros(1 << 18, Device::Cpu).unwrap()); // creates a segment that the following tensors use
     let all: Vec<Tensor> = (0..24).map(|i| Tensor::full(10_000, i as f64, Device::Cpu).unwrap()).collect();
     let mut held: Vec<Option<Tensor>> = all.into_iter().map(Some).collect();
     held.iter_mut().step_by(2).for_each(|t| *t = None);

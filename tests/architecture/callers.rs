@@ -3,13 +3,13 @@
 use syn::visit::{Visit, visit_return_type, visit_type, visit_type_reference};
 use syn::{ImplItem, ImplItemFn, Item, PathSegment, TypeReference, Visibility};
 
-/// Files whose methods make tensors. The methods in other files of tensor/ return views.
+/// Files whose methods create tensors. The methods in other files of src/tensor/ return views.
 const MAKERS: [&str; 4] = ["src/ops/", "src/tensor/create.rs", "src/tensor/bytes.rs", "src/tensor/convert.rs"];
 
-/// Methods that return another handle on existing memory.
+/// Methods that return another handle on existing memory, and therefore need no `#[track_caller]`.
 const HANDLES: [&str; 2] = ["positive", "from_storage"];
 
-/// The public methods of `Tensor` in a file that return new tensors but lack the attribute.
+/// Returns the public methods of `Tensor` in a file that return new tensors but are not `#[track_caller]`.
 pub fn untracked(file: &str, text: &str) -> Vec<String> {
     if !file.ends_with(".rs") || !MAKERS.iter().any(|maker| file.starts_with(maker)) {
         return Vec::new();
@@ -42,7 +42,7 @@ fn is_tracked(method: &ImplItemFn) -> bool {
     method.attrs.iter().any(|attribute| attribute.path().is_ident("track_caller"))
 }
 
-/// The words that occur in a type.
+/// Collects the identifiers that occur in a type.
 #[derive(Default)]
 struct Words {
     tensor: bool,

@@ -1,14 +1,15 @@
-//! Finds files that import each other in a circle.
+//! Finds circular imports: files that import each other, directly or through other files.
 
 use crate::modules::Kind;
 use crate::resolve::Import;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
-/// The files that each file imports from.
+/// Maps each file to the files that it imports from.
 pub type Graph = BTreeMap<String, BTreeSet<String>>;
 
-/// Builds the import graph. A re-export is no edge: files that use it get an edge to the file of the definition.
+/// Builds the import graph. A re-export is not an edge: files that use the re-exported item get an edge to the file of its
+/// definition.
 pub fn graph(imports: &[Import]) -> Graph {
     let mut graph = Graph::new();
     for import in imports.iter().filter(|import| import.kind != Kind::Reexport && import.file != "src/lib.rs") {
@@ -20,7 +21,7 @@ pub fn graph(imports: &[Import]) -> Graph {
     graph
 }
 
-/// The circles, largest first: maximal sets of files in which each file reaches all others.
+/// Returns the circles (strongly connected components), largest first: maximal sets of files in which each file reaches all others.
 pub fn circles(graph: &Graph) -> Vec<BTreeSet<String>> {
     let reached: BTreeMap<&String, BTreeSet<&String>> = graph.keys().map(|file| (file, reach(graph, file))).collect();
     let mutual = |a: &String, b: &String| reached[a].contains(b) && reached.get(b).is_some_and(|back| back.contains(a));
@@ -32,7 +33,7 @@ pub fn circles(graph: &Graph) -> Vec<BTreeSet<String>> {
     circles
 }
 
-/// Every file that `from` reaches.
+/// Returns every file that can be reached from `from`.
 fn reach<'a>(graph: &'a Graph, from: &String) -> BTreeSet<&'a String> {
     let mut reached = BTreeSet::new();
     let mut next: Vec<&String> = graph[from].iter().collect();
@@ -44,7 +45,7 @@ fn reach<'a>(graph: &'a Graph, from: &String) -> BTreeSet<&'a String> {
     reached
 }
 
-/// Formats the graph for `dot -Tsvg`.
+/// Formats the graph as text that `dot -Tsvg` draws.
 pub fn dot(graph: &Graph) -> String {
     let mut text = "digraph imports {\n".to_string();
     for (from, targets) in graph {

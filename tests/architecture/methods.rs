@@ -1,15 +1,16 @@
-//! Finds calls of `pub(crate)` methods in nn, optim and io. The check has no types, so it identifies a method by its name: a call breaks
-//! the rule if every reachable method of that name is `pub(crate)`. Names that a macro declares or may declare count as public.
+//! Finds calls of `pub(crate)` methods in nn, optim and io, which may use only the public API. The check does not know types and
+//! identifies a method by its name: a call is a violation if every reachable method of that name is `pub(crate)`. Names that a macro
+//! declares or may declare count as public.
 
 use crate::modules::{Access, Crate};
 use crate::resolve::Import;
 use crate::rules::{PUBLIC_ONLY, Rule, Violation, room};
 use std::collections::BTreeSet;
 
-/// Names of both `pub(crate)` methods of the crate and methods of std.
+/// Method names that both the crate (as `pub(crate)`) and std use. The check ignores them, because the call may be of std's method.
 const STANDARD: &[&str] = &["copied", "read", "write"];
 
-/// Finds calls of hidden methods, written as `x.name()` or as `Type::name(x)`.
+/// Finds calls of `pub(crate)` methods, written as `x.name()` or as `Type::name(x)`.
 pub fn violations(all: &Crate, imports: &[Import]) -> Vec<Violation> {
     let hidden = hidden(all);
     let violation = |file: &str, target, line| Violation { rule: Rule::Published, file: file.into(), target, line };
@@ -27,7 +28,7 @@ pub fn violations(all: &Crate, imports: &[Import]) -> Vec<Violation> {
     violations
 }
 
-/// The names that only `pub(crate)` methods of other rooms have.
+/// Returns the names that only `pub(crate)` methods outside of nn, optim, data and io have.
 fn hidden(all: &Crate) -> BTreeSet<&str> {
     let (mut hidden, mut open) = (BTreeSet::new(), BTreeSet::from_iter(STANDARD.iter().copied()));
     for module in all.modules.iter().filter(|module| !module.test) {

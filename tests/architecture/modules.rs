@@ -4,35 +4,35 @@ use crate::paths::Collector;
 use std::collections::{BTreeMap, HashMap};
 use syn::{Attribute, Item, Meta, Visibility, punctuated::Punctuated, visit::Visit};
 
-/// File contents by file name, relative to the repository's root.
+/// Maps file names, relative to the repository's root, to file contents.
 pub type Sources = BTreeMap<String, String>;
 
 /// The index of a module in [`Crate::modules`].
 pub type ModuleId = usize;
 
-/// The module `crate`.
+/// The crate's root module, `crate`.
 pub const ROOT: ModuleId = 0;
 
-/// Every module of the library.
+/// The modules of the library.
 #[derive(Default)]
 pub struct Crate {
     pub modules: Vec<Module>,
 }
 
 pub struct Module {
-    /// The path in code: `crate::ops::reduce`.
+    /// The module's path, such as `crate::ops::reduce`.
     pub path: String,
     pub file: String,
     pub parent: Option<ModuleId>,
     /// True if the module is compiled for tests only.
     pub test: bool,
     pub names: HashMap<String, Vec<Entry>>,
-    /// The paths of glob imports, `use path::*`.
+    /// The modules whose names are imported by globs, `use path::*`.
     pub globs: Vec<Vec<String>>,
     pub paths: Vec<Written>,
-    /// The names of functions in `impl`s and traits, with their visibility.
+    /// The names and visibilities of the functions in `impl`s and traits.
     pub methods: Vec<(String, Access)>,
-    /// The called methods: `name` in `x.name()`, and the line.
+    /// The called methods, each as the `name` in `x.name()` and the line number.
     pub calls: Vec<(String, usize)>,
 }
 
@@ -42,11 +42,11 @@ pub enum Access {
     All,
     /// Visible in the whole crate.
     Crate,
-    /// Visible in a part of the crate.
+    /// Visible in some modules of the crate.
     Part,
 }
 
-/// One meaning of a name in a module. A name may have several, such as a module and a function.
+/// One meaning of a name in a module. A name may have several meanings, such as a module and a function.
 #[derive(Clone)]
 pub struct Entry {
     pub meaning: Meaning,
@@ -60,11 +60,11 @@ pub enum Meaning {
     Type,
     /// A function, a constant or a macro.
     Value,
-    /// A name that `use` imports from this path.
+    /// A name that `use` imports; the field is the full path.
     Import(Vec<String>),
 }
 
-/// A path in source code.
+/// A path that occurs in source code.
 pub struct Written {
     pub segments: Vec<String>,
     pub line: usize,
@@ -74,9 +74,9 @@ pub struct Written {
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Kind {
     Use,
-    /// `pub use`, which re-exports a name without using it.
+    /// The path of a `pub use`, which re-exports a name without using it.
     Reexport,
-    /// A path in code or in a macro's tokens.
+    /// A path in an expression, a type, a pattern or a macro's tokens.
     Code,
 }
 
@@ -108,7 +108,7 @@ impl Crate {
         self.items(sources, id, &file.items, &children);
     }
 
-    /// Adds a module's items. Files of its child modules are in `folder`.
+    /// Adds a module's items. The files of its child modules are in `folder`.
     fn items(&mut self, sources: &Sources, id: ModuleId, items: &[Item], folder: &str) {
         for item in items {
             if let Item::Mod(module) = item {
@@ -125,7 +125,7 @@ impl Crate {
                     match &module.content {
                         Some((_, items)) => self.items(sources, child, items, &format!("{folder}/{name}")),
                         None if file.starts_with("src/") => self.file(sources, child),
-                        None => {} // a file of the tests, included with #[path]
+                        None => {} // a test file, included with #[path]
                     }
                 }
             } else if let Some((name, meaning, visibility)) = declared(item) {
@@ -140,7 +140,7 @@ impl Crate {
         items.iter().filter(|item| !matches!(item, Item::Mod(_))).for_each(|item| collector.visit_item(item));
     }
 
-    /// The files of `mod name;`: several if `cfg_attr` selects the file by target.
+    /// Returns the files of `mod name;`. There are several if `cfg_attr` selects the file by target.
     fn files_of(&self, sources: &Sources, id: ModuleId, module: &syn::ItemMod, folder: &str) -> Vec<String> {
         let given = |meta: &Meta| path_value(meta).map(|path| beside(&self.modules[id].file, &path));
         if let Some(file) = module.attrs.iter().find_map(|attribute| given(&attribute.meta)) {
@@ -159,7 +159,8 @@ impl Crate {
     }
 }
 
-/// The name that an item declares. The [`Collector`] handles `use` items.
+/// Returns the name that an item declares, its meaning and its visibility. `use` items, which the [`Collector`] handles, give
+/// `None`.
 fn declared(item: &Item) -> Option<(String, Meaning, &Visibility)> {
     let (attributes, name, meaning, visibility) = match item {
         Item::Const(i) => (&i.attrs, &i.ident, Meaning::Value, &i.vis),
@@ -176,7 +177,7 @@ fn declared(item: &Item) -> Option<(String, Meaning, &Visibility)> {
     (!is_test(attributes)).then(|| (name.to_string(), meaning, visibility))
 }
 
-/// Whether these attributes restrict an item to tests.
+/// Whether these attributes compile an item only for tests.
 pub fn is_test(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("test")
@@ -194,14 +195,14 @@ fn requires_test(condition: &Meta) -> bool {
     }
 }
 
-/// The arguments of an attribute or of a cfg condition.
+/// Returns the arguments of an attribute or of a cfg condition.
 fn parts(meta: &Meta) -> Vec<Meta> {
     let Meta::List(list) = meta else { return Vec::new() };
     let parts = list.parse_args_with(Punctuated::<Meta, syn::Token![,]>::parse_terminated);
     parts.map(|parts| parts.into_iter().collect()).unwrap_or_default()
 }
 
-/// The file in `path = "..."`.
+/// Returns the file name in `path = "..."`.
 fn path_value(meta: &Meta) -> Option<String> {
     match meta {
         Meta::NameValue(pair) if pair.path.is_ident("path") => match &pair.value {
@@ -212,7 +213,7 @@ fn path_value(meta: &Meta) -> Option<String> {
     }
 }
 
-/// Resolves `relative` against the folder of `file`.
+/// Resolves the relative path of a file against the folder of `file`.
 fn beside(file: &str, relative: &str) -> String {
     let mut parts: Vec<&str> = file.split('/').collect();
     parts.pop();

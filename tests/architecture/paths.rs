@@ -5,14 +5,14 @@ use proc_macro2::{Delimiter, Ident, TokenStream, TokenTree};
 use syn::visit::{self, Visit};
 use syn::{Type, UseTree, Visibility};
 
-/// Visits the items of one module, except items that only tests use.
+/// Visits the items of one module, except items that only tests use, and collects paths and declared names.
 pub struct Collector<'a> {
     module: &'a mut Module,
-    /// The path that `Self` stands for inside an `impl` or an enum.
+    /// The path of the type that `Self` refers to inside an `impl` or an enum.
     itself: Option<Vec<String>>,
-    /// True inside a macro that expands to items, whose names are among its tokens.
+    /// True inside a macro that expands to items, so that names among the macro's tokens count as declared.
     of_items: bool,
-    /// True inside an `impl` of a trait, whose methods are as public as the trait.
+    /// True inside an `impl` of a trait, whose methods have the visibility of the trait.
     of_trait: bool,
 }
 
@@ -45,7 +45,7 @@ impl<'a> Collector<'a> {
         self.itself = outer;
     }
 
-    /// Records the leaves of a `use` tree, and the names that they bring into the module.
+    /// Records the complete paths of a `use` tree, and the names that the paths bring into the module.
     fn leaves(&mut self, prefix: &[String], tree: &UseTree, public: bool, kind: Kind) {
         let with = |ident: &Ident| [prefix, &[ident.to_string()]].concat();
         let (ident, name) = match tree {
@@ -113,7 +113,7 @@ impl<'a> Collector<'a> {
     }
 }
 
-/// Consumes `::` if it is next.
+/// Consumes `::` if it is the next token, and returns whether it was.
 fn colons(tokens: &mut std::iter::Peekable<proc_macro2::token_stream::IntoIter>) -> bool {
     let mut next = || tokens.next_if(|token| matches!(token, TokenTree::Punct(p) if p.as_char() == ':')).is_some();
     next() && next()

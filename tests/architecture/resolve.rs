@@ -3,23 +3,23 @@
 use crate::modules::{Crate, Kind, Meaning, ModuleId, ROOT};
 use std::collections::BTreeSet;
 
-/// A path in a file, and the item that the path resolves to.
+/// A path that a file contains, and the item that the path resolves to.
 #[derive(Clone, Debug)]
 pub struct Import {
     pub file: String,
     pub line: usize,
     /// The path of the item's definition, such as `crate::device::Device`, or the name of an external crate.
     pub item: String,
-    /// The item's path with all following segments: `crate::device::Device::Cpu`.
+    /// The item's path with all following segments, such as `crate::device::Device::Cpu`.
     pub target: String,
     /// The file of the definition, if it is in this crate.
     pub target_file: Option<String>,
     pub kind: Kind,
-    /// Whether a user of the crate could write this path.
+    /// True if code outside the crate could write this path.
     pub public: bool,
 }
 
-/// The result of resolving a path: a module or an item, and the segments after the item's name.
+/// The result of resolving a path: a module or an item, and in `names` the rest of the path.
 #[derive(Clone, Debug)]
 struct Found {
     module: Option<ModuleId>,
@@ -28,19 +28,19 @@ struct Found {
     public: bool,
 }
 
-/// The names that are being resolved, because imports may be circular.
+/// The names that are currently being resolved. Without this set, circular imports would recurse without end.
 type Seen = BTreeSet<(ModuleId, String)>;
 
 impl Crate {
-    /// Every path in the crate's code, except in tests.
+    /// Returns every path in the crate's code, except in tests.
     pub fn imports(&self) -> Vec<Import> {
         let mut imports = Vec::new();
         for (id, module) in self.modules.iter().enumerate().filter(|(_, module)| !module.test) {
             for path in &module.paths {
                 let found = self.resolve(id, &path.segments, id, &mut Seen::new());
                 let public = found.iter().any(|found| found.public);
-                // A module named in `use` is a namespace: paths through it show which of its items are used. A lone name in code that is
-                // also a module's name refers to another item.
+                // A module named in `use` is only a namespace: paths through the module show which of its items are used. If a single
+                // name in code is both a module and another item, the other item is meant.
                 let namespace = path.kind == Kind::Use || path.segments.len() == 1;
                 let item = path.kind == Kind::Code && found.iter().any(|found| !found.is_module);
                 for found in found.into_iter().filter(|found| !(found.is_module && (namespace || item))) {
@@ -59,7 +59,7 @@ impl Crate {
         imports
     }
 
-    /// A module's path, followed by at most `names` of the segments after it.
+    /// Returns a module's path, followed by at most `names` of the segments after it.
     fn name(&self, found: &Found, names: usize) -> String {
         let module = found.module.map(|id| self.modules[id].path.clone());
         module.into_iter().chain(found.names.iter().take(names).cloned()).collect::<Vec<_>>().join("::")
@@ -103,7 +103,7 @@ impl Crate {
                     guarded((at, name.clone()), seen, |seen| self.resolve(at, &[import, rest].concat(), at, seen))
                 }
             };
-            // A re-export is as visible as its own declaration, whatever the visibility of its target.
+            // A re-export has the visibility of the `use` declaration, whatever the visibility of its target.
             let reexport = !own && matches!(entry.meaning, Meaning::Import(_));
             let public = |target: &Found| (entry.public || own) && (reexport || target.public);
             found.extend(targets.into_iter().map(|target| Found { public: public(&target), ..target }));
@@ -127,13 +127,13 @@ impl Crate {
         found
     }
 
-    /// The top-level module that contains this module.
+    /// Returns the top-level module that contains this module.
     fn room(&self, module: ModuleId) -> Option<&str> {
         self.modules[module].path.split("::").nth(1)
     }
 }
 
-/// Resolves a name, unless that name is already being resolved.
+/// Calls `look` to resolve a name, unless that name is already being resolved.
 fn guarded(key: (ModuleId, String), seen: &mut Seen, look: impl FnOnce(&mut Seen) -> Vec<Found>) -> Vec<Found> {
     if !seen.insert(key.clone()) {
         return Vec::new();

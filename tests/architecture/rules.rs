@@ -1,11 +1,12 @@
-//! The rules that the compiler cannot check. Each finds violations in the crate's imports or source text.
+//! The rules that the compiler cannot check. Each rule finds violations in the crate's imports or source text.
 
 use crate::methods;
 use crate::modules::{Crate, Sources};
 use crate::resolve::Import;
 use proc_macro2::{TokenStream, TokenTree};
 
-/// The rooms from top to bottom. Rooms on one line must not import each other, except those in [`CIRCLES`].
+/// The rooms (top-level folders and files of src) from top to bottom. A room may import only rooms on lines below its own, and
+/// those in [`CIRCLES`].
 const ROOMS: &[&[&str]] = &[
     &["distributed"],
     &["nn", "optim", "data"],
@@ -24,40 +25,42 @@ const ROOMS: &[&[&str]] = &[
     &["sync"],
 ];
 
-/// Rooms that may import each other: a tensor holds its autograd node and a node its tensors; errors name dtypes.
+/// Rooms that may import each other: a tensor holds its autograd node and a node its tensors; errors contain dtypes.
 const CIRCLES: &[&[&str]] = &[&["autograd", "tensor"], &["dtype", "error"]];
 
-/// Files that may distinguish kinds of devices.
+/// Files that may distinguish kinds of devices, such as CPU and GPU.
 const DEVICE_KIND: &[&str] = &["src/device/", "src/storage/", "src/backend/mod.rs"];
 
-/// Files that may ask whether a device is the CPU.
+/// Files that may test whether a device is the CPU.
 const ASKS_CPU: &[&str] = &["src/device/", "src/storage/", "src/backend/"];
 
-/// Files that may use OpenCL's own types: three rooms, and single files for the given reasons.
+/// Files that may use OpenCL's own types. Entries after the first three state their reason.
 const OPENCL: &[&str] = &[
     "src/device/opencl/",
     "src/storage/driver/",
     "src/backend/opencl/",
     "src/graph/",           // a graph holds the recorded commands of an OpenCL device
-    "src/tune/",            // the values that it measures are those of an OpenCL device
-    "src/device/mod.rs",    // a `Device` gets its properties from its context
+    "src/tune/",            // measures kernels of an OpenCL device
+    "src/device/mod.rs",    // a `Device` gets its properties from its OpenCL context
     "src/device/stream.rs", // a `Stream` and an `Event` hold OpenCL objects
 ];
 
-/// Files that may change a storage's version counter. All other code goes through `backend::launch`, which always does.
+/// Files that may change a storage's version counter. Other code must call `backend::launch`, which updates the counters of the
+/// outputs.
 const VERSIONS: &[&str] = &["src/storage/", "src/backend/"];
 
-/// Rooms that may use only the crate's public API.
+/// Rooms whose code may use only the crate's public API.
 pub const PUBLIC_ONLY: &[&str] = &["nn", "optim", "data", "io"];
 
-/// The current exceptions: a rule, a file, and the item or word in it that breaks the rule. The list may only shrink.
+/// The exceptions that are allowed today: a rule, a file, and the item or word in the file that breaks the rule. The list may only
+/// shrink.
 pub const EXCEPTIONS: &[(Rule, &str, &str)] = &[
-    (Rule::Downwards, "src/error.rs", "crate::device::name"), // errors name the device they happened on
-    (Rule::Downwards, "src/error.rs", "crate::layout::shape"), // errors of shapes carry the shapes
-    (Rule::OpenClTypes, "src/lib.rs", "crate::device::opencl"), // it re-exports Kernel, a kernel of the user's own
+    (Rule::Downwards, "src/error.rs", "crate::device::name"), // an error contains the device on which it happened
+    (Rule::Downwards, "src/error.rs", "crate::layout::shape"), // shape errors contain shapes
+    (Rule::OpenClTypes, "src/lib.rs", "crate::device::opencl"), // re-exports `Kernel` for user-defined kernels
 ];
 
-/// The number of files in the largest circle of imports, which may only shrink.
+/// The number of files in the largest circle of imports, an upper limit that may only be lowered.
 pub const LARGEST_CIRCLE: usize = 15;
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -71,7 +74,7 @@ pub enum Rule {
 }
 
 impl Rule {
-    /// The rule, and how to fix a violation.
+    /// Returns the rule in words, and how to fix a violation.
     pub fn advice(self) -> &'static str {
         match self {
             Self::Downwards => {
@@ -101,7 +104,7 @@ impl Rule {
 pub struct Violation {
     pub rule: Rule,
     pub file: String,
-    /// The imported item or the word that breaks the rule.
+    /// The imported item or the word that violates the rule.
     pub target: String,
     pub line: usize,
 }
@@ -134,7 +137,7 @@ pub fn violations(sources: &Sources, crates: &Crate, imports: &[Import]) -> Vec<
     all
 }
 
-/// Finds the rules that an import breaks.
+/// Returns the violations caused by an import.
 fn of_import(import: &Import) -> Vec<Violation> {
     let file = import.file.as_str();
     let target = import.target.as_str();
@@ -166,7 +169,7 @@ fn of_import(import: &Import) -> Vec<Violation> {
     broken.into_iter().map(violation).collect()
 }
 
-/// Collects the lines of an identifier, also inside macros.
+/// Collects the line numbers at which an identifier occurs, also inside macros.
 fn find_word(tokens: TokenStream, word: &str, lines: &mut Vec<usize>) {
     for token in tokens {
         match token {
@@ -177,26 +180,26 @@ fn find_word(tokens: TokenStream, word: &str, lines: &mut Vec<usize>) {
     }
 }
 
-/// Whether a file may import from another.
+/// Whether file `from` may import file `to`.
 fn downwards(from: &str, to: &str) -> bool {
     let (from, to) = (room(from), room(to));
     let circle = CIRCLES.iter().any(|circle| circle.contains(&from) && circle.contains(&to));
     from == to || circle || level(from) < level(to)
 }
 
-/// The index of a room's line in [`ROOMS`].
+/// Returns the index in [`ROOMS`] of the line that contains a room.
 fn level(room: &str) -> usize {
     let found = ROOMS.iter().position(|level| level.contains(&room));
     found.unwrap_or_else(|| panic!("`{room}` is in no room: give it a line of ROOMS in tests/architecture/rules.rs"))
 }
 
-/// The room of a file: the folder or file directly in src.
+/// Returns the room of a file: the folder or file directly in src.
 pub fn room(file: &str) -> &str {
     let inside = file.strip_prefix("src/").unwrap_or(file);
     inside.split('/').next().unwrap_or(inside).trim_end_matches(".rs")
 }
 
-/// The module path of a file: `crate::ops::reduce`.
+/// Returns the module path of a file, such as `crate::ops::reduce`.
 pub fn module_of(file: &str) -> String {
     let inside = file.trim_start_matches("src/").trim_end_matches(".rs").trim_end_matches("/mod");
     format!("crate::{}", inside.replace('/', "::"))

@@ -1,4 +1,4 @@
-//! Tests the checks themselves with small crates that break a rule, and with crates that almost do.
+//! Tests the checks themselves with small crates that break a rule, and with similar crates that do not.
 
 use crate::circles;
 use crate::modules::{Crate, Sources};
@@ -6,7 +6,7 @@ use crate::resolve::Import;
 use crate::rules::{self, Rule, Violation};
 use std::collections::BTreeMap;
 
-/// A library of these files under `src`, and the files of `crate::device`.
+/// Returns a library that consists of `files` under src and of a `crate::device` module.
 fn sources(files: &[(&str, &str)]) -> Sources {
     let device = "pub mod opencl; mod info; pub use info::Info; pub enum Device { Cpu, OpenCL(usize) }";
     let always = [
@@ -26,7 +26,7 @@ fn violations(files: &[(&str, &str)]) -> Vec<Violation> {
     rules::violations(&sources(files), &all, &all.imports())
 }
 
-/// The violations after adding `code` to a file of a library with tensors, operations and layers.
+/// Adds `code` to a file of a library with tensors, operations and layers, and returns the violations.
 fn broken(file: &str, code: &str) -> Vec<(Rule, String)> {
     let lib = "pub mod device; pub mod nn; pub mod ops; pub mod tensor; pub mod storage; pub mod backend; pub use device::Device;
                pub use tensor::Tensor; pub(crate) use ops::hidden;";

@@ -1,6 +1,6 @@
-//! Checks the crate's own sources against the rules of the architecture, which `rules.rs` lists with the order of the rooms and the
-//! current exceptions. With `-- --nocapture` the test prints the files that form circles; `ARCHITECTURE_DOT=imports.dot` writes the
-//! import graph to a file.
+//! Checks the crate's own sources against the rules of the architecture. `rules.rs` lists the rules, the order of the rooms and the
+//! current exceptions. With `-- --nocapture` the test prints the files that import each other in a circle;
+//! `ARCHITECTURE_DOT=imports.dot` writes the import graph to a file.
 
 mod callers;
 mod circles;
@@ -22,7 +22,7 @@ fn sources() -> Sources {
     sources
 }
 
-/// Adds the Rust files of a folder and of its folders.
+/// Adds the Rust files of a folder and its subfolders.
 fn read(folder: &str, sources: &mut Sources) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     for entry in root.join(folder).read_dir().unwrap_or_else(|e| panic!("{folder}: {e}")) {
@@ -64,7 +64,7 @@ fn sources_follow_the_rules_of_the_architecture() {
     );
 }
 
-/// Checks that no file is outside all modules, because the rules would not apply to it.
+/// Checks that every file belongs to a module, because the rules are applied to modules and would miss other files.
 #[test]
 fn every_file_is_in_a_module() {
     let sources = sources();
@@ -75,7 +75,7 @@ fn every_file_is_in_a_module() {
     assert!(lost.is_empty(), "no `mod` declares {lost:?}");
 }
 
-/// Checks `#[track_caller]`, without which memory histories could not name the line that called an operation.
+/// Checks `#[track_caller]`. Without the attribute, memory histories would not name the user's line that called an operation.
 #[test]
 fn methods_that_return_tensors_track_their_callers() {
     let untracked: Vec<String> = sources().iter().flat_map(|(file, text)| callers::untracked(file, text)).collect();

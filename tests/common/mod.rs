@@ -1,5 +1,5 @@
-//! Shared by the integration tests.
-#![allow(dead_code)] // each test program uses a part
+//! Helpers for the integration tests.
+#![allow(dead_code)] // each test program uses only some of the helpers
 
 pub mod gpus;
 
@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use claystone::{DType, Device, Tensor};
 use ndarray::{ArrayD, Axis, IxDyn};
 
-/// All devices. If CLAYSTONE_REQUIRE_OPENCL is set, as by the test command, a missing OpenCL device is a failure.
+/// Returns all devices. Panics if CLAYSTONE_REQUIRE_OPENCL is set, as it is by scripts/test, and there is no OpenCL device.
 ///
 /// The test command makes PoCL show the same processor twice. Tests of values need only one device of each kind, but both PoCL
 /// devices share their compiled kernels, so testing both costs little.
@@ -20,20 +20,20 @@ pub fn devices() -> Vec<Device> {
     all
 }
 
-/// Every OpenCL device.
+/// Returns every OpenCL device.
 #[track_caller]
 pub fn opencl() -> impl Iterator<Item = Device> {
     devices().into_iter().filter(|&device| device != Device::Cpu)
 }
 
-/// Numbers between `-scale / 2` and `scale / 2` in a scrambled order, in f32.
+/// Returns an f32 tensor of numbers between `-scale / 2` and `scale / 2` in a scrambled order.
 pub fn scattered(shape: &[usize], scale: f32, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<f32> = (0..n).map(|i| ((i * 37 + 11) % 101) as f32 / 101.0 * scale - scale / 2.0).collect();
     Tensor::from_slice(&values, shape, device).unwrap()
 }
 
-/// Calls `f` with every device.
+/// Calls `f` once for every device.
 #[track_caller]
 pub fn each_device(f: impl Fn(Device)) {
     for device in devices() {
@@ -42,28 +42,28 @@ pub fn each_device(f: impl Fn(Device)) {
     }
 }
 
-/// 0, 1, 2, ... in f32.
+/// Returns an f32 tensor with the elements 0, 1, 2, ...
 pub fn iota(shape: &[usize], device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     Tensor::arange(0, n as i64, 1, device).unwrap().reshape(shape).unwrap()
 }
 
-/// The elements of an f32 tensor.
+/// Returns the elements of an f32 tensor in row-major order.
 pub fn vec(t: &Tensor) -> Vec<f32> {
     t.to_vec().unwrap()
 }
 
-/// The elements in f64.
+/// Returns the elements as an array of f64.
 pub fn f64s(t: &Tensor) -> ArrayD<f64> {
     t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_ndarray().unwrap()
 }
 
-/// The elements in f64, converted on the host, as a vector.
+/// Converts the elements to f64 on the host and returns them in row-major order.
 pub fn values(t: &Tensor) -> Vec<f64> {
     t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_vec().unwrap()
 }
 
-/// The batched matrix product in f64 by a naive loop. Operands have two or more dims; leading dims broadcast.
+/// Returns the batched matrix product in f64, computed by a naive loop. Operands have two or more dims; leading dims broadcast.
 pub fn reference(a: &ArrayD<f64>, b: &ArrayD<f64>) -> ArrayD<f64> {
     let (x, y) = (a.shape(), b.shape());
     let (m, k, n) = (x[x.len() - 2], x[x.len() - 1], y[y.len() - 1]);
@@ -87,8 +87,8 @@ pub fn reference(a: &ArrayD<f64>, b: &ArrayD<f64>) -> ArrayD<f64> {
     })
 }
 
-/// Serialises tests that depend on process-wide state such as a device's statistics. Empties the caches first, because memory that
-/// earlier tests cached could return to the driver at any time.
+/// Serialises tests that depend on process-wide state such as a device's statistics. Empties the allocators' caches first: memory
+/// that earlier tests left there could return to the driver at any time and change the statistics.
 pub fn serial_guard() -> MutexGuard<'static, ()> {
     static SERIAL_LOCK: Mutex<()> = Mutex::new(());
     let turn = SERIAL_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
@@ -96,14 +96,14 @@ pub fn serial_guard() -> MutexGuard<'static, ()> {
     turn
 }
 
-/// Runs a test in a process of its own, for tests of process-wide state. `test` is its name with its module path. Returns true in that
-/// process; in the calling process it returns false after the test passed there.
+/// Runs a test of process-wide state in a child process. `test` is the test's name with its module path. Returns true in the child
+/// process. In the parent process, returns false after the test passed in the child.
 #[track_caller]
 pub fn in_own_process(test: &str) -> bool {
     in_child_with(test, "CLAYSTONE_ALONE", "1")
 }
 
-/// Like [`in_own_process`], with an environment variable set in the child. Returns true at once if this process has the variable already.
+/// Like [`in_own_process`], with an environment variable set in the child. Returns true at once if this process already has the variable.
 #[track_caller]
 pub fn in_child_with(test: &str, variable: &str, value: &str) -> bool {
     if std::env::var(variable).is_ok_and(|v| v == value) {
@@ -118,7 +118,7 @@ pub fn in_child_with(test: &str, variable: &str, value: &str) -> bool {
     false
 }
 
-/// Numbers between -1 and 1, multiplied by 2 to the power of `scale(row, column)`.
+/// Returns numbers between -1 and 1, multiplied by 2 to the power of `scale(row, column)`.
 pub fn scaled(rows: usize, cols: usize, seed: u64, scale: impl Fn(usize, usize) -> i32) -> ArrayD<f32> {
     let mut state = seed;
     ArrayD::from_shape_fn(IxDyn(&[rows, cols]), |at| {

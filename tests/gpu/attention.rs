@@ -1,5 +1,5 @@
-//! Tests the GPU kernel for attention: values and gradients against the CPU in f64 for all options, memory use and launches.
-//! Without a GPU, an OpenCL processor runs the kernel: each test restarts itself with `CLAYSTONE_KERNELS=gpu`.
+//! Tests the GPU kernel for attention: values and gradients for all options against the CPU in f64, memory use, and numbers of
+//! launches. Without a GPU, an OpenCL CPU device runs the kernel: each test restarts itself with `CLAYSTONE_KERNELS=gpu`.
 
 use claystone::device::count_launches;
 use claystone::ops::Attention;
@@ -8,12 +8,12 @@ use claystone::{DType, Device, Tensor, manual_seed};
 use crate::common::f64s;
 use crate::common::gpus::{assert_same, gpus, is_gpu, thinned_cases, upload};
 
-/// Numbers between -1 and 1 with a long period.
+/// Returns pseudo-random numbers between -1 and 1 that repeat only after a long period.
 fn numbers(n: usize, seed: usize) -> Vec<f64> {
     (0..n).map(|i| ((i * 7919 + i / 241 + seed * 613) % 241) as f64 / 120.0 - 1.0).collect()
 }
 
-/// A leaf whose storage starts with other elements and has gaps between the rows.
+/// Returns a leaf whose first element is not the first of its storage, and whose rows have gaps between them.
 fn leaf(shape: &[usize], seed: usize, dtype: DType, device: Device) -> Tensor {
     let mut wide = shape.to_vec();
     let last = wide.len() - 1;
@@ -26,7 +26,7 @@ fn values(t: &Tensor) -> Vec<f64> {
     f64s(&t.detach()).iter().copied().collect()
 }
 
-/// Values of the result, followed by the gradients of the leaves.
+/// Runs backward and returns the values of the result, followed by the gradients of the leaves.
 fn with_gradients(y: Tensor, leaves: &[Tensor]) -> Vec<f64> {
     let weights = upload(&numbers(y.numel(), 5), y.shape().dims(), y.dtype(), y.device());
     y.backward_with(&weights).unwrap();
@@ -34,7 +34,7 @@ fn with_gradients(y: Tensor, leaves: &[Tensor]) -> Vec<f64> {
     values(&y).into_iter().chain(gradients).collect()
 }
 
-/// Shapes of queries, keys and values: grouped heads (declared or by broadcasting), and broadcast batches.
+/// Shapes of queries, keys and values: grouped heads (declared with an option or implied by broadcasting), and broadcast batches.
 const CALL_SHAPES: [[&[usize]; 3]; 6] = [
     [&[2, 6, 9, 8], &[2, 2, 37, 8], &[2, 2, 37, 4]],
     [&[3, 33, 8], &[17, 8], &[17, 8]],
@@ -50,7 +50,7 @@ fn values_and_gradients_match_the_cpu() {
         let calls = (0..CALL_SHAPES.len()).map(|i| (i, DType::F32, 2e-5)).chain([(0, DType::F16, 4e-3)]);
         for (i, dtype, tolerance) in calls {
             let call = |to: DType, device: Device| {
-                // Both devices start from the same bits.
+                // Both devices use inputs with the same bits: the leaf is made on the CPU and copied.
                 let made = |k: usize| {
                     let t = leaf(CALL_SHAPES[i][k], k, dtype, Device::Cpu).detach().to_dtype(to).unwrap();
                     t.to_device(device).unwrap().requires_grad_(true).unwrap()
@@ -75,7 +75,8 @@ fn values_and_gradients_match_the_cpu() {
     }
 }
 
-/// Shapes around the tiles of tensor cores (64 or 128 queries, 32 or 64 keys). Some heads fill these tiles and some do not.
+/// Shapes around the tiles of tensor cores (64 or 128 queries, 32 or 64 keys). Some head sizes are multiples of the tile size and
+/// some are not.
 const TILE_SHAPES: [[&[usize]; 3]; 9] = [
     [&[1, 2, 65, 32], &[1, 2, 33, 32], &[1, 2, 33, 32]],
     [&[1, 2, 64, 64], &[1, 2, 64, 64], &[1, 2, 64, 64]],
@@ -95,15 +96,16 @@ fn tensor_cores_match_the_cpu() {
         let calls = [(DType::F16, 3e-3), (DType::BF16, 2e-2), (DType::F32, 2e-5)]
             .map(|of| calls.as_flattened().iter().map(move |&call| (of, call)));
         let calls = calls.into_iter().flatten().enumerate();
-        // A processor compiles each variant for seconds, so it runs only one.
+        // An OpenCL CPU device compiles each kernel variant for seconds, so it runs only one variant.
         for (i, ((dtype, tolerance), (mask, is_causal))) in calls.filter(|&(i, _)| is_gpu(device) || i == 4) {
             for shapes in thinned_cases(&TILE_SHAPES, TILE_SHAPES.len(), device) {
-                // Kernels for f32 use tensor cores only if there are at least as many work-groups as compute units.
+                // f32 kernels use tensor cores only if there are at least as many work-groups as compute units, so the batch is
+                // large.
                 let batch = if dtype == DType::F32 && is_gpu(device) { 70 } else { shapes[0][0] };
                 let [of_q, of_k, of_v] = shapes.map(|of| [&[batch], &of[1..]].concat());
                 let (heads, queries, keys) = (of_q[1], of_q[2], of_k[2]);
                 let call = |to: DType, device: Device| {
-                    // Gaps between rows keep the rows aligned to 16, 8 or 4 bytes.
+                    // The gap between rows is chosen so that the rows stay aligned to 16, 8 or 4 bytes.
                     let made = |of: &[usize], k: usize| {
                         let gap = [8, 4, 2][i % 3];
                         let wide: Vec<usize> = of[..3].iter().copied().chain([of[3] + gap]).collect();
@@ -133,10 +135,10 @@ fn tensor_cores_match_the_cpu() {
     }
 }
 
-/// Infinities in f32 follow IEEE arithmetic, although tensor cores multiply each f32 number in parts.
+/// Infinities in f32 follow IEEE arithmetic, although tensor cores split each f32 number into a sum of parts before they multiply.
 #[test]
 fn infinities_follow_ieee_arithmetic() {
-    /// Number of heads, large enough for tensor cores.
+    /// Number of heads, large enough that the kernel uses tensor cores.
     const HEADS: usize = 50;
     for device in gpus("attention::infinities_follow_ieee_arithmetic") {
         let call = |dtype: DType, device: Device| {
@@ -145,7 +147,8 @@ fn infinities_follow_ieee_arithmetic() {
                 numbers[at] = value;
                 numbers
             };
-            // Queries are positive at the position where one of the first head's keys has -inf, so that this key's weight is 0.
+            // One key of the first head has -inf at one position. All queries are positive at that position, so this key's weight
+            // is 0.
             let positive = (0..HEADS * 130 * 64).map(|i| if i % 64 == 3 { 0.5 } else { (i % 37) as f64 / 37.0 - 0.4 });
             let made = |numbers: &[f64]| {
                 let t = upload(numbers, &[HEADS, 130, 64], DType::F32, Device::Cpu).to_dtype(dtype).unwrap();
@@ -156,7 +159,8 @@ fn infinities_follow_ieee_arithmetic() {
             let y = q.scaled_dot_product_attention(&k, &v, Attention::default()).unwrap();
             let weights = upload(&self::numbers(y.numel(), 5), &[HEADS, 130, 64], dtype, device);
             y.backward_with(&weights).unwrap();
-            // In the second head, every gradient of queries and keys contains inf - inf.
+            // In the second head, every gradient of queries and keys contains inf - inf, which is NaN, so only the first head is
+            // compared.
             let of_first = |t: &Tensor| values(&t.narrow(0, 0, 1).unwrap());
             [values(&y), of_first(&q.grad().unwrap()), of_first(&k.grad().unwrap()), values(&v.grad().unwrap())]
                 .concat()
@@ -193,7 +197,7 @@ fn packed_attention_matches_the_cpu() {
     }
 }
 
-/// With few queries, work-groups split the keys and a second launch combines them. All sums have a fixed order.
+/// With few queries, work-groups split the keys and a second launch combines the partial results. All sums have a fixed order.
 #[test]
 fn decoding_with_a_long_cache_takes_two_launches() {
     for device in gpus("attention::decoding_with_a_long_cache_takes_two_launches") {
@@ -215,7 +219,7 @@ fn decoding_with_a_long_cache_takes_two_launches() {
 #[test]
 fn memory_is_linear_in_the_sequence_length() {
     for device in gpus("attention::memory_is_linear_in_the_sequence_length") {
-        // This number of heads occupies a GPU. With few heads, work-groups would split the keys and need extra memory.
+        // A GPU needs this many heads to be fully used. With fewer heads, work-groups would split the keys and need extra memory.
         let heads = if is_gpu(device) { 64 } else { 2 };
         let bytes = |length: usize| {
             let x = leaf(&[1, heads, length, 16], 1, DType::F32, device);
@@ -228,13 +232,14 @@ fn memory_is_linear_in_the_sequence_length() {
             device.memory_stats().unwrap().allocated_bytes.peak - before
         };
         let (short, long) = (bytes(1024), bytes(4096));
-        // The scores of 4,096 positions would take 64 MiB per head. The operands take 0.25 MiB each and are the measure.
+        // The scores of 4,096 positions would take 64 MiB per head. Each operand takes only 0.25 MiB, so memory must grow in
+        // proportion to the length.
         let limit = (4 * short + (1 << 16), (heads as u64) << 22);
         assert!(long <= limit.0 && long < limit.1, "{short} bytes, and {long} of four times the length");
     }
 }
 
-/// Every run gives the same bits.
+/// Repeated runs give the same bits, because all sums have a fixed order.
 #[test]
 fn repeated_runs_give_the_same_bits() {
     for device in gpus("attention::repeated_runs_give_the_same_bits") {
@@ -247,7 +252,8 @@ fn repeated_runs_give_the_same_bits() {
     }
 }
 
-/// Cases that the kernel does not support are composed of other operations: gradients of the mask and wide heads.
+/// Calls that the kernel does not support use several other operations: a mask that requires a gradient, and heads that are too
+/// wide.
 #[test]
 fn unsupported_cases_are_composed() {
     for device in gpus("attention::unsupported_cases_are_composed") {

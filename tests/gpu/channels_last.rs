@@ -1,5 +1,5 @@
-//! Tests batch norm and max pooling of channels-last tensors against formulas in f64. Sizes are around those of vectors, channel
-//! blocks and row slices; views have offsets and gaps between rows.
+//! Tests batch norm and max pooling of channels-last tensors against formulas in f64. Sizes are around the sizes of vectors,
+//! channel blocks and row slices; views have offsets and gaps between rows.
 
 use claystone::autograd::{GradOptions, grad_with_options};
 use claystone::device::count_launches;
@@ -10,7 +10,7 @@ use crate::common::gpus::{assert_same, gpus, gpus_and_processors, thinned_cases,
 use crate::common::values;
 use crate::rows::{assert_norm, pseudo_random, reference_norm, tolerance};
 
-/// Layout of a matrix in memory: it starts at element `at` and has a gap of `gap` elements after each row.
+/// Layout of a matrix in memory: the matrix starts at element `at` and has a gap of `gap` elements after each row.
 #[derive(Clone, Copy)]
 struct Rows {
     rows: usize,
@@ -23,7 +23,7 @@ impl Rows {
     fn put(&self, numbers: &[f64], dtype: DType, device: Device) -> Tensor {
         let Rows { rows, channels, at, gap } = *self;
         let pitch = channels + gap;
-        // NaN between the rows would spoil every sum that includes them.
+        // NaN in the gaps between rows would make every sum that wrongly includes a gap NaN.
         let mut whole = vec![f64::NAN; at + rows * pitch];
         for (i, number) in numbers.iter().enumerate() {
             whole[at + i / channels * pitch + i % channels] = *number;
@@ -33,12 +33,12 @@ impl Rows {
         rows.narrow(1, 0, channels).unwrap()
     }
 
-    /// Splits row-major numbers by channel.
+    /// Splits row-major numbers into one vector for each channel.
     fn split_by_channel(&self, numbers: &[f64]) -> Vec<Vec<f64>> {
         (0..self.channels).map(|c| numbers.iter().skip(c).step_by(self.channels).copied().collect()).collect()
     }
 
-    /// Joins numbers by channel into row-major numbers.
+    /// Joins vectors of one channel each into row-major numbers.
     fn join_by_row(&self, channels: &[Vec<f64>]) -> Vec<f64> {
         (0..self.rows).flat_map(|r| channels.iter().map(move |channel| channel[r])).collect()
     }
@@ -54,7 +54,8 @@ fn training<'a>(weight: Option<&'a Tensor>, bias: Option<&'a Tensor>) -> BatchNo
 
 #[test]
 fn batch_norm_of_one_or_many_slices_matches_formulas() {
-    // Row counts around the rows per work-item and per group. The longest are split into slices, also of two compute units.
+    // Row counts around the rows per work-item and per work-group. The kernels split the longest shapes into slices, even with only
+    // two compute units.
     let shapes = [
         rows(2, 2),
         rows(9, 8),
@@ -77,8 +78,8 @@ fn batch_norm_of_one_or_many_slices_matches_formulas() {
             let (xs, gs) = pseudo_random(rows * channels, 3.0);
             let (ws, bs) = pseudo_random(channels, 0.5);
             let (x, g) = (shape.put(&xs, dtype, device), shape.put(&gs, dtype, device));
-            let (xs, gs) = (values(&x), values(&g)); // as rounded to the dtype
-            // Half-precision inputs use f32 weights.
+            let (xs, gs) = (values(&x), values(&g)); // the values as rounded to the dtype
+            // Batch norm of 16-bit inputs uses f32 weights.
             let of_weights = if dtype == DType::F64 { dtype } else { DType::F32 };
             let [w, b] = [&ws, &bs].map(|numbers| upload(numbers, &[channels], of_weights, device));
             let ([ys, dxs], [dw, db]) = reference_norm(
@@ -102,8 +103,8 @@ fn batch_norm_of_one_or_many_slices_matches_formulas() {
     }
 }
 
-/// Native batch norm returns the reciprocal standard deviations that its backward takes. Its results and gradients for
-/// channels-last rows equal those for the same batch in channels-first layout, which other kernels compute.
+/// Native batch norm returns the reciprocal standard deviations that its backward needs. Results and gradients of channels-last
+/// rows equal those of the same batch in channels-first layout, which other kernels compute.
 #[test]
 fn native_batch_norm_matches_the_channels_first_layout() {
     for device in gpus("channels_last::native_batch_norm_matches_the_channels_first_layout") {
@@ -122,7 +123,7 @@ fn native_batch_norm_matches_the_channels_first_layout() {
                 assert!(launches <= most && backward <= most, "{launches} and {backward} launches");
                 [Some(y), Some(mean), Some(rstd), dx, dw, db].map(|t| values(&t.unwrap()))
             };
-            // Shape [1, C, rows]: the numbers of a channel are contiguous.
+            // Shape [1, C, rows], in which the numbers of a channel are contiguous.
             let apart = |t: &Tensor| t.t().unwrap().contiguous().unwrap().unsqueeze(0).unwrap();
             let (made, mut other) = (run(&x, &g), run(&apart(&x), &apart(&g)));
             for k in [0, 3] {
@@ -138,7 +139,7 @@ fn native_batch_norm_matches_the_channels_first_layout() {
     }
 }
 
-/// Numbers far from 0 keep the precision of f32. NaN and infinity affect only their own channel.
+/// Batch norm of numbers far from 0 is as precise as f32 allows. NaN and infinity affect only their own channel.
 #[test]
 fn batch_norm_of_numbers_far_from_0_is_precise() {
     for device in gpus("channels_last::batch_norm_of_numbers_far_from_0_is_precise") {
@@ -153,7 +154,7 @@ fn batch_norm_of_numbers_far_from_0_is_precise() {
         let ones = vec![1.0; shape.channels];
         let (x, g) = (shape.put(&xs, DType::F32, device), shape.put(&gs, DType::F32, device));
         let (w, b) = (upload(&ones, &[12], DType::F32, device), upload(&none, &[12], DType::F32, device));
-        let xs = values(&x); // as rounded to f32
+        let xs = values(&x); // the values as rounded to f32
         let ([ys, dxs], [dw, db]) = reference_norm(
             &shape.split_by_channel(&xs),
             &shape.split_by_channel(&gs),
@@ -163,7 +164,7 @@ fn batch_norm_of_numbers_far_from_0_is_precise() {
         );
         assert!(ys[3].iter().chain(&ys[8]).all(|y| y.is_nan()) && ys[5].iter().all(|y| y.is_finite()));
         let want = [&shape.join_by_row(&ys)[..], &shape.join_by_row(&dxs), &dw, &db];
-        // One ulp of 1000 is 6e-5 standard deviations.
+        // One ulp of numbers near 1000 is 6e-5 standard deviations, so the tolerance is larger than usual.
         assert_norm([&x, &w, &b, &g], want, 2e-4, "numbers far from 0", |x, w, b| {
             x.batch_norm(training(Some(w), Some(b))).unwrap()
         });
@@ -182,7 +183,8 @@ const POOLS: [Pool; 6] = [
     ([2, 40, 6, 6], [[2, 3], [3, 4], [0, 1], [1, 1]]),
 ];
 
-/// Results of max and average pooling of images that start at element `at`, and gradients with gaps between pixels.
+/// Returns the results of max and average pooling of images that start at element `at`, and the input gradients for output
+/// gradients with gaps between pixels.
 fn pool_results(
     (shape, [size, step, padding, dilation]): Pool,
     at: usize,
@@ -190,7 +192,7 @@ fn pool_results(
     device: Device,
 ) -> Vec<Vec<f64>> {
     let last = |[n, c, h, w]: [usize; 4], gap: usize, of: usize| {
-        // Small whole numbers give ties of maxima and exact sums. Some numbers are not finite.
+        // Small whole numbers, so that maxima tie and sums are exact. Some elements are NaN or -infinity.
         let number = |i: usize| match (i * 7919 + i / 13) % 1009 {
             0 if of == 0 => f64::NAN,
             1 => f64::NEG_INFINITY,
@@ -217,7 +219,7 @@ fn pool_results(
             }
         };
         let [n, c, h, w] = [0, 1, 2, 3].map(|d| y.shape().dims()[d]);
-        // Without a gap and with some gaps, kernels can read 16 bytes of the gradient at a time.
+        // With no gap and with a gap of 8 elements, kernels can read 16 bytes of the gradient at a time; with 3 they cannot.
         results.push(values(&y.detach()));
         for gap in [0, 8, 3] {
             let grad = last([n, c, h, w], gap, 29 + gap);
@@ -245,7 +247,7 @@ fn pooling_and_its_gradients_match_the_cpu() {
     }
 }
 
-/// Work-items without a row do not change the result, even if the mean is large.
+/// Work-items that have no row do not change the result, even if the mean is so large that its square overflows.
 #[test]
 fn idle_work_items_do_not_change_batch_norm() {
     for device in gpus("channels_last::idle_work_items_do_not_change_batch_norm") {

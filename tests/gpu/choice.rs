@@ -1,6 +1,6 @@
-//! Tests GPU kernels for selections: nonzero, sort, top-k, k-th element, median and maxima, against std's sort. Sizes are around
-//! the edges of tiles; views have offsets and strides. Without a GPU, an OpenCL processor runs these kernels: each test restarts
-//! itself with `CLAYSTONE_KERNELS=gpu`. The kernels of processors for nonzero are tested as well.
+//! Tests GPU kernels for nonzero, sort, top-k, k-th element, median and maxima against std's sort. Sizes are around the edges of
+//! tiles; views have offsets and strides. Without a GPU, an OpenCL CPU device runs the GPU kernels: each test restarts itself with
+//! `CLAYSTONE_KERNELS=gpu`. The CPU devices' own nonzero kernels are tested as well.
 
 use std::cmp::Ordering;
 
@@ -10,7 +10,7 @@ use crate::common;
 use crate::common::gpus::{gpus, is_gpu, upload};
 use crate::common::values;
 
-/// Numbers with many ties and, for floats, zeros of both signs, infinities and NaN, rounded to the dtype.
+/// Returns numbers rounded to the dtype, with many ties and, for floats, zeros of both signs, infinities and (with `nans`) NaN.
 fn numbers(n: usize, seed: usize, dtype: DType, nans: bool) -> Vec<f64> {
     let mut state = seed as u64 * 0x9e37_79b9 + 1;
     (0..n)
@@ -34,7 +34,7 @@ fn numbers(n: usize, seed: usize, dtype: DType, nans: bool) -> Vec<f64> {
         .collect()
 }
 
-/// Total order in which NaN is greater than all numbers.
+/// Compares in a total order in which NaN is greater than all numbers.
 fn compare_nan_greatest(a: f64, b: f64) -> Ordering {
     a.is_nan().cmp(&b.is_nan()).then(a.partial_cmp(&b).unwrap_or(Ordering::Equal))
 }
@@ -57,7 +57,7 @@ fn assert_selected(got: (Tensor, Tensor), lines: &[Vec<f64>], places: impl Fn(&[
     assert_eq!(values(&got.0).into_iter().map(bits).collect::<Vec<_>>(), read, "{what}");
 }
 
-/// Bits of a number; all NaN have the same.
+/// Returns the bits of a number; every NaN gives the same bits.
 fn bits(v: f64) -> u64 {
     if v.is_nan() { f64::NAN.to_bits() } else { v.to_bits() }
 }
@@ -67,7 +67,7 @@ fn lines(all: &[f64], n: usize) -> Vec<Vec<f64>> {
     all.chunks(n).map(<[f64]>::to_vec).collect()
 }
 
-/// Lengths around the limit of a single group's sort, for sorting by comparison, by digits and by bytes.
+/// Line lengths around the maximum that a single work-group sorts, for sorting by comparison, by digits and by bytes.
 #[test]
 fn sorts_match_std() {
     for device in gpus("choice::sorts_match_std") {
@@ -100,7 +100,7 @@ fn sorts_match_std() {
                 }
             }
         }
-        // Sorts along dimension 1 of a reversed view with an offset; the elements of a line are not adjacent.
+        // Sorts a reversed view with an offset along dimension 1; the elements of a line are not adjacent in memory.
         let host = numbers(2 * 1500 * 3, 5, DType::F32, true);
         let t = upload(&host, &[2, 1500, 3], DType::F32, device).narrow(0, 1, 1).unwrap().flip([1]).unwrap();
         let (top, at) = t.sort(1, false).unwrap();
@@ -115,7 +115,7 @@ fn top_k_and_medians_match_std() {
     for device in gpus("choice::top_k_and_medians_match_std") {
         let gpu = is_gpu(device);
         for dtype in DType::ALL {
-            // Longest lines exceed a work-item's registers and are processed in tiles.
+            // The longest lines do not fit into a work-item's registers and are processed in tiles.
             let sizes = [(3, 257), (1, 9001), (3, 64), (2, 4097), (2, 65), (2, 1000), (2, 4096)];
             let some = if gpu || dtype == DType::F32 { sizes.len() } else { 1 };
             for (rows, n) in sizes.into_iter().take(some) {
@@ -156,7 +156,7 @@ fn top_k_and_medians_match_std() {
                 );
             }
         }
-        // Lines are interleaved and reversed, and the view has an offset.
+        // Lines are interleaved and reversed in memory, and the view has an offset.
         let host = numbers(90 * 80 * 3, 5, DType::F32, true);
         let t = upload(&host, &[90, 80, 3], DType::F32, device);
         let turned = t.narrow(0, 7, 70).unwrap().flip(0).unwrap();
@@ -212,7 +212,7 @@ fn top_k_of_ordered_lines_matches_std() {
     }
 }
 
-/// Long lines are split into slices, and groups count the digits of each slice.
+/// Kernels split long lines into slices, and work-groups count the digits of each slice.
 #[test]
 fn selections_from_long_lines_match_std() {
     for device in gpus("choice::selections_from_long_lines_match_std") {
@@ -326,7 +326,7 @@ fn check_nonzero(device: Device) {
             }
         }
     }
-    // Tensor and mask are both broadcast and both have an offset.
+    // Tensor and mask are both broadcast, and both are views with an offset.
     let x = Tensor::arange(0, 900, 1, device).unwrap().narrow(0, 9, 300).unwrap().reshape([300, 1]).unwrap();
     let mask = Tensor::from_slice(&[false, true, true, false, true], 5, device).unwrap().narrow(0, 1, 4).unwrap();
     let want: Vec<f32> = (9..309).flat_map(|i| [i as f32; 3]).collect();

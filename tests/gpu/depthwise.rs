@@ -1,4 +1,4 @@
-//! Tests depthwise convolutions and their gradients against the CPU device, which is tested against the definition.
+//! Tests depthwise convolutions and their gradients against the CPU device, which other tests compare with the definition.
 
 use claystone::{ConvOptions, DType, Device, MemoryFormat, Result};
 
@@ -6,7 +6,7 @@ use crate::common::gpus::{assert_same, gpus_and_processors, upload};
 use crate::common::values;
 
 struct Case {
-    /// Number of images, channels per image, and output channels per input channel.
+    /// Number of images, channels per image, and output channels for each input channel.
     sizes: [usize; 3],
     image: [usize; 2],
     kernel: [usize; 2],
@@ -25,7 +25,7 @@ const CASES: [Case; 7] = [
     Case { sizes: [67, 2, 1], image: [31, 33], kernel: [3, 3], stride: [1, 1], padding: [1, 1], dilation: [1, 1] },
 ];
 
-/// Small numbers whose sums are exact in f32. With `special`, some are infinite or NaN.
+/// Returns small numbers whose sums are exact in f32. With `special`, some numbers are infinite or NaN.
 fn numbers(n: usize, seed: usize, special: bool) -> Vec<f64> {
     let number = |i: usize| match (i * 7919 + seed * 31) % 211 {
         0 if special => f64::INFINITY,
@@ -35,14 +35,14 @@ fn numbers(n: usize, seed: usize, special: bool) -> Vec<f64> {
     (0..n).map(number).collect()
 }
 
-/// The result, and the gradients of images, weight and bias.
+/// Returns the result and the gradients of images, weight and bias.
 fn made(case: &Case, dtype: DType, special: bool, device: Device) -> Result<Vec<Vec<f64>>> {
     let Case { sizes: [n, c, multiplier], image: [h, w], kernel: [kh, kw], stride, padding, dilation } = *case;
     let put = |shape: &[usize], seed: usize| {
         let t = upload(&numbers(shape.iter().product(), seed, special), shape, dtype, device);
         t.requires_grad_(true)
     };
-    // Images are a mirrored view of every second row: offset, step and negative stride.
+    // Images are a mirrored view of every second row, which has an offset, a step and a negative stride.
     let whole = put(&[n, c, 2 * h, w], 1)?;
     let x = whole.slice(2, 1, None, 2)?.flip([3])?;
     let (weight, bias) = (put(&[c * multiplier, 1, kh, kw], 2)?, put(&[c * multiplier], 3)?);
@@ -53,7 +53,8 @@ fn made(case: &Case, dtype: DType, special: bool, device: Device) -> Result<Vec<
     Ok(std::iter::once(values(&y.detach())).chain(grads).collect())
 }
 
-/// Rows of halves that kernels load eight or four at a time, with the elements before and after, and rows that they cannot.
+/// Rows of 16-bit floats that kernels load eight or four elements at a time, plus the elements before and after; and rows that do
+/// not allow this.
 const HALF_ROW_CASES: [Case; 6] = [
     Case { sizes: [2, 3, 1], image: [9, 24], kernel: [3, 3], stride: [1, 1], padding: [1, 1], dilation: [1, 1] },
     Case { sizes: [2, 3, 2], image: [6, 12], kernel: [3, 3], stride: [1, 1], padding: [1, 1], dilation: [1, 1] },
@@ -92,7 +93,7 @@ fn rows_of_halves_match_the_cpu() {
     }
 }
 
-/// Channels-last images and gradients give channels-last results with the values of row-major images.
+/// Channels-last images and gradients give channels-last results that equal the results of row-major images.
 #[test]
 fn channels_last_convolutions_match_row_major_ones() {
     let made = |format: MemoryFormat, device: Device| -> Result<Vec<Vec<f64>>> {
@@ -106,7 +107,7 @@ fn channels_last_convolutions_match_row_major_ones() {
         let gradient = put(y.shape().dims(), 4)?;
         y.backward_with(&gradient.detach())?;
         let results = [y.detach(), x.grad().unwrap(), weight.grad().unwrap()];
-        // Results of the CPU device are always row-major.
+        // The CPU device returns row-major results; other devices keep the channels-last format.
         assert!(
             device == Device::Cpu || results[..2].iter().all(|t| t.is_contiguous_in(format)),
             "{format} on {device}"

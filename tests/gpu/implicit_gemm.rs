@@ -1,5 +1,5 @@
-//! Tests convolutions that tensor cores compute without an im2col matrix, and their gradients, against the CPU device. The CPU
-//! device is tested against the definition.
+//! Tests convolutions that tensor cores compute without an im2col matrix, and their gradients, against the CPU device, which other
+//! tests compare with the definition.
 
 use claystone::{ConvOptions, ConvTransposeOptions, DType, Device, MemoryFormat, Result, set_float32_matmul_precision};
 
@@ -10,7 +10,7 @@ use crate::common::{in_own_process, values};
 struct Case {
     n: usize,
     groups: usize,
-    /// Input and output channels per group.
+    /// Numbers of input and output channels per group.
     channels: [usize; 2],
     image: [usize; 2],
     kernel: [usize; 2],
@@ -32,18 +32,19 @@ impl Case {
         Case { groups, ..self }
     }
 
-    /// The result, and the gradients of images, weight and bias. With `last`, images are channels-last, and on GPUs the weight and
-    /// the result's gradient too. Otherwise images are views of every second row with reversed columns.
+    /// Returns the result and the gradients of images, weight and bias. With `last`, the images are channels-last, and on GPUs also
+    /// the weight and the result's gradient. Without it, the images are views of every second row with reversed columns.
     fn made(&self, dtype: DType, last: bool, transposed: bool, device: Device) -> Result<Vec<Vec<f64>>> {
         let Case { n, groups, channels: [inner, outer], image: [h, w], kernel: [kh, kw], stride, padding, dilation } =
             *self;
-        // Small whole numbers have exact sums.
+        // Small whole numbers, whose sums are exact.
         let put = |shape: &[usize], seed: usize| {
             let number = |i: usize| ((i * 7919 + i * i * 31 + seed) % 5) as f64 - 2.0;
             let numbers: Vec<f64> = (0..shape.iter().product()).map(number).collect();
             upload(&numbers, shape, dtype, device).requires_grad_(true)
         };
-        // A processor's compiler does not finish for some GPU kernels that read channels-last weights and gradients.
+        // Some GPU kernels that read channels-last weights and gradients take an OpenCL CPU device too long to compile, so only
+        // GPUs use them.
         let format = if last && is_gpu(device) { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous };
         let (c, o) = (groups * inner, groups * outer);
         let (given, made) = if transposed { (o, c) } else { (c, o) };
@@ -62,7 +63,7 @@ impl Case {
                 x.conv_transpose2d(&weight, Some(&bias), options)?
             }
         };
-        // With tensor cores the result has the layout of the images; otherwise it is row-major.
+        // With tensor cores, the result has the memory format of the images; otherwise it is row-major.
         assert!(y.is_contiguous() || last && y.is_contiguous_in(MemoryFormat::ChannelsLast));
         y.backward_with(&put(y.shape().dims(), 4)?.detach().to_memory_format(format)?)?;
         let grads = [&whole, &weights, &bias].map(|t| values(&t.grad().unwrap()));
@@ -80,34 +81,34 @@ const CASES: [Case; 28] = [
     case(2, [3, 64], [33, 31], [7, 7]).with_geometry([2, 2], [3, 3], [1, 1]),
     case(3, [20, 12], [5, 6], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]).groups(2),
     case(2, [32, 64], [8, 8], [3, 3]).with_geometry([2, 2], [1, 1], [1, 1]).groups(3),
-    case(2, [64, 72], [7, 7], [1, 1]), // lines too unaligned for asynchronous copies
+    case(2, [64, 72], [7, 7], [1, 1]), // rows too unaligned for asynchronous copies
     case(2, [64, 72], [8, 8], [1, 1]),
     case(2, [64, 32], [9, 9], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]),
-    case(1, [72, 16], [9, 9], [3, 3]).with_geometry([1, 1], [4, 4], [1, 1]), // padding larger than the window
-    case(1, [256, 64], [3, 3], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // few tiles, so that groups split the depth
+    case(1, [72, 16], [9, 9], [3, 3]).with_geometry([1, 1], [4, 4], [1, 1]), // padding larger than the kernel
+    case(1, [256, 64], [3, 3], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // few output tiles, so that work-groups split the depth
     case(2, [64, 40], [9, 8], [3, 3]).with_geometry([2, 2], [1, 1], [1, 1]),
     case(2, [24, 72], [11, 13], [4, 5]).with_geometry([2, 2], [1, 2], [1, 1]).groups(2),
     case(2, [16, 160], [10, 12], [3, 4]).with_geometry([1, 2], [3, 0], [2, 3]),
     case(9, [8, 8], [1, 65], [1, 4]).with_geometry([1, 1], [0, 3], [1, 1]),
-    case(2, [64, 64], [16, 10], [3, 3]).with_geometry([2, 1], [1, 1], [1, 1]), // row distances that are not whole vectors
-    case(2, [24, 64], [10, 12], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // both passes read the weight without conversion
-    case(2, [24, 64], [9, 8], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]),   // pixels outside every window
+    case(2, [64, 64], [16, 10], [3, 3]).with_geometry([2, 1], [1, 1], [1, 1]), // row strides that are not multiples of a vector
+    case(2, [24, 64], [10, 12], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // forward and backward read the weight without conversion
+    case(2, [24, 64], [9, 8], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]),   // pixels that no window contains
     case(2, [64, 64], [9, 12], [3, 3]).with_geometry([2, 2], [1, 1], [1, 1]).groups(2),
-    case(1, [16, 32], [4, 40], [1, 20]).with_geometry([1, 1], [0, 9], [1, 1]), // more kernel columns than bits in a mask
-    case(2, [124, 64], [12, 12], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]), // channels padded to a full tile
+    case(1, [16, 32], [4, 40], [1, 20]).with_geometry([1, 1], [0, 9], [1, 1]), // more kernel columns than bits in a padding mask
+    case(2, [124, 64], [12, 12], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]), // channels padded with zeros to a full tile
     case(2, [252, 128], [12, 12], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]),
-    case(2, [2, 40], [13, 22], [5, 7]).with_geometry([1, 4], [2, 1], [1, 1]), // kernel rows as taps
+    case(2, [2, 40], [13, 22], [5, 7]).with_geometry([1, 4], [2, 1], [1, 1]), // each kernel row is treated as one tap
     case(2, [3, 96], [20, 20], [4, 4]).with_geometry([4, 4], [0, 0], [1, 1]),
-    case(2, [3, 72], [14, 13], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // image gradient computed in blocks
+    case(2, [3, 72], [14, 13], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // the image gradient is computed in blocks
 ];
 
-/// Checks each case for each of the given (dtype, channels-last, transposed) against the CPU device.
+/// Checks each case with each (dtype, channels-last, transposed) of `kinds` against the CPU device.
 fn check(device: Device, kinds: &[(DType, bool, bool)]) {
     for (i, case) in thinned_cases(&CASES, 7, device).iter().enumerate() {
         for &(dtype, last, transposed) in kinds {
             let got = case.made(dtype, last, transposed, device).unwrap();
             let exact = case.made(DType::F32, last, transposed, Device::Cpu).unwrap();
-            // Gradients that are summed from columns in bf16 are rounded more than once.
+            // In bf16 without tensor cores, gradients are summed from im2col columns and rounded more than once.
             let tolerance = if dtype == DType::BF16 && !is_gpu(device) { 1.0 / 128.0 } else { 1e-6 };
             for (what, (got, exact)) in ["y", "x", "weight", "bias"].into_iter().zip(got.iter().zip(&exact)) {
                 let want = values(&upload(exact, &[exact.len()], dtype, Device::Cpu));
@@ -126,7 +127,7 @@ fn convolutions_match_the_cpu() {
     }
 }
 
-/// TF32 represents the small numbers of these cases exactly.
+/// In TF32, which represents the small numbers of these cases exactly, results must equal the CPU's.
 #[test]
 fn tf32_convolutions_match_the_cpu() {
     if in_own_process("implicit_gemm::tf32_convolutions_match_the_cpu") {

@@ -1,5 +1,5 @@
-//! Tests GPU kernels that read and write through indices against plain loops, at sizes around the edges of rows, lists and tiles.
-//! Without a GPU, an OpenCL processor runs the kernels: each test restarts itself with `CLAYSTONE_KERNELS=gpu`.
+//! Tests GPU kernels that read and write through indices against plain loops. Sizes are around the edges of rows, index lists and
+//! tiles. Without a GPU, an OpenCL CPU device runs the kernels: each test restarts itself with `CLAYSTONE_KERNELS=gpu`.
 
 use claystone::ops::ScatterReduce;
 use claystone::{DType, Device, Error, Tensor};
@@ -12,7 +12,7 @@ fn device_with_gpu_kernels(test: &str) -> Option<Device> {
     common::devices().into_iter().find(|&d| there && d != Device::Cpu)
 }
 
-/// Numbers that the dtype represents exactly, including NaN and infinity for floats.
+/// Returns numbers that the dtype represents exactly, including NaN and infinity for floats.
 fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
     (0..n)
         .map(|i| match (i * 7 + seed) * 31 % 61 {
@@ -24,12 +24,12 @@ fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
         .collect()
 }
 
-/// Numbers whose sum depends on the order of addition.
+/// Returns numbers whose sum depends on the order of addition.
 fn fractions(n: usize, seed: usize) -> Vec<f64> {
     (0..n).map(|i| f64::from(((i + seed) * 131 % 1013) as f32 * 0.37 - 150.1)).collect()
 }
 
-/// A matrix that begins `skip` elements into its memory and has a gap of `skip` elements between rows.
+/// Returns a matrix that begins `skip` elements after the start of its memory and has a gap of `skip` elements between rows.
 fn matrix(xs: &[f64], [rows, columns]: [usize; 2], skip: usize, dtype: DType, device: Device) -> Tensor {
     let padded: Vec<f64> =
         xs.chunks(columns).flat_map(|row| vec![0.0; skip].into_iter().chain(row.iter().copied())).collect();
@@ -50,7 +50,7 @@ fn assert_same(got: &[f64], want: &[f64], what: &str) {
     );
 }
 
-/// Indices below `size`. With `crowded`, half of them are 0 or 1.
+/// Returns indices below `size`. With `crowded`, half of the indices are 0 or 1.
 fn index_values(n: usize, size: usize, crowded: bool) -> Vec<i64> {
     let one = |i: usize| if crowded && i.is_multiple_of(2) { i / 2 % 2 % size } else { i * 7919 % 10007 * 31 % size };
     (0..n).map(|i| one(i) as i64).collect()
@@ -60,7 +60,7 @@ fn index(places: &[i64], shape: &[usize], dtype: DType, device: Device) -> Tenso
     Tensor::from_slice(places, shape, Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_device(device).unwrap()
 }
 
-/// Expected result of a scatter: each source element in order replaces the target `x` by `meet(x, element)`.
+/// Returns the expected result of a scatter: for each source element in order, the target `x` becomes `meet(x, element)`.
 fn scattered_reference(
     x: &[f64],
     [_, columns]: [usize; 2],
@@ -121,7 +121,8 @@ fn rows_and_elements_are_read_exactly() {
 #[test]
 fn rows_are_added_in_order() {
     let Some(device) = device_with_gpu_kernels("indices::rows_are_added_in_order") else { return };
-    // Some index lists fill up and some stay empty. Rows are read by elements or vectors, and are shorter or longer than a group.
+    // Some of the kernel's index lists become full and some stay empty. Rows are read by elements or by vectors, and are shorter or
+    // longer than a work-group.
     let shapes = [
         (3, 8, 5),
         (30, 5, 200),
@@ -158,7 +159,7 @@ fn rows_are_added_in_order() {
 #[test]
 fn elements_are_added_in_order() {
     let Some(device) = device_with_gpu_kernels("indices::elements_are_added_in_order") else { return };
-    // Sizes around a block of indices and around rows that fit in local memory, and matrices with few columns.
+    // Sizes around one block of indices and around the longest rows that fit into local memory, and matrices with few columns.
     let shapes =
         [(3, 5, 1023), (2, 4095, 1025), (1, 4096, 1024), (2, 4097, 2100), (1, 60_000, 3000), (9, 17, 40), (1, 3, 4000)];
     for (rows, columns, n) in shapes {
@@ -182,7 +183,8 @@ fn elements_are_added_in_order() {
     }
 }
 
-/// Two index tensors combine to one index of all rows. As few rows are addressed, the kernels work on tiles.
+/// Two index tensors are combined into one linear index over the flattened rows. Few rows are addressed, so the tiled kernel is
+/// used.
 #[test]
 fn rows_of_two_indices_are_added_in_order() {
     let Some(device) = device_with_gpu_kernels("indices::rows_of_two_indices_are_added_in_order") else { return };
@@ -264,7 +266,7 @@ fn indices_out_of_range_are_named() {
             let error = call().and_then(|t| t.to_vec::<f32>()).map(drop).expect_err(&format!("call {k}, {bad}"));
             assert!(matches!(error, Error::IndexOutOfRange { index, size: 20, .. } if index == bad), "{k}: {error}");
         }
-        // Negative indices count from the end where this is allowed.
+        // Negative indices count from the end in operations that allow negative indices.
         let ends = x.index_fill(0, &index(&[-1, -20], &[2], DType::I64, device), 99.0).unwrap();
         let got = values(&ends);
         assert!(got[..columns].iter().chain(&got[19 * columns..]).all(|&v| v == 99.0));

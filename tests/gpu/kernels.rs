@@ -1,5 +1,5 @@
 //! Tests the GPU kernels in every dtype, at sizes around the edges of vectors and tiles, with offsets and strides. Without a GPU,
-//! an OpenCL processor runs the kernels: each test restarts itself with `CLAYSTONE_KERNELS=gpu`. The processors' own elementwise
+//! an OpenCL CPU device runs the kernels: each test restarts itself with `CLAYSTONE_KERNELS=gpu`. The CPU devices' own elementwise
 //! kernels are tested as well.
 
 use claystone::device::count_launches;
@@ -8,10 +8,10 @@ use claystone::{DType, Device, Interpolation, Tensor};
 use crate::common::gpus::{assert_same, gpus, gpus_and_processors, is_gpu, thinned_cases, upload};
 use crate::common::values;
 
-/// Sizes around vectors of 2 to 16 elements and around groups of 256.
+/// Sizes around the sizes of vectors (2 to 16 elements) and around work-groups of 256.
 const SIZES: [usize; 19] = [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 1023, 4099];
 
-/// Whole numbers, not negative for unsigned dtypes, and including NaN and infinity for floats.
+/// Returns whole numbers, not negative for unsigned dtypes, and including NaN and infinity for floats.
 fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
     let least = if matches!(dtype, DType::U8 | DType::U32) { 0 } else { -8 };
     (0..n)
@@ -24,7 +24,7 @@ fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
         .collect()
 }
 
-/// Sum of two elements, rounded or wrapped to the dtype.
+/// Returns the sum of two elements, rounded or wrapped to the dtype.
 fn added(a: f64, b: f64, dtype: DType) -> f64 {
     match dtype {
         DType::U8 => ((a + b) as i64 as u8).into(),
@@ -47,7 +47,7 @@ fn additions_are_exact_in_every_dtype_size_and_offset() {
                     let (a, b) = (x.narrow(0, at, n).unwrap(), y.narrow(0, to, n).unwrap());
                     let want: Vec<f64> = (0..n).map(|i| added(xs[at + i], ys[to + i], dtype)).collect();
                     assert_same(&values(&a.add(&b).unwrap()), &want, 0.0, &what);
-                    // The result is a view between guard elements.
+                    // The result is a view; the elements before and after it must not change.
                     let out = upload(&vec![1.0; most], &[most], dtype, device);
                     out.narrow(0, to, n).unwrap().copy_(&a.add(&b).unwrap()).unwrap();
                     out.narrow(0, to, n).unwrap().add_(&b).unwrap();
@@ -68,7 +68,7 @@ fn conversions_between_all_dtypes_match_the_cpu() {
             let x = upload(&xs, &[37], from, device);
             let host = x.to_device(Device::Cpu).unwrap();
             for to in DType::ALL {
-                // The conversions of the CPU device are tested against Rust's `as`.
+                // Other tests compare the conversions of the CPU device with Rust's `as`.
                 let want = values(&host.to_dtype(to).unwrap());
                 assert_same(&values(&x.to_dtype(to).unwrap()), &want, 0.0, &format!("{from} to {to}"));
             }
@@ -95,7 +95,7 @@ fn broadcast_rows_columns_and_scalars_are_exact() {
                 let scalar = x.add(&r.narrow(0, n - 1, 1).unwrap()).unwrap();
                 let want: Vec<f64> = (0..n).map(|i| added(xs[i], rs[n - 1], dtype)).collect();
                 assert_same(&values(&scalar), &want, 0.0, &what);
-                // Adds the reversed rows to the rows.
+                // Adds a view of the rows in reverse order to the rows.
                 let back = x.flip(0).unwrap().add(&x).unwrap();
                 let at = |i: usize| xs[(rows - 1 - i / columns) * columns + i % columns];
                 let want: Vec<f64> = (0..n).map(|i| added(at(i), xs[i], dtype)).collect();
@@ -125,7 +125,7 @@ fn transposes_through_tiles_are_exact() {
                 (8, 200),
                 (9, 600),
                 (16, 300),
-                (643, 701), // enough for the largest tiles on large devices
+                (643, 701), // large enough that GPUs with many compute units use the largest tiles
             ] {
                 let n = rows * columns;
                 if n > 100_000 && !is_gpu(device) {
@@ -140,7 +140,7 @@ fn transposes_through_tiles_are_exact() {
                     let source = |i: usize| at + i / n * n + i % rows * columns + i % n / rows;
                     let want: Vec<f64> = (0..3 * n).map(|i| xs[source(i)]).collect();
                     assert_same(&values(&turned.contiguous().unwrap()), &want, 0.0, &what);
-                    // Further operands are not transposed: one is broadcast along rows, and one is a broadcast scalar.
+                    // Further operands that are not transposed: one is broadcast along rows, and one is a broadcast scalar.
                     let b = upload(&bs, &[3, columns, rows], dtype, device);
                     let row = b.narrow(0, 0, 1).unwrap().narrow(1, 0, 1).unwrap();
                     let one = row.narrow(2, 0, 1).unwrap();
@@ -152,7 +152,7 @@ fn transposes_through_tiles_are_exact() {
                         })
                         .collect();
                     assert_same(&values(&sum), &want, 0.0, &what);
-                    // Copies a plain and a transposed tensor into a transposed view.
+                    // Copies a row-major and a transposed tensor into a transposed view.
                     let out = upload(&vec![1.0; 3 * n], &[3, rows, columns], dtype, device);
                     out.transpose(1, 2).unwrap().copy_(&b).unwrap();
                     let back = |i: usize| bs[i / n * n + i % columns * rows + i % n / columns];
@@ -171,7 +171,7 @@ fn transposes_through_tiles_are_exact() {
     }
 }
 
-/// Finite whole numbers.
+/// Returns finite whole numbers.
 fn finite_numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
     numbers(n, seed, dtype).into_iter().map(|x| if x.is_finite() { x } else { 1.0 }).collect()
 }
@@ -206,7 +206,7 @@ fn reductions_of_rows_and_tensors_match_formulas() {
                 }
             }
         }
-        // NaN is the maximum at any position.
+        // The maximum is NaN wherever the NaN is.
         for place in [0, 3, 4, 1000, 4095, 4096] {
             let mut xs = vec![1.0; 4097];
             xs[place] = f64::NAN;
@@ -268,7 +268,8 @@ fn softmax_of_short_and_long_rows_matches_formulas() {
     }
 }
 
-/// Interpolation of rows that fit whole vectors, other rows, and views. Nearest modes match the CPU's results exactly.
+/// Interpolation of rows whose length is or is not a multiple of a vector, and of views. Nearest modes match the CPU's results
+/// exactly.
 #[test]
 fn interpolation_matches_the_cpu() {
     let linear = |align_corners| Interpolation::Linear { align_corners };
@@ -282,7 +283,7 @@ fn interpolation_matches_the_cpu() {
                 for view in [|x: &Tensor| x.narrow(3, 1, 12).unwrap(), |x: &Tensor| x.transpose(2, 3).unwrap()] {
                     let want = view(&x).interpolate(&sizes, how).unwrap();
                     let got = view(&x.to_device(device).unwrap()).interpolate(&sizes, how).unwrap();
-                    // OpenCL allows GPUs an error of 2.5 ulp in the division that computes the linear weights.
+                    // The linear weights need a division, for which OpenCL allows GPUs an error of 2.5 ulp.
                     let exact = !is_gpu(device) || matches!(how, Interpolation::Nearest | Interpolation::NearestExact);
                     let tolerance = if exact { 0.0 } else { 4.0 * ulp };
                     assert_same(&values(&got), &values(&want), tolerance, &format!("{sizes:?} {how:?} of {dtype}"));
@@ -292,7 +293,7 @@ fn interpolation_matches_the_cpu() {
     }
 }
 
-/// Shapes where vectors cross the ends of rows, matrices and tensors, for every element size. Each call is one launch.
+/// Shapes in which vectors cross the ends of rows, matrices and tensors, for every element size. Each call takes one launch.
 #[test]
 fn tril_and_triu_match_the_cpu() {
     for device in gpus("kernels::tril_and_triu_match_the_cpu") {
@@ -317,7 +318,8 @@ fn tril_and_triu_match_the_cpu() {
     }
 }
 
-/// Adjacent elements use one block of random words. The bits equal those of the CPU, also at the ends of vectors and in views.
+/// Adjacent elements take their random words from one block of the generator. The bits equal the CPU's, also at the ends of vectors
+/// and in views.
 #[test]
 fn random_numbers_match_the_cpu() {
     for device in gpus("kernels::random_numbers_match_the_cpu") {

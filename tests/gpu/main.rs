@@ -1,4 +1,4 @@
-//! Tests of the GPU kernels. Without a GPU, an OpenCL processor runs them: the test restarts itself in a process with
+//! Tests of the GPU kernels. Without a GPU, an OpenCL CPU device runs the kernels: the test restarts itself in a process with
 //! `CLAYSTONE_KERNELS=gpu`.
 
 #[path = "../common/mod.rs"]

@@ -1,6 +1,6 @@
-//! Tests GPU kernels for matrix products with few rows or columns against sums in f64. Sizes are around the edges of vectors,
-//! lanes and parts; operands have offsets, strides and batches. Without a GPU, an OpenCL processor runs the kernels: each test
-//! restarts itself with `CLAYSTONE_KERNELS=gpu`, or with `gpu+fence` for kernels where groups split columns.
+//! Tests GPU kernels for matrix products with few rows or columns against sums in f64. Sizes are around the edges of vectors, lanes
+//! and slices; operands have offsets, strides and batches. Without a GPU, an OpenCL CPU device runs the kernels: each test restarts
+//! itself with `CLAYSTONE_KERNELS=gpu`, or with `gpu+fence` for kernels in which work-groups split columns.
 
 use claystone::device::count_launches;
 use claystone::{DType, Device, Tensor, set_float32_matmul_precision};
@@ -8,7 +8,7 @@ use claystone::{DType, Device, Tensor, set_float32_matmul_precision};
 use crate::common::gpus::{assert_same, fenced_gpus, gpus, upload};
 use crate::common::{in_own_process, values};
 
-/// Whole numbers from -3 to 3, so that sums of products are exact unless they are rounded to halves.
+/// Returns whole numbers from -3 to 3 (for u8 from 0 to 6). Sums of products are exact unless they are rounded to a 16-bit float.
 fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
     let least = if matches!(dtype, DType::U8) { 0.0 } else { -3.0 };
     (0..n).map(|i| ((i * 7919 + i / 7 + seed) % 7) as f64 + least).collect()
@@ -21,7 +21,8 @@ fn stored(v: f64, dtype: DType) -> f64 {
     }
 }
 
-/// Checks `batch` products [m, k] x [k, n]. Both operands start at element `at`, the lines of the second have a gap of `pad`.
+/// Checks `batch` products [m, k] x [k, n]. Both operands start at element `at` of their storage. In memory, the second has a gap
+/// of `pad` elements after each row (if `transposed`, each column).
 fn check(device: Device, dtype: DType, [batch, m, n, k]: [usize; 4], transposed: bool, [at, pad]: [usize; 2]) {
     let what = format!("{batch} of {m} x {k} x {n} of {dtype} at {at}, {pad} longer, transposed: {transposed}");
     let (lines, length) = if transposed { (n, k) } else { (k, n) };
@@ -40,11 +41,11 @@ fn check(device: Device, dtype: DType, [batch, m, n, k]: [usize; 4], transposed:
             (0..k).map(|p| xs[at + (z * m + i) * k + p] * ys[at_b(p) + if transposed { p } else { j }]).sum();
         want.push(stored(sum, dtype));
     }
-    // An empty product has at most one launch too.
+    // A product takes at most one launch, also if it is empty.
     let (y, launches) = count_launches(|| a.matmul(&b).unwrap());
     assert_same(&values(&y), &want, 0.0, &what);
     assert!(launches <= 1, "{launches} launches for {what}");
-    // The transposed product has few columns.
+    // The transposed product b^T a^T has few columns instead of few rows.
     let y = b.transpose(1, 2).unwrap().matmul(&a.transpose(1, 2).unwrap()).unwrap();
     assert_same(&values(&y.transpose(1, 2).unwrap()), &want, 0.0, &format!("{what}, turned round"));
 }
@@ -90,7 +91,7 @@ fn products_with_few_rows_are_exact() {
 fn products_with_groups_that_split_columns_are_exact() {
     for device in fenced_gpus("products::products_with_groups_that_split_columns_are_exact") {
         check_few_rows(device);
-        // Repeated calls show that the groups' counters are reset. The last tile has fewer columns.
+        // Repeated calls show that the kernel resets the work-groups' counters. For n = 33 the last tile is partly empty.
         for n in [128, 33] {
             let (x, y) = (numbers(4096, 2, DType::F32), numbers(4096 * n, 3, DType::F32));
             let want: Vec<f64> = (0..n).map(|j| (0..4096).map(|p| x[p] * y[p * n + j]).sum()).collect();
@@ -102,8 +103,8 @@ fn products_with_groups_that_split_columns_are_exact() {
     }
 }
 
-/// TF32 products in all layouts, at sizes around the edges of tiles. Products of small whole numbers are exact and others nearly
-/// exact; NaN and infinity affect only their rows and columns.
+/// TF32 products in all layouts, at sizes around the edges of tiles. Products of small whole numbers are exact, and others nearly
+/// exact. NaN and infinity affect only the rows and columns that contain them.
 #[test]
 fn tf32_products_are_nearly_exact() {
     if !in_own_process("products::tf32_products_are_nearly_exact") {
@@ -116,7 +117,7 @@ fn tf32_products_are_nearly_exact() {
     let made = |rows: usize, cols: usize, along: bool, v: &dyn Fn(usize, usize) -> f64| {
         let (lines, length) = if along { (rows, cols) } else { (cols, rows) };
         let of = |line, e| if along { v(line, e) } else { v(e, line) };
-        // Each line has a gap of four elements.
+        // Each line is followed by a gap of four elements.
         let all: Vec<f64> = (0..lines * (length + 4)).map(|i| of(i / (length + 4), i % (length + 4))).collect();
         let t = upload(&all, &[lines, length + 4], DType::F32, device).narrow(1, 0, length).unwrap();
         if along { t } else { t.t().unwrap() }
@@ -147,7 +148,7 @@ fn tf32_products_are_nearly_exact() {
     }
 }
 
-/// NaN and infinity affect only their columns, regardless of the part of k that contains them.
+/// NaN and infinity affect only their columns, in whichever slice of k they are.
 #[test]
 fn infinities_and_nan_stay_in_their_columns() {
     for device in fenced_gpus("products::infinities_and_nan_stay_in_their_columns") {

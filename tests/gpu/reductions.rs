@@ -1,6 +1,6 @@
 //! Tests GPU kernels for reductions with few results, which split the input into slices for several work-groups. Either a second
-//! launch or the last group of a result combines the slices. Without a GPU, an OpenCL processor runs the kernels: each test
-//! restarts itself with `CLAYSTONE_KERNELS=gpu`, or with `gpu+fence` if the last group combines.
+//! launch or the last work-group of a result combines the slices. Without a GPU, an OpenCL CPU device runs the kernels: each test
+//! restarts itself with `CLAYSTONE_KERNELS=gpu`, or with `gpu+fence` if the last work-group combines the slices.
 
 use claystone::device::count_launches;
 use claystone::{DType, Device, Tensor};
@@ -8,12 +8,12 @@ use claystone::{DType, Device, Tensor};
 use crate::common::gpus::{assert_same, fenced_gpus, gpus, is_gpu, upload};
 use crate::common::values;
 
-/// Whole numbers with exact sums in f32 and a single maximum at two thirds of the length.
+/// Returns whole numbers whose sums are exact in f32, with a single maximum at two thirds of the length.
 fn numbers(n: usize, seed: usize) -> Vec<f64> {
     (0..n).map(|i| if i == n / 3 * 2 { 9.0 } else { ((i * 7919 + i / 5 + seed) % 13) as f64 - 6.0 }).collect()
 }
 
-/// Checks sums, maxima and argmax of rows and columns. Repeated calls show that the groups' counters are reset.
+/// Checks sums, maxima and argmax of rows and columns. Repeated calls show that the kernel resets the work-groups' counters.
 fn check_few_results(device: Device, launches: u64) {
     for (rows, n) in [(1, 300_007), (3, 100_000), (2, 65_537), (1, 40_960)] {
         let xs = numbers(rows * n, rows);
@@ -27,7 +27,8 @@ fn check_few_results(device: Device, launches: u64) {
             let what = format!("{rows} x {n} along {dim}");
             let (sum, counted) = count_launches(|| x.sum(dim, false).unwrap());
             assert_same(&values(&sum), &sums, 0.0, &what);
-            // A GPU may have a fence or not. The environment variable decides only for processors.
+            // Whether a GPU uses a fence depends on the GPU, so one or two launches are right. The environment variable has an
+            // effect only on CPU devices.
             let right = if is_gpu(device) { (1..=2).contains(&counted) } else { counted == launches };
             assert!(right, "{counted} launches for {what}");
             assert_same(&values(&x.max(dim, false).unwrap()), &greatest, 0.0, &what);

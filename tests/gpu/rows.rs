@@ -1,6 +1,6 @@
-//! Tests norms, variances and cross-entropy by GPU kernels, which keep rows in registers or split them into slices, against
-//! formulas in f64. Sizes are around the edges of both; views have offsets and strides. Without a GPU, an OpenCL processor runs
-//! these kernels: each test restarts itself with `CLAYSTONE_KERNELS=gpu`. The processors' own kernels are tested as well.
+//! Tests GPU kernels for norms, variances and cross-entropy against formulas in f64. The kernels keep rows in registers or split
+//! rows into slices, and sizes are around the limits of both. Views have offsets and strides. Without a GPU, an OpenCL CPU device
+//! runs the GPU kernels: each test restarts itself with `CLAYSTONE_KERNELS=gpu`. The CPU devices' own kernels are tested as well.
 
 use claystone::device;
 use claystone::{BatchNormOptions, CrossEntropy, DType, Device, Error, LossReduction, Tensor};
@@ -8,19 +8,20 @@ use claystone::{BatchNormOptions, CrossEntropy, DType, Device, Error, LossReduct
 use crate::common::gpus::{assert_same, fenced_gpus, gpus, gpus_and_processors, thinned_cases, upload};
 use crate::common::values;
 
-/// Mean and biased variance.
+/// Returns the mean and the biased variance.
 fn moments(x: &[f64]) -> (f64, f64) {
     let mean = x.iter().sum::<f64>() / x.len() as f64;
     (mean, x.iter().map(|x| (x - mean) * (x - mean)).sum::<f64>() / x.len() as f64)
 }
 
-/// Numbers around `centre`, and gradients, both with long periods.
+/// Returns numbers around `centre`, and gradients. Both repeat after many elements.
 pub fn pseudo_random(n: usize, centre: f64) -> (Vec<f64>, Vec<f64>) {
     let part = |i: usize, of: usize, by: f64| ((i * 7919 + i / of) % of) as f64 / by;
     ((0..n).map(|i| part(i, 241, 64.0) + centre).collect(), (0..n).map(|i| part(i, 37, 16.0) - 1.0).collect())
 }
 
-/// Expected norm of rows and the gradients of input, weight and bias. The weight of an element is `w[of(row, element)]`.
+/// Returns the expected norm of the rows, and the gradients of input, weight and bias. The weight of an element is `w[of(row,
+/// element)]`.
 pub fn reference_norm(
     rows: &[Vec<f64>],
     grads: &[Vec<f64>],
@@ -55,7 +56,7 @@ pub fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Runs `norm` and its backward with the gradient `g`, and compares the result and the three gradients.
+/// Runs `norm` and its backward with the output gradient `g`, and compares the result and the three gradients with `want`.
 pub fn assert_norm(
     [x, w, b, g]: [&Tensor; 4],
     want: [&[f64]; 4],
@@ -69,7 +70,7 @@ pub fn assert_norm(
     assert_same(&values(&y.detach()), want[0], eps, &format!("{what}: results"));
     y.backward_with(g).unwrap();
     for ((leaf, want), name) in leaves.iter().zip(&want[1..]).zip(["inputs", "factors", "shifts"]) {
-        // Norms without a bias do not have a gradient for it.
+        // A norm without a bias has no gradient for the bias.
         if let Some(gradient) = leaf.grad() {
             let scale = want.iter().fold(1.0, |m: f64, w| m.max(w.abs()));
             assert_same(&values(&gradient), want, 4.0 * eps * scale, &format!("{what}: gradient of {name}"));
@@ -115,7 +116,7 @@ fn norms_of_channels_match_formulas() {
             for [n, c, l] in thinned_cases(&shapes, 2, device) {
                 let ((xs, gs), (ws, bs)) = (pseudo_random(n * c * l, 3.0), pseudo_random(c, 0.5));
                 let up = |v: &[f64], shape: &[usize]| upload(v, shape, dtype, device);
-                // Tests the contiguous layout and a layout whose innermost dimension is the batch.
+                // Tests the contiguous layout and a layout whose innermost dimension in memory is the batch.
                 let turned = |v: &[f64]| {
                     let t = up(v, &[n, c, l]).permute(&[1, 2, 0]).unwrap().contiguous().unwrap();
                     t.permute(&[2, 0, 1]).unwrap()
@@ -123,7 +124,7 @@ fn norms_of_channels_match_formulas() {
                 for (x, g) in [(up(&xs, &[n, c, l]), up(&gs, &[n, c, l])), (turned(&xs), turned(&gs))] {
                     let (w, b) = (up(&ws, &[c]), up(&bs, &[c]));
                     let what = format!("[{n}, {c}, {l}] of {dtype}, strides {:?}", x.strides());
-                    // Converts between batch-major numbers and rows per channel.
+                    // Converts between numbers in batch-major order and one row for each channel.
                     let channels = |v: &[f64]| -> Vec<Vec<f64>> {
                         (0..c).map(|k| (0..n * l).map(|i| v[(i / l * c + k) * l + i % l]).collect()).collect()
                     };
@@ -172,7 +173,8 @@ fn variances_match_formulas() {
             for [a, b, c] in
                 thinned_cases(&[[3, 5, 7], [2, 3, 64], [3, 1, 4099], [2, 2, 40_000], [1, 1, 300_000]], 2, device)
             {
-                // Values far from 0 would cancel in sums of squares. Halves have no precision for such values.
+                // Numbers far from 0 would lose precision in sums of squares. f16 cannot represent such numbers precisely enough,
+                // so its numbers are near 1.
                 let (xs, _) = pseudo_random(a * b * c, if dtype == DType::F16 { 1.0 } else { 1000.0 });
                 let x = upload(&xs, &[a, b, c], dtype, device);
                 let mut seen = 0;
@@ -196,7 +198,7 @@ fn variances_match_formulas() {
     }
 }
 
-/// Checks losses with all reductions and the gradient for rows from element `at` on. Every fifth label is ignored.
+/// Checks the losses with all reductions, and the gradient, for rows that start at element `at`. One label of five is ignored.
 fn check_cross_entropy(device: Device, dtype: DType, [rows, n]: [usize; 2], at: usize) {
     let what = format!("{rows} x {n} of {dtype} at {at}");
     let (xs, _) = pseudo_random(rows * n + at, -2.0);
@@ -240,7 +242,7 @@ fn cross_entropy_matches_formulas() {
                 }
             }
         }
-        // Checks rows with infinities and NaN, both short and long. A class masked by -inf is valid.
+        // Checks short and long rows with infinities and NaN. A class whose logit is -inf is masked, which is valid.
         for n in [10, 9001] {
             let mut x = vec![1f32; 4 * n];
             x[..n - 1].fill(f32::NEG_INFINITY);
@@ -259,10 +261,10 @@ fn cross_entropy_matches_formulas() {
     }
 }
 
-/// Checks rows that several groups process in slices. Lengths: the longest row of a single group, one element more, the edges
-/// of slices, and more slices than one block.
+/// Checks rows that several work-groups process in slices. Lengths: the longest row that a single work-group processes, one element
+/// more, the edges of slices, and a row with more slices than one block combines.
 fn cross_entropy_in_slices(device: Device) {
-    // A row that suffices for one group is not split.
+    // A row of up to 8192 elements is processed by one work-group and not split.
     let (lengths, uncut) = ([8192, 8193, 12_288, 40_003, 1_048_579], 8192);
     for (i, n) in lengths.into_iter().enumerate() {
         let long = n > 100_000;
@@ -273,12 +275,12 @@ fn cross_entropy_in_slices(device: Device) {
         let labels = Tensor::from_slice(&[0i64, n as i64 - 1, i as i64], 3, device).unwrap();
         let (loss, launches) = device::count_launches(|| x.cross_entropy(&labels).unwrap());
         assert_same(&values(&loss), &[(n as f64).ln()], 1e-5, "of equals");
-        // Without a fence, one more launch combines the partial results.
+        // For split rows, GPUs without a fence use one more launch to combine the partial results.
         assert!(if n == uncut { launches <= 2 } else { (2..=3).contains(&launches) }, "{launches} launches for {n}");
     }
     check_cross_entropy(device, DType::F16, [2, 50_257], 1);
     check_cross_entropy(device, DType::F64, [1, 33_000], 0);
-    // Infinities and NaN in the first, a middle and the last slice.
+    // Puts infinities and NaN into the first, a middle and the last slice.
     let n = 30_000;
     for at in [0, 15_000, n - 1] {
         let mut x = vec![f32::NEG_INFINITY; 3 * n];

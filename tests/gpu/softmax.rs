@@ -1,6 +1,6 @@
-//! Tests softmax, log-softmax and logsumexp of rows too long for registers by GPU kernels, against formulas in f64. Sizes are
-//! around the edges of registers, blocks and slices; views have offsets and strides. Without a GPU, an OpenCL processor runs
-//! these kernels: each test restarts itself with `CLAYSTONE_KERNELS=gpu`.
+//! Tests GPU kernels for softmax, log-softmax and logsumexp of rows too long for registers against formulas in f64. Sizes are
+//! around the edges of registers, blocks and slices; views have offsets and strides. Without a GPU, an OpenCL CPU device runs these
+//! kernels: each test restarts itself with `CLAYSTONE_KERNELS=gpu`.
 
 use claystone::device::count_launches;
 use claystone::{DType, Device, Tensor};
@@ -12,14 +12,14 @@ fn numbers(n: usize, of: usize) -> Vec<f64> {
     (0..n).map(|i| ((i * 7919 + i / of) % of) as f64 / 32.0 - 3.0).collect()
 }
 
-/// Expected softmax, log-softmax and logsumexp of each row.
+/// Returns the expected softmax, log-softmax and logsumexp of each row.
 fn reference_results(rows: &[f64], n: usize) -> [Vec<f64>; 3] {
     let sums: Vec<f64> = rows.chunks(n).map(|row| row.iter().map(|x| x.exp()).sum::<f64>().ln()).collect();
     let logs: Vec<f64> = rows.iter().enumerate().map(|(i, x)| x - sums[i / n]).collect();
     [logs.iter().map(|x| x.exp()).collect(), logs, sums]
 }
 
-/// Tolerance of `assert_same` for results of about 1.
+/// Returns the tolerance of `assert_same` for results of about 1.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 1e-2,
@@ -29,14 +29,14 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Checks all three functions and their gradients along the last dimension of `x`, a view with the elements `xs`.
+/// Checks all three functions and their gradients along the last dimension of the view `x`, whose elements are `xs`.
 fn check(x: &Tensor, xs: &[f64], n: usize, what: &str) {
     let eps = tolerance(x.dtype());
-    // Softmax is multiplied by n, so that the compared numbers are about 1.
+    // Softmax results are multiplied by n, so that the compared numbers are about 1.
     let times = |v: &[f64]| v.iter().map(|v| v * n as f64).collect::<Vec<_>>();
     let [soft, logs, sums] = reference_results(xs, n);
     let got = x.softmax(-1).unwrap();
-    // Softmax results in f16 are subnormal and not compared.
+    // In f16, softmax results are subnormal, too imprecise to compare.
     if x.dtype() != DType::F16 {
         assert_same(&times(&values(&got)), &times(&soft), 4.0 * eps, &format!("softmax of {what}"));
     }
@@ -45,7 +45,7 @@ fn check(x: &Tensor, xs: &[f64], n: usize, what: &str) {
     if x.dtype().size() < 4 {
         return;
     }
-    // The gradients differ between elements.
+    // The output gradients differ between elements.
     let gs = numbers(xs.len(), 53);
     let g = upload(&gs, x.shape().dims(), x.dtype(), x.device());
     let grad = |f: &dyn Fn(&Tensor) -> Tensor| {
@@ -93,7 +93,7 @@ fn long_rows_match_formulas() {
     }
 }
 
-/// Long rows take two launches for any number of rows; rows in registers take one.
+/// Rows too long for registers take two launches, however many rows there are; shorter rows take one.
 #[test]
 fn long_rows_take_two_launches() {
     for device in gpus("softmax::long_rows_take_two_launches") {
@@ -106,7 +106,7 @@ fn long_rows_take_two_launches() {
     }
 }
 
-/// Infinities and NaN in the first, a middle and the last slice.
+/// Puts infinities and NaN into the first, a middle and the last slice of a row.
 #[test]
 fn infinities_and_nan_in_long_rows_are_handled() {
     for device in gpus("softmax::infinities_and_nan_in_long_rows_are_handled") {

@@ -1,4 +1,5 @@
-//! Tuning by kernel and size during ordinary work. Tests run in processes and cache folders of their own.
+//! Tuning of kernels by size during normal calls: calls try several kernels and keep the fastest. Tests run in child processes with
+//! their own cache folders.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -9,12 +10,12 @@ use claystone::{Device, Interpolation, Result, Tensor, device::count_launches};
 
 use crate::common;
 
-/// Environment variable with the role of a child process.
+/// Environment variable that tells a child process its role.
 const ROLE_VARIABLE: &str = "CLAYSTONE_TEST_CHOICES";
-/// Environment variable with the file that a child exports or imports.
+/// Environment variable with the path of the file that a child process exports or imports.
 const FILE_VARIABLE: &str = "CLAYSTONE_TEST_CHOICES_FILE";
 
-/// Runs a test of this file in a child process with the given role, cache folder, tuning level and file. Returns the choices
+/// Runs a test of this file in a child process with the given role, cache folder, tuning level and file. Returns the tuning choices
 /// that the child prints.
 #[track_caller]
 fn run_child(test: &str, role: &str, folder: &Path, level: &str, imported: &Path) -> BTreeSet<String> {
@@ -37,7 +38,8 @@ fn first_opencl_device() -> Option<Device> {
     common::devices().into_iter().find(|&device| device != Device::Cpu)
 }
 
-/// Results of operations with tuned kernels, including in-place ones. Sizes are around those of groups and tiles.
+/// Returns the results of operations with tuned kernels, including in-place operations. Sizes are around the sizes of work-groups
+/// and tiles.
 fn results(n: usize, device: Device) -> Result<Vec<Tensor>> {
     let number = |shape: &[usize], below: usize| {
         let values = (0..shape.iter().product()).map(|i: usize| (i % below) as f32).collect::<Vec<f32>>();
@@ -68,7 +70,7 @@ fn results(n: usize, device: Device) -> Result<Vec<Tensor>> {
     ])
 }
 
-/// During trials, results equal the CPU's and need as many launches as without trials.
+/// While kernels are tried, results equal the CPU's, and calls take as many launches as without trials.
 #[test]
 fn trials_give_the_cpus_results() {
     let Some(device) = first_opencl_device() else { return };
@@ -94,7 +96,7 @@ fn trials_give_the_cpus_results() {
             rounds += 1;
             assert!(rounds < 5000, "{} trials do not end", tune::on_trial(device).unwrap());
         }
-        // The same sizes do not start new trials.
+        // Repeating the same sizes does not start new trials.
         let chosen = tune::choices(device).unwrap();
         assert!(chosen.len() >= made && chosen.len() > 10, "{chosen:?}");
         results(n, device).unwrap();
@@ -104,7 +106,7 @@ fn trials_give_the_cpus_results() {
     }
 }
 
-/// At level none, nothing is tried and nothing is written.
+/// Other processes use the choices that one process saved. At level none, no kernel is tried and nothing is written.
 #[test]
 fn choices_are_used_by_other_processes() {
     let Some(device) = first_opencl_device() else { return };

@@ -1,11 +1,11 @@
-//! Failures of tuning.
+//! Tuning that fails.
 
 use claystone::ops::{Backend, Implementation, register};
 use claystone::{Device, tune as tuning};
 
 use crate::common;
 
-/// If a choice gives wrong results, tuning keeps the old values. The test replaces an operation, so it has its own process.
+/// If a kernel gives wrong results, tuning keeps the old values. The test replaces an operation, so it runs in its own process.
 #[test]
 fn failed_tuning_changes_nothing() {
     if !common::in_own_process("tune::failed_tuning_changes_nothing") {

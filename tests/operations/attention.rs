@@ -15,7 +15,7 @@ fn transposed(x: &ArrayD<f64>) -> ArrayD<f64> {
     x
 }
 
-/// The effect of a mask on a score.
+/// The effect of a mask on an attention score.
 #[derive(Clone, Copy, PartialEq)]
 enum Mask {
     None,
@@ -62,13 +62,13 @@ fn weights(
     scores
 }
 
-/// Repeats heads for groups of queries.
+/// Repeats each key or value head `times` times, for grouped queries.
 fn repeated(x: &ArrayD<f64>, times: usize) -> ArrayD<f64> {
     let heads: Vec<usize> = (0..x.shape()[1] * times).map(|h| h / times).collect();
     x.select(Axis(1), &heads)
 }
 
-/// Splits `[.., L, 3 E]` into three tensors `[.., heads, L, E / heads]`.
+/// Splits a packed projection `[.., L, 3 E]` into three tensors `[.., heads, L, E / heads]`.
 fn parts(x: &ArrayD<f64>, heads: usize) -> [ArrayD<f64>; 3] {
     let (rank, all) = (x.ndim(), x.shape()[x.ndim() - 1]);
     let width = all / 3 / heads;
@@ -86,7 +86,7 @@ fn parts(x: &ArrayD<f64>, heads: usize) -> [ArrayD<f64>; 3] {
     })
 }
 
-/// Joins heads again: `[.., heads, L, width]` to `[.., L, E]`.
+/// Joins heads into one dim: `[.., heads, L, width]` to `[.., L, E]`.
 fn joined(mut x: ArrayD<f64>) -> ArrayD<f64> {
     let rank = x.ndim();
     x.swap_axes(rank - 3, rank - 2);
@@ -97,7 +97,7 @@ fn joined(mut x: ArrayD<f64>) -> ArrayD<f64> {
 
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    // f16 and bf16 round the scores and the weights in between.
+    // The tolerance is larger because f16 and bf16 round the scores and the weights before the result.
     let name = "scaled_dot_product_attention";
     let whole = |q: &[usize], k: &[usize], v: &[usize]| case(name).input(q).input(k).input(v).tolerance(4.0);
     for (q, k, v) in [
@@ -185,7 +185,7 @@ fn fully_masked_queries_give_zeros() {
 #[test]
 fn causal_masking_ignores_later_keys() {
     each_device(|device| {
-        // Hidden values may be anything.
+        // The values of masked keys must not affect the result, even NaN and infinity.
         let k = Tensor::from_slice(&[1f32, f32::NAN, f32::INFINITY], [3, 1], device).unwrap();
         let (q, v) =
             (Tensor::ones(&[3, 1], device).unwrap(), Tensor::from_slice(&[7f32, 8.0, 9.0], [3, 1], device).unwrap());
@@ -229,7 +229,7 @@ fn dropout_scales_the_kept_weights() {
         let k = Tensor::zeros(&[64, 8], device).unwrap();
         let options = Attention { dropout_p: 0.5, ..Attention::default() };
         let sums = f64s(&x.scaled_dot_product_attention(&k, &v, options).unwrap());
-        // Each row sum is the number of kept weights among 64, doubled, divided by 64.
+        // Each row sum is the number of kept weights among 64, times 2 (the dropout scale), divided by 64.
         assert!(sums.iter().all(|s| (s * 32.0).fract() == 0.0 && (0.3..1.7).contains(s)), "{sums}");
         assert!(sums.iter().any(|&s| s != sums[[0, 0]]));
         let wrong = Attention { dropout_p: 1.5, ..Attention::default() };
@@ -246,7 +246,7 @@ fn attention_takes_few_launches_and_no_copies() {
         assert!(y.is_contiguous());
         let grad = Tensor::ones(y.shape(), device).unwrap();
         let ((), backward) = count_launches(|| y.backward_with(&grad).unwrap());
-        // GPUs run one fused kernel and two for the gradients; CPU devices run matrix products and a softmax.
+        // GPUs run one fused kernel forward and two backward; CPU devices run matrix products and a softmax.
         let fused = device.info().unwrap().kind != DeviceKind::Cpu;
         assert_eq!((forward, backward), if fused { (1, 2) } else { (3, 5) }, "on {device}");
     });
@@ -275,7 +275,7 @@ fn multihead_layer_agrees_with_and_without_masks() {
         };
         close(&layer.forward(&x).unwrap(), &attend(&layer, AttentionMasks::default()));
 
-        // A causal mask and a padding mask, as bools and as floats.
+        // Combines a causal mask and a padding mask, given as bools and as floats.
         let later = Tensor::ones(&[5, 5], (DType::Bool, device)).unwrap().triu(1).unwrap();
         let low = |mask: &Tensor| Tensor::zeros((), device).unwrap().masked_fill(mask, f64::NEG_INFINITY).unwrap();
         let lengths = Tensor::from_slice(&[5i64, 3, 1], [3, 1], device).unwrap();
@@ -292,7 +292,7 @@ fn multihead_layer_agrees_with_and_without_masks() {
         let right = both(Some(&later), Some(&padding));
         close(&right, &both(Some(&later_low), Some(&padding)));
         close(&right, &both(Some(&later_low), Some(&padding_low)));
-        // Positions before the end of a sequence do not depend on positions after it.
+        // With causal attention, positions before the end of a sequence do not depend on later positions.
         close(&right.i((1, ..3)).unwrap(), &causal.i((1, ..3)).unwrap());
         let layer = layer.with_causal();
         close(&causal, &layer.forward(&x).unwrap());
@@ -318,7 +318,7 @@ fn mismatched_shapes_are_errors() {
     mismatch(attend(&q, &k, &v, Attention { attn_mask: Some(&mask), ..Attention::default() }));
     let grouped = Attention { enable_gqa: true, ..Attention::default() };
     mismatch(attend(&t(&[1, 3, 3, 4]), &t(&[1, 2, 3, 4]), &t(&[1, 2, 3, 4]), grouped));
-    // Errors name the given shapes and the shapes that would match.
+    // Errors name the given shapes and the shapes that the call expects.
     fn told(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> (String, String, &'static str) {
         match attend(q, k, v, options) {
             Err(Error::ShapeMismatch { lhs, rhs, hint, .. }) => (lhs.to_string(), rhs.to_string(), hint),

@@ -1,6 +1,7 @@
-//! Calls of every operation return tensors or an error, whatever the arguments: each case is changed at random until it is mostly
-//! invalid. Sizes are small or larger than any memory, so nothing large is allocated. `CALLS=1000` sets the number of calls per case,
-//! `DEVICE=opencl:0` the device, `CASE=name` selects an operation, and `-- --nocapture` then prints each call before it is made.
+//! For any arguments, every operation returns tensors or an error and does not panic: each case is changed at random until it is
+//! mostly invalid. Sizes are either small or larger than any memory, so that nothing large is allocated. `CALLS=1000` sets the number
+//! of calls per case, `DEVICE=opencl:0` the device, `CASE=name` selects an operation, and `-- --nocapture` then prints each call
+//! before it is made.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -9,7 +10,7 @@ use claystone::{DType, Device, Result, Tensor};
 
 use crate::harness::{Case, case};
 
-/// Calls per case and per row of the table.
+/// Number of calls for each case and for each row of the expression table.
 const CALLS: usize = 24;
 
 const SHAPES: [&[usize]; 13] = [
@@ -48,7 +49,7 @@ const FLOATS: [f64; 12] =
 
 const TEXTS: [&str; 8] = ["", "mean", "none", "reflect", "ij,jk->ik", "i->ii", "...a,b...->", "é, ↯"];
 
-/// The SplitMix64 generator.
+/// The SplitMix64 random number generator.
 struct Random(u64);
 
 impl Random {
@@ -80,7 +81,7 @@ impl Random {
         }
     }
 
-    /// Returns another argument, in four of five cases of the same kind.
+    /// Returns another argument; with probability 4/5 an argument of the same kind.
     fn changed(&mut self, argument: &Argument) -> Argument {
         match argument {
             _ if self.below(5) == 0 => self.argument(),
@@ -171,7 +172,7 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Makes the call and computes the gradients of its results.
+    /// Makes the call and computes the gradients of its inputs.
     fn run(&self) -> Result<()> {
         let tracked = |t: &Tensor| match t.dtype().is_float() && self.case.op.kind != Kind::InPlace {
             true => t.detach().requires_grad_(true),
@@ -180,7 +181,7 @@ impl Call<'_> {
         let tensors = self.tensors.iter().map(tracked).collect::<Result<Vec<_>>>()?;
         let outs = ops::call(self.case.op.name, &self.case.slots(&tensors), &self.arguments)?;
         for out in outs {
-            // Results that were expanded to a huge size are not read.
+            // Results that were expanded to a huge size are not read, because reading would take too long.
             if out.numel() < 1 << 16 {
                 out.to_dtype(DType::F64)?.to_vec::<f64>()?;
                 if out.requires_grad() {
@@ -199,7 +200,7 @@ impl Call<'_> {
     }
 }
 
-/// A call of each row of the table and of its in-place form.
+/// Returns a case for each row of the expression table and for its in-place form.
 pub fn rows() -> impl Iterator<Item = Case> {
     let rows = ops::operations().iter().filter_map(|op| op.row().map(|row| (op, row)));
     rows.map(|(op, row)| {
@@ -240,6 +241,6 @@ fn bad_input_never_panics() {
     let device = std::env::var("DEVICE").map_or(Device::Cpu, |d| d.parse().expect("a device"));
     let (panics, refused, answered) = provoke(crate::all_cases(), device, calls);
     assert!(panics.is_empty(), "{} calls panic, {} do not:\n{}", panics.len(), refused + answered, panics.join("\n"));
-    // The changes must leave some calls valid and make others invalid.
+    // The random changes must leave some calls valid and make others invalid.
     assert!(refused > 0 && answered > 0, "{refused} calls are refused, {answered} answered");
 }

@@ -1,5 +1,5 @@
-//! Calls by name. Arguments that do not match the signature are refused with an error that shows it, and no argument is ignored.
-//! Passing parameters by name is equivalent to passing them by position.
+//! Calls by name. Arguments that do not match the signature are refused with an error that shows the signature, and no argument is
+//! ignored. Passing parameters by name is equivalent to passing them by position.
 
 use claystone::ops::{self, Argument, Attention, Kind, Operation, ParameterKind, Value};
 use claystone::{AvgPoolOptions, BatchNormOptions, ConvOptions, CrossEntropy, DType, Device, Tensor};
@@ -7,7 +7,7 @@ use claystone::{AvgPoolOptions, BatchNormOptions, ConvOptions, CrossEntropy, DTy
 use crate::bad_input::rows;
 use crate::common::{each_device, f64s};
 
-/// The maximum number of tensors; `None` if it is unlimited.
+/// Returns the maximum number of tensors that the operation takes; `None` if it takes a list of tensors of any length.
 fn most_tensors(op: &Operation) -> Option<usize> {
     let listed = op.signature().tensors().any(|p| p.kind == ParameterKind::Tensors);
     (!listed).then(|| op.signature().tensors().count())
@@ -15,7 +15,7 @@ fn most_tensors(op: &Operation) -> Option<usize> {
 
 #[test]
 fn invalid_tensors_and_arguments_are_refused() {
-    // No weight, bias or mask of more than one element has this shape, and no string argument has this value.
+    // No weight, bias or mask in the cases has this shape, and no string argument accepts this value, so both must be refused.
     let odd = Tensor::zeros(&[11, 13], Device::Cpu).unwrap();
     let nonsense = Argument::from("nonsense");
     for case in crate::all_cases().into_iter().chain(rows()) {
@@ -56,7 +56,7 @@ fn invalid_tensors_and_arguments_are_refused() {
     }
 }
 
-/// All arguments of a call by name, in reverse order, except the tensors of a list.
+/// Returns all arguments of a call by name, in reverse order. The tensors of a list parameter are given as `list`.
 fn named<'a>(
     op: &'static Operation,
     tensors: &[Option<&'a Tensor>],
@@ -90,7 +90,7 @@ fn calls_by_name_equal_calls_by_position() {
         };
         let (by_name, by_position) = match (results(true), results(false)) {
             (Ok(by_name), Ok(by_position)) => (by_name, by_position),
-            // Both fail, for example by dividing integers by zero.
+            // Both calls must fail with the same error, for example when dividing integers by zero.
             (by_name, by_position) => {
                 assert_eq!(by_name.unwrap_err(), by_position.unwrap_err());
                 continue;
@@ -106,7 +106,7 @@ fn calls_by_name_equal_calls_by_position() {
     assert!(answered > cases.len() * 9 / 10, "{answered} of {} calls are answered", cases.len());
 }
 
-/// The destinations have another memory order, and gaps in each dim.
+/// The destinations have another memory order than the results, and gaps in each dim.
 #[test]
 fn every_result_can_be_written_into_an_existing_tensor() {
     for (k, case) in crate::all_cases().into_iter().chain(rows()).enumerate() {
@@ -133,7 +133,7 @@ fn every_result_can_be_written_into_an_existing_tensor() {
             let same = op.name.starts_with("empty") || f64s(a).mapv(f64::to_bits) == f64s(b).mapv(f64::to_bits);
             assert!(same, "{}: {a} is written as {b}", op.signature());
         }
-        // With a destination for the last result only.
+        // Only the last result has a destination.
         let mut last = vec![None; places.len() - 1];
         last.push(places.last());
         run(Some(&last)).unwrap_or_else(|e| panic!("{}: {e}", op.signature()));
@@ -150,7 +150,8 @@ fn destinations_need_the_shape_and_convert_the_dtype() {
         let line = of(&[1.0, 2.0, 3.0, 4.0]);
         into("add", &[&line.narrow(0, 0, 3).unwrap(), &y], &[&line.narrow(0, 1, 3).unwrap()]).unwrap();
         assert_eq!(f64s(&line).as_slice().unwrap(), [1.0, 11.0, 22.0, 33.0]);
-        // Results are converted after the computation, even if computing in the wider dtype would give another value.
+        // The destination's dtype does not affect the computation: results are computed in their own dtype and then converted,
+        // although computing in f64 would give other values.
         let wide = Tensor::zeros(3, (DType::F64, d)).unwrap();
         into("div", &[&x, &y], &[&wide]).unwrap();
         assert_eq!(f64s(&wide)[0], f64::from(1.0f32 / 10.0));
@@ -173,7 +174,7 @@ fn destinations_need_the_shape_and_convert_the_dtype() {
         refused(into("add", &[&leaf, &y], &[&x]), "wrap it in no_grad");
         claystone::no_grad(|| into("add", &[&leaf, &y], &[&x])).unwrap();
         assert_eq!(f64s(&x).as_slice().unwrap(), [10.0, 20.0, 30.0]);
-        // A registered implementation's results are written as well.
+        // Results of a user-registered implementation are written to the destination as well.
         let forward = move |_: &[&Tensor], _: &[Argument]| Ok(vec![Tensor::full(3, 7.0, d)?]);
         let _kept = ops::register("my_sevens", d.into(), ops::Implementation::new(forward)).unwrap();
         into("my_sevens", &[&x, &y], &[&x]).unwrap();
@@ -272,7 +273,7 @@ fn omitted_arguments_take_their_defaults() {
     is("pad", &[x], &[("pad", (&[1, 2]).into())], x.pad(&[1, 2], claystone::PadMode::Constant(0.into())));
 }
 
-/// Parameters that PyTorch's operation lacks, or has in another form.
+/// Operations and their parameters that PyTorch lacks or has in another form.
 const OWN_CALLS: [(&str, &str); 12] = [
     ("avg_pool1d", "divisor_override"),
     ("count_nonzero", "keepdim"),
@@ -288,7 +289,7 @@ const OWN_CALLS: [(&str, &str); 12] = [
     ("tensordot", "dims_b"),
 ];
 
-/// Operations with required parameters that default to `None` in PyTorch.
+/// Operations with required parameters that are optional in PyTorch, with the default `None`.
 const EXPLICIT_CALLS: [&str; 14] = [
     "clamp",
     "clamp_",
@@ -306,10 +307,10 @@ const EXPLICIT_CALLS: [&str; 14] = [
     "softmin",
 ];
 
-/// Whether a default equals `text`, as Python prints it.
+/// Whether a parameter's default equals `text`, as Python prints the default.
 fn same(default: &Argument, text: &str) -> bool {
     match default {
-        Argument::Int(0) if text == "False" => true, // a bool among the numbers of a formula
+        Argument::Int(0) if text == "False" => true, // formulas take a bool as the number 0 or 1
         Argument::Int(x) => text.parse() == Ok(*x as f64),
         Argument::Float(x) => text.parse() == Ok(*x),
         Argument::Text(x) => x == text,

@@ -9,11 +9,11 @@ use ndarray::{Array, Array4, ArrayD, Dimension, IxDyn};
 use crate::common::each_device;
 use crate::harness::{Case, case};
 
-/// Stride, padding, dilation and groups of a 2-D convolution; arrays hold one entry per dim.
+/// Stride, padding, dilation and groups of a 2-D convolution. Arrays hold one entry per dim: rows, then columns.
 #[derive(Clone, Copy)]
 struct ConvParams {
     stride: [usize; 2],
-    /// Padding before and after.
+    /// Padding before and after, for each dim.
     padding: [[usize; 2]; 2],
     dilation: [usize; 2],
     groups: usize,
@@ -25,7 +25,7 @@ fn moves(stride: [usize; 2], padding: [usize; 2], dilation: [usize; 2], groups: 
     ConvParams { stride, padding: padding.map(|p| [p, p]), dilation, groups }
 }
 
-/// Calls `f` for each image element under a kernel tap: image row and column, tap row and column, output row and column.
+/// Calls `f` for each kernel tap that is inside the image: image row and column, tap row and column, output row and column.
 fn for_each_product(image: [usize; 2], kernel: [usize; 2], grid: [usize; 2], m: ConvParams, mut f: impl FnMut([usize; 6])) {
     for oh in 0..grid[0] {
         for ow in 0..grid[1] {
@@ -52,7 +52,7 @@ fn grid(image: [usize; 2], kernel: [usize; 2], m: ConvParams) -> [usize; 2] {
     })
 }
 
-/// Adds missing dims of size 1: rows for 1-D inputs, and the batch.
+/// Adds the missing dims of size 1: the rows of 1-D inputs, and the batch.
 pub fn to_4d(x: &ArrayD<f64>, directions: usize) -> Array4<f64> {
     let mut shape = x.shape().to_vec();
     if directions == 1 {
@@ -64,7 +64,7 @@ pub fn to_4d(x: &ArrayD<f64>, directions: usize) -> Array4<f64> {
     x.clone().into_shape_with_order(IxDyn(&shape)).unwrap().into_dimensionality().unwrap()
 }
 
-/// Removes the dims from a result that [`to_4d`] added to `x`.
+/// Removes the dims that [`to_4d`] added to `x` from a result.
 pub fn remove_added_dims(out: Array<f64, impl Dimension>, x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
     let mut shape = out.shape().to_vec();
     if directions == 1 {
@@ -158,7 +158,7 @@ fn fold(x: &ArrayD<f64>, image: [usize; 2], kernel: [usize; 2], m: ConvParams) -
     if x.ndim() == 2 { out.index_axis_move(ndarray::Axis(0), 0) } else { out }
 }
 
-/// Tolerance factor for sums of many products, whose rounding is that of the largest partial sum.
+/// Tolerance factor for sums of many products: rounding errors are relative to the largest partial sum, not to the result.
 const PRODUCTS: f64 = 10.0;
 
 fn conv2d(x: &[usize], w: &[usize], bias: bool, m: ConvParams) -> Case {
@@ -201,7 +201,7 @@ pub fn cases() -> Vec<Case> {
         conv2d(&[2, 0, 4, 4], &[3, 0, 2, 2], true, PLAIN),
         conv2d(&[2, 3, 4, 4], &[0, 3, 2, 2], false, PLAIN),
         conv2d(&[2, 1, 2, 2], &[2, 1, 3, 3], true, moves([3, 3], [2, 2], [1, 1], 1)),
-        // Columns and products around the edges of tiles: 63, 64, 65 and a prime number of them.
+        // Matrix sizes at the edges of tiles: 63, 64, 65 or a prime number of columns or products.
         conv2d(&[3, 8, 17, 19], &[16, 8, 3, 3], true, moves([1, 1], [1, 1], [1, 1], 1)),
         conv2d(&[1, 3, 9, 11], &[65, 3, 3, 3], true, PLAIN),
         conv2d(&[1, 7, 10, 10], &[64, 7, 3, 3], false, PLAIN),
@@ -211,7 +211,7 @@ pub fn cases() -> Vec<Case> {
         conv1d(&[2, 3, 5], &[4, 3, 1], true, PLAIN),
         conv1d(&[0, 3, 9], &[4, 3, 4], true, PLAIN),
         conv1d(&[3, 6, 131], &[10, 6, 5], true, moves([1, 1], [0, 2], [1, 1], 1)),
-        // Groups of one channel each.
+        // The number of groups equals the number of input channels.
         conv2d(&[2, 3, 6, 5], &[3, 1, 3, 3], true, moves([1, 1], [1, 1], [1, 1], 3)),
         conv2d(&[2, 6, 9], &[4, 1, 3, 2], false, moves([1, 1], [1, 2], [1, 2], 2)),
         conv2d(&[0, 3, 5, 5], &[3, 1, 3, 3], true, moves([1, 1], [0, 0], [1, 1], 3)),
@@ -235,7 +235,7 @@ pub fn cases() -> Vec<Case> {
         let made = made.arg(m.stride[1]).arg(m.padding[1][0]).arg(behind).arg(m.groups).arg(m.dilation[1]);
         cases.push(made.with_reference(move |x| vec![conv_transpose(x, 1, m, [0, behind])]));
     }
-    // Padding "same": an even kernel has one more element of padding at the end.
+    // Padding "same": with an even kernel, the end has one more element of padding than the start.
     for (w, dilation, padding) in [([2, 2, 4, 3], [1, 1], [[1, 2], [1, 1]]), ([2, 2, 2, 2], [2, 3], [[1, 1], [1, 2]])] {
         let m = ConvParams { padding, dilation, ..PLAIN };
         let made = case("conv2d").input(&[2, 2, 5, 6]).input(&w).tolerance(PRODUCTS);
@@ -271,7 +271,7 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-/// Whether the CPU has the instructions for convolutions in one launch.
+/// Whether the CPU supports the instructions that kernels for convolutions in one launch need.
 pub fn has_single_launch_kernels() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx2")
@@ -288,7 +288,7 @@ fn convolutions_are_contiguous_and_take_few_launches() {
         for (batch, kernel, most) in [(1, 3, 2), (2, 3, 3), (2, 1, 1)] {
             let x = Tensor::ones(&[batch, 3, 8, 8], device).unwrap();
             let w = Tensor::ones(&[4, 3, kernel, kernel], device).unwrap();
-            // Convolutions of images take one launch.
+            // Runs with buffers, because convolutions that read image objects always take one launch.
             let run = || {
                 let convolve = || x.conv2d(&w, Some(&bias), ConvOptions::default());
                 with_memory_mode(MemoryMode::Buffer, convolve).unwrap()

@@ -1,4 +1,4 @@
-//! Convolutions that are computed in blocks, and their gradients.
+//! Convolutions that the CPU computes in blocks, and their gradients.
 
 use claystone::autograd::{GradOptions, grad_with_options};
 use claystone::{ConvOptions, ConvTransposeOptions, DType, Tensor, no_grad};
@@ -7,7 +7,7 @@ use crate::common::{each_device, in_own_process, values};
 use crate::conv::has_single_launch_kernels;
 use crate::conv_size::{Size, compare, compare_special, pseudo_random, repeats, size};
 
-/// Sizes at the edges of every kernel's tiles and vectors, of channel blocks, of image parts and of groups of images.
+/// Sizes at the edges of every kernel's tiles and vectors, of channel blocks, of image sections and of groups of images.
 const SIZES: &[Size] = &[
     size(2, [3, 5], [9, 11], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]),
     size(1, [1, 1], [5, 7], [2, 3]),
@@ -18,27 +18,27 @@ const SIZES: &[Size] = &[
     size(2, [6, 17], [31, 9], [3, 1]).with_geometry([1, 1], [1, 0], [1, 1]),
     size(2, [3, 24], [33, 31], [3, 3]).with_geometry([2, 2], [1, 1], [1, 1]),
     size(1, [3, 13], [40, 37], [7, 7]).with_geometry([2, 3], [3, 3], [1, 1]),
-    size(2, [3, 4], [23, 29], [2, 2]).with_geometry([5, 4], [0, 1], [1, 1]), // gaps between windows
+    size(2, [3, 4], [23, 29], [2, 2]).with_geometry([5, 4], [0, 1], [1, 1]), // gaps between windows, so that some pixels are not read
     size(2, [3, 4], [2, 3], [5, 4]).with_geometry([1, 1], [4, 3], [1, 1]),   // windows larger than the image
     size(1, [2, 3], [1, 1], [3, 3]).with_geometry([3, 3], [4, 4], [2, 2]),   // windows that contain only padding
     size(2, [3, 4], [4, 4], [3, 3]).with_geometry([1, 1], [6, 6], [1, 1]),
-    size(1, [4, 6], [12, 12], [3, 3]).with_geometry([1, 1], [9, 9], [9, 9]), // taps farther apart than rows
+    size(1, [4, 6], [12, 12], [3, 3]).with_geometry([1, 1], [9, 9], [9, 9]), // kernel taps farther apart than the length of a row
     size(2, [17, 16], [9, 10], [3, 3]).with_geometry([1, 2], [1, 1], [2, 1]).groups(3),
     size(3, [1, 3], [14, 14], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]).groups(4),
     size(1, [24, 33], [6, 6], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]).groups(2),
-    size(67, [5, 9], [3, 3], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // several images per job, fewer in the last
+    size(67, [5, 9], [3, 3], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // several images per job, and fewer images in the last job
     size(67, [20, 13], [3, 4], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]).groups(2),
     size(37, [6, 5], [7, 7], [3, 3]).with_geometry([2, 2], [1, 1], [1, 1]),
-    size(1, [3, 7], [64, 65], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // parts of an image
-    size(1, [2, 3], [1, 1031], [1, 5]).with_geometry([1, 1], [0, 2], [1, 1]), // parts of a row
+    size(1, [3, 7], [64, 65], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // the image is processed in sections
+    size(1, [2, 3], [1, 1031], [1, 5]).with_geometry([1, 1], [0, 2], [1, 1]), // the single row is processed in sections
     size(1, [2, 3], [1, 1031], [1, 5]).with_geometry([1, 3], [0, 2], [1, 2]),
     size(5, [2, 3], [1, 40], [1, 4]).with_geometry([1, 2], [0, 0], [1, 1]),
-    size(1, [90, 4], [28, 28], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // channels that do not fit into the cache
+    size(1, [90, 4], [28, 28], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // more channels than fit into the cache
     size(1, [61, 130], [12, 12], [5, 5]).with_geometry([1, 1], [2, 2], [1, 1]),
     size(1, [2, 40], [61, 60], [5, 5]).with_geometry([1, 1], [2, 2], [1, 1]), // windows that do not fit into the cache
     size(1, [3, 2], [1, 9001], [1, 9]).with_geometry([1, 1], [0, 4], [1, 1]),
-    size(9, [64, 33], [7, 7], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // pairs of rows for AMX, with an odd number of windows
-    size(2, [79, 64], [11, 13], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // pairs of rows with a remainder
+    size(9, [64, 33], [7, 7], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // AMX kernels process two rows at a time; the number of windows is odd
+    size(2, [79, 64], [11, 13], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // AMX kernels process two rows at a time, and one row remains
 ];
 
 #[test]
@@ -56,7 +56,8 @@ fn convolutions_in_blocks_match_their_definition() {
     }
 }
 
-/// The columns do not fit into memory at once: for several images, for rows of an image, for channels of an image.
+/// The im2col columns are too large to be in memory at once, so they are computed in blocks: several images, rows of an image, or
+/// channels of an image.
 #[test]
 fn convolutions_in_blocks_of_columns_match_their_definition() {
     for size in [
@@ -73,7 +74,7 @@ fn convolutions_in_blocks_of_columns_match_their_definition() {
     }
 }
 
-/// The columns of these images would take 72 MiB. They must be neither in memory at once nor cached.
+/// The im2col columns of these images would take 72 MiB. They must never all be in memory at once, and must not be cached.
 #[test]
 fn convolutions_use_little_extra_memory() {
     if !in_own_process("conv_blocks::convolutions_use_little_extra_memory") {
@@ -97,7 +98,7 @@ fn convolutions_use_little_extra_memory() {
                 false => x.conv2d(&w, Some(&b), plain).unwrap(),
                 true => x.conv_transpose2d(&w, Some(&b), turned).unwrap(),
             };
-            // The first run makes copies of the weights that the device caches.
+            // The first run makes copies of the weights, which the device caches, so memory is measured from the second run on.
             run().backward_with(&grad).unwrap();
             [&x, &w, &b].into_iter().for_each(Tensor::zero_grad);
             let before = memory().current;
@@ -127,7 +128,7 @@ fn convolutions_propagate_nan_and_infinity() {
     }
 }
 
-/// Second derivatives are compared with f64, for each combination of inputs that require a gradient.
+/// Compares second derivatives with f64, for each combination of inputs that require a gradient.
 #[test]
 fn second_derivatives_of_convolutions_match_f64() {
     let size = size(2, [3, 4], [6, 7], [3, 3]).with_geometry([2, 1], [1, 1], [1, 1]);

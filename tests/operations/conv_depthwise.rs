@@ -5,12 +5,12 @@ use claystone::{ConvTransposeOptions, DType, Device, Tensor};
 
 use crate::conv_size::{Size, compare, compare_special, pseudo_random, repeats, size};
 
-/// A depthwise convolution: one channel per group.
+/// Returns a depthwise convolution: one input and one output channel per group.
 const fn planes(n: usize, groups: usize, image: [usize; 2], kernel: [usize; 2]) -> Size {
     size(n, [1, 1], image, kernel).groups(groups)
 }
 
-/// Sizes at the edges of vectors, of blocks of vectors and channels, of parts of planes and of rows.
+/// Sizes at the edges of vectors, of blocks of vectors and channels, and of the sections into which planes and rows are split.
 const SIZES: &[Size] = &[
     planes(1, 2, [1, 1], [1, 1]),
     planes(2, 3, [1, 1], [3, 3]).with_geometry([3, 3], [4, 4], [2, 2]), // windows that contain only padding
@@ -27,7 +27,7 @@ const SIZES: &[Size] = &[
     planes(2, 3, [28, 29], [3, 3]).with_geometry([2, 2], [1, 1], [1, 1]),
     planes(1, 3, [17, 38], [3, 3]).with_geometry([2, 2], [0, 0], [1, 1]),
     planes(1, 2, [15, 20], [2, 2]).with_geometry([2, 2], [0, 0], [1, 1]),
-    planes(1, 2, [15, 20], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]), // a phase of the stride that is never read
+    planes(1, 2, [15, 20], [1, 1]).with_geometry([2, 2], [0, 0], [1, 1]), // stride 2 with a 1 x 1 kernel: every second row and column is not read
     planes(1, 2, [15, 20], [3, 3]).with_geometry([2, 2], [1, 1], [2, 2]),
     planes(1, 2, [23, 29], [2, 2]).with_geometry([5, 4], [0, 1], [1, 1]), // gaps between windows
     planes(1, 2, [19, 22], [4, 3]).with_geometry([3, 1], [2, 1], [2, 3]),
@@ -38,10 +38,10 @@ const SIZES: &[Size] = &[
     planes(2, 2, [6, 19], [3, 3]).with_geometry([1, 2], [1, 1], [1, 1]).of(5, 6),
     planes(1, 2, [12, 12], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]).of(8, 8),
     planes(67, 2, [3, 4], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]),
-    planes(3, 41, [21, 23], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // several jobs
-    planes(1, 1, [151, 157], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // parts of a plane, and jobs
+    planes(3, 41, [21, 23], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // several jobs for the threads
+    planes(1, 1, [151, 157], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), // the plane is split into sections for several jobs
     planes(1, 2, [203, 97], [3, 3]).with_geometry([2, 2], [1, 1], [1, 1]),
-    planes(2, 2, [1, 20011], [1, 4]).with_geometry([1, 1], [0, 3], [1, 1]), // parts of a row
+    planes(2, 2, [1, 20011], [1, 4]).with_geometry([1, 1], [0, 3], [1, 1]), // the row is split into sections
     planes(1, 2, [2, 40009], [2, 3]).with_geometry([1, 2], [1, 0], [1, 2]),
     planes(0, 2, [5, 5], [3, 3]),
 ];
@@ -91,7 +91,7 @@ fn depthwise_convolutions_take_one_launch_and_are_deterministic() {
     repeats(&planes(5, 20, [19, 23], [3, 3]).with_geometry([1, 1], [1, 1], [1, 1]), true);
 }
 
-/// Each dim is within bounds, but the number of elements in a plane overflows.
+/// Each dim is within its limit, but the number of elements in a plane overflows.
 #[test]
 fn planes_larger_than_any_memory_are_errors() {
     let ones = |shape: &[usize]| Tensor::ones(shape, Device::Cpu).unwrap();

@@ -1,16 +1,17 @@
-//! Convolutions of many sizes and their gradients, compared with loops over the definition. Used by `conv_blocks` and `conv_depthwise`.
+//! Convolutions of many sizes and their gradients, compared with loops over the definition. `conv_blocks` and `conv_depthwise` use
+//! these checks.
 
 use claystone::device::count_launches;
 use claystone::{ConvOptions, ConvTransposeOptions, DType, Device, Result, Tensor};
 
 use crate::common::values;
 
-/// A convolution; also used as the transposed convolution with the same weight, whose result has the size `image`.
+/// A convolution. Tests also use it as a transposed convolution (`turned`) with the same weight, whose result has the size `image`.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
     n: usize,
     groups: usize,
-    /// Input and output channels of each group.
+    /// Number of input channels of each group; `outer` is the number of output channels.
     inner: usize,
     outer: usize,
     image: [usize; 2],
@@ -20,7 +21,7 @@ pub struct Size {
     dilation: [usize; 2],
 }
 
-/// A convolution with one group, stride 1 and dilation 1.
+/// Returns a convolution with one group, stride 1, no padding and dilation 1.
 pub const fn size(n: usize, [inner, outer]: [usize; 2], image: [usize; 2], kernel: [usize; 2]) -> Size {
     let (stride, dilation) = ([1; 2], [1; 2]);
     Size { n, groups: 1, inner, outer, image, kernel, stride, padding: [0; 2], dilation }
@@ -35,7 +36,7 @@ impl Size {
         Size { groups, ..self }
     }
 
-    /// Sets the channels of each group.
+    /// Sets the numbers of input and output channels of each group.
     pub const fn of(self, inner: usize, outer: usize) -> Size {
         Size { inner, outer, ..self }
     }
@@ -47,7 +48,7 @@ impl Size {
         })
     }
 
-    /// The shapes of the input, weight, bias and result.
+    /// Returns the shapes of the input, weight, bias and result.
     pub fn shapes(&self, turned: bool) -> [Vec<usize>; 4] {
         let ([h, w], [oh, ow], [kh, kw]) = (self.image, self.grid(), self.kernel);
         let (c, o) = (self.groups * self.inner, self.groups * self.outer);
@@ -70,7 +71,7 @@ impl Size {
     }
 
     /// Calls `f` with the indices into the images, windows and weight, for every kernel tap of every window and channel pair. The image index
-    /// is None in the padding.
+    /// is `None` in the padding.
     fn for_each_product(&self, mut f: impl FnMut(Option<usize>, usize, usize)) {
         let ([h, w], [oh, ow], [kh, kw]) = (self.image, self.grid(), self.kernel);
         let (c, o) = (self.groups * self.inner, self.groups * self.outer);
@@ -91,7 +92,8 @@ impl Size {
         }
     }
 
-    /// The result and the gradients of the inputs by definition. Padding zeros are multiplied too when images are read.
+    /// Returns the result and the gradients of the inputs by definition. Padding zeros are multiplied too, because 0 times infinity
+    /// is NaN.
     fn definition(&self, inputs: &[Tensor; 3], grad: &Tensor, turned: bool) -> [Vec<f64>; 4] {
         let ([x, weight, bias], grad) = (inputs.each_ref().map(values), values(grad));
         let plane = grad.len() / grad_channels(self, turned);
@@ -117,24 +119,25 @@ impl Size {
     }
 }
 
-/// All pairs of indices below two sizes, in row-major order.
+/// Returns all pairs of indices below two sizes, in row-major order.
 fn pairs([rows, columns]: [usize; 2]) -> impl Iterator<Item = (usize, usize)> {
     (0..rows).flat_map(move |row| (0..columns).map(move |column| (row, column)))
 }
 
-/// The number of channels in all images of the result.
+/// Returns the number of channels in all images of the result.
 fn grad_channels(size: &Size, turned: bool) -> usize {
     (size.n * size.groups * if turned { size.inner } else { size.outer }).max(1)
 }
 
-/// Pseudo-random numbers in a dtype.
+/// Returns a tensor of pseudo-random numbers, rounded to `dtype`.
 pub fn pseudo_random(shape: &[usize], seed: usize, dtype: DType) -> Tensor {
     let n: usize = shape.iter().product();
     let numbers: Vec<f32> = (0..n).map(|i| ((i * 7919 + seed * 104_729) % 1009) as f32 / 1009.0 - 0.5).collect();
     Tensor::from_slice(&numbers, shape, Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// The same tensor in another memory layout: with dims in another order, with gaps, or with expanded channels.
+/// Returns the tensor in the memory layout `how`: 1 with dims in another order, 2 and 3 with gaps, 4 with expanded channels, 0
+/// unchanged.
 fn with_layout(t: &Tensor, how: usize) -> Tensor {
     let dims = t.shape().dims().to_vec();
     match how {
@@ -146,7 +149,7 @@ fn with_layout(t: &Tensor, how: usize) -> Tensor {
             inner.copy_(t).unwrap();
             inner
         }
-        // Contiguous rows with gaps between them.
+        // Rows are contiguous, with gaps between the rows.
         3 => {
             let wide = Tensor::zeros(&[dims[0], dims[1], dims[2], dims[3] + 3], t).unwrap();
             let inner = wide.narrow(3, 2, dims[3]).unwrap();
@@ -158,7 +161,7 @@ fn with_layout(t: &Tensor, how: usize) -> Tensor {
     }
 }
 
-/// Computes the result and the gradients with claystone.
+/// Returns the result and the gradients as claystone computes them.
 fn all(size: &Size, inputs: &[Tensor; 3], grad: &Tensor, turned: bool) -> [Vec<f64>; 4] {
     let leaves = inputs.each_ref().map(|t| t.detach().requires_grad_(true).unwrap());
     let y = size.run(leaves.each_ref(), turned).unwrap();
@@ -168,7 +171,7 @@ fn all(size: &Size, inputs: &[Tensor; 3], grad: &Tensor, turned: bool) -> [Vec<f
     [values(&y), dx, dw, db]
 }
 
-/// Compares the result and the gradients in one of the layouts, 0 to 4, with the definition.
+/// Compares the result and the gradients with the definition, for operands in the memory layout `how` (see [`with_layout`]).
 pub fn compare(size: &Size, how: usize, dtype: DType, turned: bool) {
     let [x, weight, bias, y] = size.shapes(turned);
     let weight = with_layout(&pseudo_random(&weight, 2, dtype), if how == 4 { 0 } else { how });
@@ -183,7 +186,7 @@ pub fn compare(size: &Size, how: usize, dtype: DType, turned: bool) {
     };
     for (part, (got, want)) in ["result", "input", "weight", "bias"].iter().zip(got.iter().zip(&want)) {
         assert_eq!(got.len(), want.len());
-        // Relative to the largest value, because the rounding of a sum is that of its largest products.
+        // Errors are relative to the largest value, because the rounding error of a sum is relative to its largest products.
         let scale = want.iter().fold(1.0, |max: f64, x| max.max(x.abs()));
         for (i, (got, want)) in got.iter().zip(want).enumerate() {
             let off = (got - want).abs();
@@ -192,7 +195,7 @@ pub fn compare(size: &Size, how: usize, dtype: DType, turned: bool) {
     }
 }
 
-/// Puts NaN or infinity into the input, the weight, the bias or the gradient, and compares with the definition.
+/// For each of input, weight, bias and gradient, puts infinities and NaN into that tensor and compares results with the definition.
 pub fn compare_special(size: &Size, dtype: DType, turned: bool) {
     for place in 0..4 {
         let [x, weight, bias, y] = size.shapes(turned);
@@ -219,7 +222,8 @@ pub fn compare_special(size: &Size, dtype: DType, turned: bool) {
     }
 }
 
-/// Checks that repeated runs have the same bits, and with `at_once` that the result and each gradient take one launch.
+/// Checks that repeated runs give the same bits. With `at_once`, also checks that the result takes one launch and each gradient
+/// takes one.
 pub fn repeats(size: &Size, at_once: bool) {
     for turned in [false, true] {
         let [x, weight, bias, y] = size.shapes(turned);

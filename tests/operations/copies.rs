@@ -13,7 +13,7 @@ pub fn cases() -> Vec<Case> {
         cases.push(case("fill_").input(shape).arg(1).with_reference(|x| vec![x[0].mapv(|_| 1.0)]));
     }
     for shape in [&[5, 3][..], &[0, 3]] {
-        // The gradient is f32 too, which is too coarse for finite differences: tests/api/convert.rs checks it.
+        // The gradient is also rounded to f32, too coarse for finite differences. tests/api/convert.rs checks the gradient instead.
         cases.push(case("to_dtype").input(shape).floats().arg(DType::F32).no_gradient().with_reference(same));
         for name in ["copy_", "copy_non_blocking_"] {
             cases.push(case(name).input(shape).input(&shape[1..]).with_reference(|x| {

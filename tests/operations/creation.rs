@@ -1,4 +1,4 @@
-//! Creation operations compared with loops, and random numbers checked by their statistics.
+//! Operations that create tensors, compared with loops. Random numbers are checked by their statistics.
 
 use claystone::ops::Argument;
 use claystone::{DType, Device, Error, Generator, Result, Tensor, manual_seed, with_generator};
@@ -8,7 +8,7 @@ use crate::common::{each_device, f64s, vec};
 use crate::harness::{Case, TESTED_DEVICE, case};
 use crate::views::built;
 
-/// A case whose operation makes a tensor with the tested dtype and device.
+/// Returns a case of an operation that creates a tensor with the tested dtype on the tested device.
 fn made(name: &str, arguments: &[Argument]) -> Case {
     let case = arguments.iter().fold(case(name), |case, a| case.arg(a.clone()));
     case.arg(DType::F32).arg(TESTED_DEVICE)
@@ -31,7 +31,7 @@ fn constants() -> Vec<Case> {
         cases.push(case("zeros_like").input(shape).with_reference(of(0.0)));
         cases.push(case("ones_like").input(shape).with_reference(of(1.0)));
         cases.push(case("full_like").input(shape).arg(1).with_reference(of(1.0)));
-        // The contents of an empty tensor are unspecified, so only shapes without elements are compared.
+        // The contents of an empty tensor are unspecified, so `empty` is only compared for shapes without elements.
         if shape.contains(&0) {
             cases.push(made("empty", &[sizes(shape)]).with_reference(of(0.0)));
             cases.push(case("empty_like").input(shape).with_reference(of(0.0)));
@@ -77,7 +77,7 @@ pub fn cases() -> Vec<Case> {
     [constants(), sequences(), draws()].into_iter().flatten().collect()
 }
 
-/// Random draws with only one possible outcome.
+/// Returns cases of random operations whose arguments allow only one result.
 fn draws() -> Vec<Case> {
     let mut cases = Vec::new();
     for shape in [[2, 3], [0, 3]] {
@@ -113,7 +113,7 @@ fn draws() -> Vec<Case> {
     cases
 }
 
-/// The sample's mean and variance.
+/// Returns the mean and the variance of the elements.
 fn moments(t: &Tensor) -> (f64, f64) {
     let x = f64s(t);
     let mean = x.mean().unwrap();
@@ -162,7 +162,7 @@ fn multinomial_draws_by_weight() {
         let mut second = pairs.index_axis(Axis(0), 1).iter().copied().collect::<Vec<_>>();
         second.sort_unstable();
         assert_eq!(second, [1, 3], "only these have weight");
-        // Without replacement, the first of two draws is distributed by weight.
+        // In draws without replacement, the first index of two is still distributed in proportion to the weights.
         let many = weights.narrow(0, 0, 1).unwrap().expand([5000, 4]).unwrap();
         let firsts = many.multinomial(2, false).unwrap().to_ndarray::<i64>().unwrap();
         let share = firsts.index_axis(Axis(1), 0).iter().filter(|&&i| i == 3).count() as f64 / 5000.0;

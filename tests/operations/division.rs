@@ -1,4 +1,4 @@
-//! Division and square roots in f32, compared with the processor's own.
+//! Division and square roots in f32, compared with the CPU's own instructions.
 
 use claystone::{DType, Tensor};
 

@@ -8,7 +8,7 @@ fn index(values: &[i64], shape: &[usize], device: Device) -> Tensor {
     Tensor::from_slice(values, shape, device).unwrap()
 }
 
-/// The multi-index of each element of `shape`, outermost dim first.
+/// Returns the multi-index of each element of `shape`, outermost dim first.
 fn positions(shape: &[usize]) -> Vec<Vec<usize>> {
     let n: usize = shape.iter().product();
     let mut all = vec![vec![0; shape.len()]; n];
@@ -26,7 +26,7 @@ fn at(shape: &[usize], p: &[usize]) -> usize {
     p.iter().zip(shape).fold(0, |sum, (&i, &d)| sum * d + i)
 }
 
-/// Gather by its definition, on row-major values.
+/// Computes gather by its definition, and returns the values in row-major order.
 fn gathered(x: &Tensor, d: usize, index: &Tensor) -> Vec<f32> {
     let (values, indices) = (vec(x), index.to_vec::<i64>().unwrap());
     let one = |(mut p, i): (Vec<usize>, &i64)| {
@@ -139,7 +139,7 @@ fn out_of_range_indices_are_errors_and_write_nothing() {
     });
 }
 
-/// Scatter-add by its definition, on row-major values.
+/// Computes scatter-add by its definition, and returns the values in row-major order.
 fn scattered(x: &Tensor, d: usize, index: &Tensor, source: &Tensor) -> Vec<f32> {
     let (mut values, indices) = (vec(x), index.to_vec::<i64>().unwrap());
     let from = vec(source);
@@ -168,7 +168,7 @@ fn scatter_add_accumulates_equal_indices() {
     });
 }
 
-/// Adds every element of `source` in row-major order.
+/// Computes scatter-add by adding every element of `source` in row-major order.
 fn added<T: Element + std::ops::AddAssign>(x: &Tensor, d: usize, index: &Tensor, source: &Tensor) -> Vec<T> {
     let (mut values, indices) =
         (x.to_vec::<T>().unwrap(), index.to_dtype(DType::I64).unwrap().to_vec::<i64>().unwrap());
@@ -181,14 +181,14 @@ fn added<T: Element + std::ops::AddAssign>(x: &Tensor, d: usize, index: &Tensor,
     values
 }
 
-/// Indices below `size`, with many repetitions.
+/// Returns indices below `size`, with many repetitions.
 fn some_indices(shape: &[usize], size: usize, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<i64> = (0..n).map(|i| (i * 7919 % 1009 * 31 % size) as i64).collect();
     index(&values, shape, device)
 }
 
-/// Shapes that threads partition by rows, by columns, and not at all.
+/// For shapes whose work is split between threads by rows, by columns, or not at all, elements are added in the same order.
 #[test]
 fn scatter_add_order_does_not_depend_on_the_partition() {
     let shapes: [(&[usize], &[usize]); 6] = [
@@ -225,7 +225,7 @@ fn scatter_add_order_does_not_depend_on_the_partition() {
             let turned_want = added::<f32>(&flipped, far as usize, &wide, &deep);
             assert_eq!(got.to_vec::<f32>().unwrap(), turned_want);
             assert_eq!(vec(&turned(&x).gather(far, &turned(&i)).unwrap()), gathered(&flipped, far as usize, &wide));
-            // Into a view with gaps, whose surroundings must not change.
+            // Adds into a view with gaps. The elements around the view must not change.
             let mut larger = shape.to_vec();
             larger.iter_mut().for_each(|n| *n += 3);
             let base = fractions(&larger);
@@ -233,7 +233,7 @@ fn scatter_add_order_does_not_depend_on_the_partition() {
             for (k, &n) in shape.iter().enumerate() {
                 view = view.narrow(k as isize, 2, n).unwrap();
             }
-            let before = view.contiguous().unwrap().try_clone().unwrap(); // for a vector, `contiguous` returns the view itself
+            let before = view.contiguous().unwrap().try_clone().unwrap(); // `contiguous` returns a vector itself, so it is cloned
             let outside = base.try_clone().unwrap();
             view.scatter_add_(dim, &i, &source).unwrap();
             assert_eq!(view.contiguous().unwrap().to_vec::<f32>().unwrap(), added::<f32>(&before, d, &i, &source));
@@ -324,7 +324,7 @@ fn in_place_index_operations_work_through_views() {
         view.index_add_(0, &i, &source).unwrap();
         assert_eq!(vec(&view), vec(&want));
         assert_eq!(vec(&base)[..6], [0.0, 2.0, 2.0, 3.0, 6.0, 5.0]);
-        // The tensor is its own source.
+        // The tensor is also the source, so it must be copied before it changes.
         let x = iota(&[3], device);
         x.index_add_(0, &index(&[0, 0, 1], &[3], device), &x).unwrap();
         assert_eq!(vec(&x), [1.0, 3.0, 2.0]);

@@ -1,5 +1,5 @@
-//! The checks for every operation: each case runs on every device, in several dtypes and layouts, and is compared with a reference in
-//! f64; its gradient is compared with central differences of the reference.
+//! The checks for every operation: each case runs on every device in several dtypes and layouts, and its results are compared with a
+//! reference in f64. Gradients are compared with central differences of the reference.
 
 use claystone::autograd::gradgradcheck;
 use claystone::ops::{self, Argument, Dtypes, Kind, Operation, ResultDType};
@@ -9,22 +9,22 @@ use ndarray::{ArrayD, IxDyn};
 use crate::common::{devices, f64s};
 use crate::rounding::{rounded, rounded_result, tolerance};
 
-/// Stands for the tested device in a case's arguments.
+/// A placeholder for the tested device in a case's arguments.
 pub const TESTED_DEVICE: Argument = Argument::Device(Device::Cpu);
 
-/// Tolerance of a gradient against central differences in f64, relative to its scale.
+/// Tolerance of a gradient against central differences in f64, relative to the gradient's magnitude.
 const GRADIENT_TOLERANCE: f64 = 2e-6;
-/// Tolerance of second derivatives, for which finite differences are less exact.
+/// Tolerance of second derivatives, larger because finite differences of gradients are less exact.
 const SECOND_GRADIENT_TOLERANCE: f64 = 1e-4;
-/// Cases with more elements have no gradient check, because finite differences cost two references per element.
+/// Cases with more elements have no gradient check, because finite differences call the reference several times per element.
 const GRADIENT_ELEMENTS: usize = 400;
 
 #[derive(Clone, Debug)]
 enum Values {
     Between(f64, f64),
-    /// Distinct integers around 0, shuffled.
+    /// Distinct integers around 0, in scrambled order.
     Distinct,
-    /// I64 indices below this bound.
+    /// i64 indices below this bound.
     Index(usize),
     Mask,
     Given(ArrayD<f64>, DType),
@@ -38,11 +38,11 @@ struct Operand {
 
 type Reference = dyn Fn(&[ArrayD<f64>]) -> Vec<ArrayD<f64>> + Send + Sync;
 
-/// An operation on operands of given shapes, with its reference. Made by [`case`].
+/// An operation on operands of given shapes, with a reference for its results. [`case`] creates it.
 pub struct Case {
     pub op: &'static Operation,
     operands: Vec<Operand>,
-    /// The positions of optional tensors that are omitted before other tensors.
+    /// The positions of optional tensors that are omitted although later tensors are given.
     left_out: Vec<usize>,
     arguments: Vec<Argument>,
     dtypes: Dtypes,
@@ -51,7 +51,7 @@ pub struct Case {
     reference: Option<Box<Reference>>,
 }
 
-/// Starts a case for the catalogue's operation `name`.
+/// Starts a case for the operation `name` of the catalogue.
 pub fn case(name: &str) -> Case {
     let op = ops::operations().iter().find(|op| op.name == name);
     let op = op.unwrap_or_else(|| panic!("{name} is not in the catalogue"));
@@ -59,14 +59,14 @@ pub fn case(name: &str) -> Case {
     Case { op, operands, left_out, arguments, dtypes: op.takes, tolerance: 1.0, gradient: true, reference: None }
 }
 
-#[allow(dead_code)] // for families to come
+#[allow(dead_code)] // for operation families to come
 impl Case {
     fn operand(mut self, shape: &[usize], values: Values) -> Case {
         self.operands.push(Operand { shape: shape.to_vec(), values });
         self
     }
 
-    /// Adds a tensor of the tested dtype, with values between -2 and 2.
+    /// Adds a tensor of the tested dtype with values between -2 and 2.
     pub fn input(self, shape: &[usize]) -> Case {
         self.operand(shape, Values::Between(-2.0, 2.0))
     }
@@ -91,65 +91,65 @@ impl Case {
         self.operand(shape, Values::Mask)
     }
 
-    /// Adds a tensor of these values in this dtype, independent of the tested dtype.
+    /// Adds a tensor of these values, in this dtype whatever the tested dtype is.
     pub fn fixed(self, values: ArrayD<f64>, dtype: DType) -> Case {
         let shape = values.shape().to_vec();
         self.operand(&shape, Values::Given(values, dtype))
     }
 
-    /// Omits the next tensor.
+    /// Omits the next tensor, which must be optional.
     pub fn none(mut self) -> Case {
         self.left_out.push(self.operands.len() + self.left_out.len());
         self
     }
 
-    /// Adds an argument. A dtype stands for the tested dtype, [`TESTED_DEVICE`] for the device.
+    /// Adds an argument. A dtype argument is replaced by the tested dtype, [`TESTED_DEVICE`] by the tested device.
     pub fn arg(mut self, argument: impl Into<Argument>) -> Case {
         self.arguments.push(argument.into());
         self
     }
 
-    /// Tests only float dtypes.
+    /// Restricts the case to float dtypes.
     pub fn floats(self) -> Case {
         Case { dtypes: Dtypes::Floats, ..self }
     }
 
-    /// Tests only integer dtypes.
+    /// Restricts the case to integer dtypes.
     pub fn integers(self) -> Case {
         Case { dtypes: Dtypes::IntegersOnly, ..self }
     }
 
-    /// Multiplies the dtype's tolerance; say why at the call.
+    /// Multiplies the dtype's tolerance by `factor`. A comment at the call must say why.
     pub fn tolerance(self, factor: f64) -> Case {
         Case { tolerance: factor, ..self }
     }
 
-    /// Disables the gradient check; say why at the call.
+    /// Disables the gradient check. A comment at the call must say why.
     pub fn no_gradient(self) -> Case {
         Case { gradient: false, ..self }
     }
 
-    /// Sets the reference: computes the expected results in f64 from the operands' values as rounded to their dtypes.
+    /// Sets the reference, which computes the expected results in f64 from the operands' values after rounding to their dtypes.
     pub fn with_reference(self, f: impl Fn(&[ArrayD<f64>]) -> Vec<ArrayD<f64>> + Send + Sync + 'static) -> Case {
         Case { reference: Some(Box::new(f)), ..self }
     }
 
-    /// Whether an operand has no elements.
+    /// Whether the case has an operand without elements.
     pub fn is_empty(&self) -> bool {
         self.operands.iter().any(|o| o.shape.contains(&0))
     }
 
-    /// Whether a tensor is omitted before other tensors.
+    /// Whether a tensor is omitted although later tensors are given.
     pub fn has_gaps(&self) -> bool {
         !self.left_out.is_empty()
     }
 
-    /// Whether the operands include a tensor.
+    /// Whether the case has a tensor operand.
     pub fn has_operands(&self) -> bool {
         !self.operands.is_empty()
     }
 
-    /// The tensors and arguments of a valid call, in a dtype and a layout that `choice` selects.
+    /// Returns the tensors and arguments of a valid call. `choice` selects a dtype and a memory layout.
     pub fn parts(&self, choice: usize, device: Device) -> Result<(Vec<Tensor>, Vec<Argument>)> {
         let contained = |t: &DType| self.op.takes.contains(*t) && self.dtypes.contains(*t);
         let dtypes: Vec<DType> = DType::ALL.into_iter().filter(contained).collect();
@@ -160,7 +160,7 @@ impl Case {
         Ok((tensors, self.arguments(dtype, device)))
     }
 
-    /// The tensor arguments of the call, with `None` for omitted tensors.
+    /// Returns the tensor arguments of the call, with `None` for omitted tensors.
     pub fn slots<'a>(&self, tensors: &'a [Tensor]) -> Vec<Option<&'a Tensor>> {
         let mut slots: Vec<_> = tensors.iter().map(Some).collect();
         self.left_out.iter().for_each(|&at| slots.insert(at.min(slots.len()), None));
@@ -185,7 +185,7 @@ impl Case {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Layout {
     Contiguous,
-    /// Dims in reverse order, gaps after each, and an odd offset.
+    /// Dims in reverse memory order, gaps in each dim, and an odd offset.
     Strided,
     /// A negative stride in the last dim.
     Backwards,
@@ -193,7 +193,7 @@ pub enum Layout {
     Expanded,
 }
 
-/// Element `i` of `n` of operand `k`, before rounding to a dtype.
+/// Returns element `i` of the `n` elements of operand `k`, before rounding to a dtype.
 fn value(values: &Values, k: usize, i: usize, n: usize) -> f64 {
     // Low-discrepancy points, with different values in each operand.
     let u = ((i + 1) as f64 * [0.618_033_988_749_895, 0.754_877_666_246_693, 0.569_840_290_998_053][k % 3]
@@ -201,7 +201,7 @@ fn value(values: &Values, k: usize, i: usize, n: usize) -> f64 {
         .fract();
     match values {
         Values::Between(low, high) => low + u * (high - low),
-        // A factor without a common divisor with n: 101, or 103 if 101 divides n.
+        // Multiplies by a number coprime to n (101, or 103 if 101 divides n), which gives n distinct remainders.
         Values::Distinct => ((i * if n.is_multiple_of(101) { 103 } else { 101 }) % n) as f64 - (n / 2) as f64,
         Values::Index(below) => (u * *below as f64).floor(),
         Values::Mask => f64::from(u < 0.5),
@@ -223,7 +223,7 @@ impl Operand {
         matches!(self.values, Values::Between(..) | Values::Distinct)
     }
 
-    /// The values as the operation reads them, rounded to the dtype.
+    /// Returns the values that the operation reads, rounded to the dtype.
     fn array(&self, k: usize, dtype: DType, lie: Layout) -> ArrayD<f64> {
         let dtype = self.dtype(dtype);
         let n: usize = self.shape.iter().product();
@@ -240,7 +240,7 @@ impl Operand {
         })
     }
 
-    /// Whether the operand may be expanded: not if its elements must be distinct or were given.
+    /// Whether the operand may be expanded: not if its elements must be distinct, or if the case gives them.
     fn expands(&self) -> bool {
         self.shape.first().is_some_and(|&d| d > 1) && matches!(self.values, Values::Between(..) | Values::Mask)
     }
@@ -286,11 +286,11 @@ impl Operand {
     }
 }
 
-/// The dtypes and layouts to run on a device: all on the CPU, fewer on the first OpenCL device, which compiles a kernel for each, and one on
-/// other devices.
+/// Returns the dtypes and layouts to run on a device: all on the CPU, fewer on the first OpenCL device, which compiles a kernel for each
+/// combination, and one on other devices.
 fn variants(case: &Case, device: Device) -> Result<Vec<(DType, Layout)>> {
     use Layout::*;
-    // Destinations of in-place operations cannot be expanded.
+    // The destination of an in-place operation cannot be expanded, because its elements would overlap.
     let last = if case.op.kind == Kind::InPlace { Backwards } else { Expanded };
     let all = [Contiguous, Strided, Backwards, last];
     let fp64 = device.info()?.fp64;
@@ -343,14 +343,15 @@ fn check_values(case: &Case, device: Device, dtype: DType, lie: Layout) -> Resul
         let factor = case.tolerance * tolerance(if out.dtype().is_float() { out.dtype() } else { DType::I64 });
         compare(&what, out, &right, factor);
     }
-    // Only the first tensor of an in-place operation may have changed.
+    // In-place operations may change only their first tensor; other operations may change none.
     for (k, (t, a)) in tensors.iter().zip(&arrays).enumerate().skip(usize::from(case.op.kind == Kind::InPlace)) {
         compare(&format!("{what}: operand {k} afterwards"), t, a, 0.0);
     }
     Ok(())
 }
 
-/// Compares backward with central differences of the reference, weighted by a cotangent for each result.
+/// Compares the gradients that backward computes with central differences of the reference. The loss is the sum of the results with
+/// fixed weights.
 fn check_gradient(case: &Case, device: Device, lie: Layout) -> Result<()> {
     let what = format!("gradient of {} {:?} on {device}, {lie:?}", case.op.name, case.arguments);
     let arrays: Vec<_> = case.operands.iter().enumerate().map(|(k, o)| o.array(k, DType::F64, lie)).collect();
@@ -390,7 +391,7 @@ fn check_gradient(case: &Case, device: Device, lie: Layout) -> Result<()> {
                 let up = at(h);
                 (up - at(-2.0 * h)) / (2.0 * h)
             };
-            // If two step sizes disagree, there is a kink or a jump between them.
+            // If two step sizes give different slopes, there is a kink or a jump nearby, and the element is skipped.
             let (right, other) = (slope(1e-5), slope(3e-6));
             if !close(right, other, GRADIENT_TOLERANCE / 2.0) {
                 kinks += 1;
@@ -403,14 +404,14 @@ fn check_gradient(case: &Case, device: Device, lie: Layout) -> Result<()> {
     Ok(())
 }
 
-/// The number of elements to differentiate by in a second-derivative check; 0 if the case does not support it.
+/// Returns the number of elements with a derivative in a second-derivative check; 0 if the case does not support the check.
 pub fn differentiable_elements(case: &Case) -> usize {
     let checked = case.op.is_differentiable() && case.gradient && case.dtypes.contains(DType::F64);
     let elements = case.operands.iter().filter(|o| o.is_tested()).map(|o| o.shape.iter().product::<usize>()).sum();
     if checked && !case.is_empty() { elements } else { 0 }
 }
 
-/// Compares double backward of the squared, weighted results with central differences of their gradients, on the CPU.
+/// On the CPU, compares second derivatives of the squared, weighted results with central differences of the first derivatives.
 pub fn check_second_gradient(case: &Case) {
     let operands = || case.operands.iter().enumerate();
     let made = |(k, o): (usize, &Operand)| {
@@ -437,7 +438,7 @@ fn named<T>(case: &Case, result: Result<T, Error>) -> T {
     result.unwrap_or_else(|e| panic!("{} {:?}: {e}", case.op.name, case.arguments))
 }
 
-/// Runs every case, or the cases of the operation named by the environment variable `CASE`.
+/// Runs every case, or only the cases of the operation that the environment variable `CASE` names.
 pub fn check(cases: Vec<Case>) {
     let only = std::env::var("CASE").ok();
     for case in cases.iter().filter(|case| only.as_deref().is_none_or(|name| name == case.op.name)) {
@@ -460,7 +461,8 @@ pub fn check(cases: Vec<Case>) {
     }
 }
 
-/// Runs a case on the CPU with its operation replaced by an implementation that counts calls and forwards to the built-in one.
+/// Runs a case on the CPU while its operation is replaced by an implementation that counts calls and forwards to the built-in one.
+/// The results must not change.
 pub fn check_replaced(case: &Case) {
     use claystone::ops::{Backend, Implementation, register};
     use std::sync::atomic::{AtomicUsize, Ordering};

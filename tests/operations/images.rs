@@ -1,4 +1,4 @@
-//! Kernels that read image objects: their results for many shapes, and the allocation of images.
+//! Kernels that read OpenCL image objects: their results for many shapes, and the allocation of images.
 
 use claystone::autograd::{GradOptions, grad_with_options};
 use claystone::device::count_launches;
@@ -10,7 +10,7 @@ use claystone::{
 
 use crate::common::{devices, in_own_process, values};
 
-/// The devices that support images. PoCL does, so there must be one if OpenCL is required.
+/// Returns the devices that support images. PoCL supports images, so there must be such a device if OpenCL is required.
 fn with_images() -> Vec<Device> {
     let found: Vec<Device> =
         devices().into_iter().filter(|device| device.capabilities().is_ok_and(|c| c.images.is_some())).collect();
@@ -18,14 +18,14 @@ fn with_images() -> Vec<Device> {
     found
 }
 
-/// Positive and negative numbers that f16 and bf16 represent exactly.
+/// Returns positive and negative numbers that f16 and bf16 represent exactly.
 fn numbers(dims: &[usize], seed: usize, dtype: DType, device: Device) -> Tensor {
     let n: usize = dims.iter().product();
     let values: Vec<f32> = (0..n).map(|i| ((i * i * 7 + i * 3 + seed * 11) % 31) as f32 / 8.0 - 2.0).collect();
     Tensor::from_vec(values, dims, Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_device(device).unwrap()
 }
 
-/// A copy as a strided view with an offset and NaN in the gaps.
+/// Returns a copy that is a strided view with an offset and with NaN in the gaps.
 fn odd_view(t: &Tensor) -> Tensor {
     let dims = t.shape().dims();
     if dims.is_empty() {
@@ -34,7 +34,7 @@ fn odd_view(t: &Tensor) -> Tensor {
     let mut padded = dims.to_vec();
     padded.iter_mut().for_each(|d| *d = 2 * *d + 1);
     padded.swap(0, dims.len() - 1);
-    padded.push(2); // so that no dim has stride 1
+    padded.push(2); // every dim has a stride above 1
     let all = Tensor::full(&padded[..], f64::NAN, (t.dtype(), t.device())).unwrap();
     let mut view = all.select(-1, 1).unwrap().transpose(0, -1).unwrap();
     for (d, &size) in dims.iter().enumerate() {
@@ -44,7 +44,7 @@ fn odd_view(t: &Tensor) -> Tensor {
     view
 }
 
-/// Tolerance against f64.
+/// Returns the tolerance of results against f64.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 2e-6,
@@ -53,7 +53,8 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Runs `f` with images on a device, and in f64 on the CPU; the results must be equal within rounding, with NaN in the same elements.
+/// Compares `f` with images on the device of the inputs with `f` in f64 on the CPU. Results must agree within rounding, with NaN in
+/// the same elements.
 #[track_caller]
 fn check(inputs: &[Tensor], what: &str, f: impl Fn(&[Tensor]) -> Result<Tensor>) {
     let exact: Vec<Tensor> =
@@ -85,7 +86,7 @@ fn every_shape_survives_the_conversion_to_images() {
                 }
             }
         }
-        // The bits must survive, including infinities and the smallest and largest numbers.
+        // Elements keep their bits, including infinities and the smallest and largest numbers.
         let numbers = [0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN_POSITIVE, 1e-3];
         let x = Tensor::from_slice(&numbers, 7, device).unwrap();
         let back = Tensor::from_image(&x.to_image().unwrap(), 7).unwrap().to_vec::<f32>().unwrap();
@@ -131,7 +132,7 @@ fn convolutions() {
                     (3, 9, 4, 5, 8, 1),
                     (2, 5, 5, 6, 7, 5),
                     (1, 8, 8, 5, 5, 8),
-                    (2, 4, 6, 5, 5, 2), // grouped, which only matrix products of columns support
+                    (2, 4, 6, 5, 5, 2), // grouped but not depthwise, which only matrix products of im2col columns support
                 ] {
                     let options = ConvOptions { stride, padding, dilation, groups };
                     let x = numbers(&[n, c, h, w], 1, dtype, device);
@@ -172,7 +173,7 @@ fn convolutions_of_images_take_one_launch_with_the_gradients_of_buffers() {
             for (a, b) in images.iter().flatten().zip(buffers.iter().flatten()) {
                 assert!((a - b).abs() <= 1e-4 * (1.0 + b.abs()), "{a} and {b}");
             }
-            // And second derivatives.
+            // Second derivatives agree too.
             let second = |mode| {
                 let (x, weight, _) = make();
                 with_memory_mode(mode, || {
@@ -236,7 +237,7 @@ fn formulas_and_products() {
                 check(&[odd_view(&a), odd_view(&b)], &what, |t| t[0].sub(&t[1]));
                 check(&[a.shallow_clone()], &what, |t| t[0].relu());
                 let row = b.narrow(-1, 0, 1).unwrap();
-                check(&[a.shallow_clone(), row], &what, |t| t[0].maximum(&t[1])); // broadcast
+                check(&[a.shallow_clone(), row], &what, |t| t[0].maximum(&t[1])); // the row operand is broadcast
                 check(&[a.shallow_clone()], &what, |t| {
                     let out = t[0].try_clone()?;
                     out.mul_scalar_(3)?.add_(&out)?;
@@ -248,7 +249,8 @@ fn formulas_and_products() {
                 let what = format!("{m} x {k} x {n}");
                 for (a, b) in [(a.shallow_clone(), b.shallow_clone()), (odd_view(&a), odd_view(&b))] {
                     let bias = numbers(&[n], 3, dtype, device);
-                    // The second call reuses the matrix's image; then the matrix changes.
+                    // The second call reuses the cached image of the second matrix. Later the matrix changes, so that the image
+                    // must be made again.
                     check(&[a.shallow_clone(), b.shallow_clone()], &what, |t| t[0].matmul(&t[1]));
                     check(&[a.shallow_clone(), b.shallow_clone()], &what, |t| t[0].matmul(&t[1]));
                     check(&[a.shallow_clone(), b.shallow_clone(), bias], &what, |t| {
@@ -294,7 +296,7 @@ fn cached_images_of_views_are_bounded() {
             }
         });
         assert!((1..=4 * 512 * 64 * 4).contains(&kept()), "{}", kept());
-        // Cached images are freed first when memory is needed, and made again afterwards.
+        // `empty_cache` frees the cached images, and later calls make them again.
         device.empty_cache().unwrap();
         assert_eq!(kept(), 0);
         check(&[a, all.narrow(0, 3, 64).unwrap()], "again", |t| t[0].matmul(&t[1]));
@@ -308,7 +310,7 @@ fn buffers_are_used_when_images_do_not_fit_in_memory() {
         return;
     }
     for device in with_images() {
-        let x = numbers(&[1, 1, 512, 512], 1, DType::F32, device); // 1 MiB as a buffer, 4 MiB as an image
+        let x = numbers(&[1, 1, 512, 512], 1, DType::F32, device); // 1 MiB as a buffer, but 4 MiB as an image
         device.empty_cache().unwrap();
         let held = device.memory_stats().unwrap().reserved_bytes.current;
         device.set_memory_limit(held + (2 << 20)).unwrap();
@@ -320,7 +322,7 @@ fn buffers_are_used_when_images_do_not_fit_in_memory() {
     }
 }
 
-/// A small network.
+/// A small convolutional network.
 struct Network {
     convs: Vec<Tensor>,
     last: Tensor,
@@ -360,7 +362,7 @@ fn repeated_forward_passes_make_no_new_images() {
                     assert_eq!(values(&network.forward(&x).unwrap()), first);
                 }
                 assert_eq!(made(), before);
-                // f16 needs images of another format, so free f32 images cannot be reused.
+                // f16 needs images in another format, so the free f32 images cannot be reused.
                 let (halves, x) = (Network::new(DType::F16, device), x.to_dtype(DType::F16).unwrap());
                 halves.forward(&x).unwrap();
                 assert!(made() > before);
@@ -399,7 +401,7 @@ fn every_kind_of_operation_can_read_images() {
             with_memory_mode(MemoryMode::Image, f).unwrap();
             assert_eq!(allocations() - before, images, "operation {i}");
             with_memory_mode(MemoryMode::Buffer, f).unwrap();
-            with_memory_mode(MemoryMode::Auto, f).unwrap(); // no measurements exist yet
+            with_memory_mode(MemoryMode::Auto, f).unwrap(); // without measurements, `Auto` uses buffers
             assert_eq!(allocations() - before, images, "operation {i}");
         }
     }
@@ -411,7 +413,7 @@ fn images_count_as_device_memory() {
         return;
     }
     const MIB: u64 = 1 << 20;
-    let four = ImageDesc { width: 512, height: 512, format: ImageFormat::F32 }; // 4 MiB
+    let four = ImageDesc { width: 512, height: 512, format: ImageFormat::F32 }; // the image takes 4 MiB
     for device in with_images() {
         device.empty_cache().unwrap();
         let new = || Image::new(device, four, StorageType::Dynamic);
@@ -424,7 +426,7 @@ fn images_count_as_device_memory() {
         snapshot.check().unwrap();
         let shown = |pool: (i64, i64)| snapshot.segments.iter().filter(move |s| s.segment_pool_id == pool);
         assert_eq!(shown((1, 0)).map(|s| s.total_size).sum::<u64>(), 8 * MIB);
-        // Free images are reused, also for smaller images, and the memory limit counts all images.
+        // Free images are reused, also for smaller images. The memory limit applies to images too.
         let reserved = stats.reserved_bytes.current;
         device.set_memory_limit(reserved + 6 * MIB).unwrap();
         let third = new().unwrap();
@@ -433,14 +435,14 @@ fn images_count_as_device_memory() {
         let tensor = || Tensor::empty(&[4 << 20], (DType::U8, device));
         let error = tensor().unwrap_err();
         assert!(error.to_string().contains("are held by images"), "{error}");
-        // Free images are released for tensors, free buffers for images.
+        // Free images are released when a tensor needs memory, and free buffers when an image needs memory.
         drop(third);
         let reserved = device.image_memory_stats().unwrap().reserved_bytes.current;
         let kept = tensor().unwrap();
         assert!(device.image_memory_stats().unwrap().reserved_bytes.current < reserved);
         drop(kept);
         let third = new().unwrap();
-        // Out-of-memory observers and callbacks of the device are called.
+        // If an image allocation runs out of memory, the device's out-of-memory observers and callbacks are called.
         let spare = std::sync::Arc::new(std::sync::Mutex::new(Some(third)));
         let asked = spare.clone();
         let callback =

@@ -1,4 +1,4 @@
-//! In-place rows: the result is written to the first tensor, with any strides.
+//! In-place forms of elementwise operations: the result is written to the first tensor, whatever its strides are.
 
 use claystone::ops::{self, Accepts, Kind, ROWS};
 use claystone::{Result, Scalar, Tensor};

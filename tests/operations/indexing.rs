@@ -1,11 +1,11 @@
-//! Reading and writing through indices, compared with loops.
+//! Operations that read and write through indices, compared with loops.
 
 use claystone::DType;
 use ndarray::{ArrayD, Axis, Dimension, IxDyn};
 
 use crate::harness::{Case, case};
 
-/// Resolves a negative dim.
+/// Returns the dim as a non-negative number.
 fn axis(dim: isize, rank: usize) -> usize {
     dim.rem_euclid(rank as isize) as usize
 }
@@ -14,7 +14,7 @@ fn indices(index: &ArrayD<f64>) -> Vec<usize> {
     index.iter().map(|&i| i as usize).collect()
 }
 
-/// An index operand with these values.
+/// Returns an index operand with these values.
 fn fixed(values: &[i64], shape: &[usize]) -> ArrayD<f64> {
     ArrayD::from_shape_vec(IxDyn(shape), values.iter().map(|&i| i as f64).collect()).unwrap()
 }
@@ -27,7 +27,7 @@ fn gathered(x: &ArrayD<f64>, d: usize, index: &ArrayD<f64>) -> ArrayD<f64> {
     })
 }
 
-/// Applies `f(element, source element)` for each position of an index with the source's rank.
+/// Calls `f(element, source element)` for each position of the index, which has the rank of the source.
 fn scattered(
     x: &ArrayD<f64>,
     d: usize,
@@ -44,7 +44,7 @@ fn scattered(
     out
 }
 
-/// Expands a vector of indices along the other dims of `like`.
+/// Expands a vector of indices along all dims of `like` except `d`.
 fn expand_index(index: &ArrayD<f64>, d: usize, like: &ArrayD<f64>) -> ArrayD<f64> {
     ArrayD::from_shape_fn(like.raw_dim(), |p| index[p[d]])
 }
@@ -61,7 +61,7 @@ fn add(to: &mut f64, from: f64) {
     *to += from;
 }
 
-/// PyTorch's reductions into indexed elements.
+/// Computes `scatter_reduce` and `index_reduce` as PyTorch does: combines source elements with the elements at their indices.
 fn reduced(
     x: &ArrayD<f64>,
     d: usize,
@@ -90,7 +90,8 @@ fn reduced(
     out
 }
 
-/// NumPy's `x[i, :, j]`: the result's shape, and the position in x for each element of the result.
+/// Computes NumPy's indexing with several index arrays, such as `x[i, :, j]`. Returns the result's shape, and the position in x for
+/// each element of the result.
 fn named(shape: &[usize], dims: &[usize], indices: &[&ArrayD<f64>]) -> (Vec<usize>, Vec<Vec<usize>>) {
     let rank = indices.iter().map(|i| i.ndim()).max().unwrap();
     let size = |d: usize| {
@@ -141,7 +142,7 @@ fn put(
     out
 }
 
-/// Flattens `x` to a vector.
+/// Returns the elements as a vector, in row-major order.
 fn flat(x: &ArrayD<f64>) -> ArrayD<f64> {
     ArrayD::from_shape_vec(IxDyn(&[x.len()]), x.iter().copied().collect()).unwrap()
 }
@@ -167,7 +168,7 @@ fn selections() -> Vec<Case> {
                 .with_reference(move |x| vec![gathered(&x[0], d, &x[1])]),
         );
     }
-    // A smaller index; a broadcast index; flattened operands.
+    // Further cases: an index smaller than the tensor, a broadcast index, and flattened operands.
     cases.push(case("gather").input(&[5, 7]).arg(1).index(&[3, 4], 7).with_reference(|x| vec![gathered(&x[0], 1, &x[1])]));
     cases.push(case("take_along_dim").input(&[1, 6]).arg(1).index(&[3, 2], 6).with_reference(|x| {
         let wide = x[0].broadcast(IxDyn(&[3, 6])).unwrap().to_owned();
@@ -204,7 +205,8 @@ fn selections() -> Vec<Case> {
 
 fn writes() -> Vec<Case> {
     let mut cases = Vec::new();
-    // If the last write wins, no index may repeat: as in PyTorch, the overwritten sources would get a gradient too.
+    // Indices are not repeated in operations in which the last write wins: as in PyTorch, overwritten sources get a gradient too,
+    // which finite differences would contradict.
     let places = || fixed(&[2, 0, 4, 1, 3, 0, 0, 4, 2], &[3, 3]);
     let columns = || fixed(&[3, 0, 4], &[3]);
     let none = || fixed(&[], &[0]);
@@ -322,7 +324,7 @@ fn several() -> Vec<Case> {
                 .with_reference(move |x| vec![read(&x[0], dims, &x[1..].iter().collect::<Vec<_>>())]),
         );
         let (all, _) = named(shape, dims, &given.iter().collect::<Vec<_>>());
-        // Values of the full shape, and broadcast values.
+        // Values of the full shape, and values that are broadcast.
         for values in [&all[..], &all[all.len() - 1..], &[]] {
             for name in ["index_put", "index_put_"] {
                 let target = if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
@@ -332,7 +334,7 @@ fn several() -> Vec<Case> {
             }
         }
     }
-    // No repeated index; see `writes`.
+    // Indices are not repeated, for the reason given in `writes`.
     for name in ["index_put", "index_put_"] {
         let target = if name.ends_with('_') { case(name).distinct(&[4, 5, 2]) } else { case(name).input(&[4, 5, 2]) };
         let (i, j) = (fixed(&[0, -1, 2], &[3]), fixed(&[1, -3, 0], &[3]));
@@ -357,7 +359,7 @@ fn several() -> Vec<Case> {
     cases
 }
 
-/// Bool masks, as in NumPy.
+/// Returns cases of bool masks, which work as in NumPy.
 fn masks() -> Vec<Case> {
     let mut cases = Vec::new();
     let trues = |mask: &ArrayD<f64>| -> Vec<Vec<usize>> {

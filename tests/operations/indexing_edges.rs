@@ -80,7 +80,7 @@ fn errors_name_the_method() {
         let bad = index(&[0, 4], device);
         let wide = bad.reshape([1, 2]).unwrap();
         let two = Tensor::ones(&[1, 2], device).unwrap();
-        // One call at a time, because the device keeps only the first of several errors.
+        // Makes one call at a time, because the device reports only the first of several errors.
         type Call<'a> = &'a dyn Fn() -> Result<Tensor>;
         let calls: [(&str, Call); 8] = [
             ("index_select", &|| x.index_select(1, &bad)),
@@ -131,7 +131,7 @@ fn masked_scatter_supports_scalars() {
         y.backward().unwrap();
         assert_eq!(values(&x.grad().unwrap()), [0.0]);
         assert_eq!(values(&five.masked_scatter(&no, &seven).unwrap()), [5.0]);
-        // Both operands are broadcast.
+        // The mask and the source are both broadcast.
         let mask = Tensor::from_slice(&[true, false, true], 3, device).unwrap();
         assert_eq!(values(&five.masked_scatter(&mask, &seven).unwrap()), [7.0, 5.0, 7.0]);
         five.masked_scatter_(&yes, &seven).unwrap();

@@ -1,4 +1,4 @@
-//! Joining, padding, repeating and assigning, compared with index arithmetic.
+//! Operations that join, pad, repeat and assign, compared with index arithmetic.
 
 use claystone::device::count_launches;
 use claystone::{DType, Device, Error, Result, Tensor};
@@ -82,7 +82,7 @@ fn repetitions() -> Vec<Case> {
     cases
 }
 
-/// The source index for index `i` of a padded dim, after negative pads have cut the dim.
+/// Returns the source index for index `i` of a padded dim. Negative pads first remove elements from the ends of the dim.
 fn source(mode: &str, i: usize, (before, after): (isize, isize), size: usize) -> Option<usize> {
     let (cut, n) = (-before.min(0), size as isize + before.min(0) + after.min(0));
     let at = i as isize - before.max(0);
@@ -186,7 +186,7 @@ fn cat_promotes_dtypes_and_keeps_them_in_gradients() {
         all.square().unwrap().sum((), false).unwrap().backward().unwrap();
         let grad = half.grad().unwrap();
         assert_eq!((grad.dtype(), f64s(&grad).into_raw_vec_and_offset().0), (DType::F16, vec![2.0, 2.0]));
-        // Empty vectors can be joined with any shape.
+        // As in PyTorch, `cat` ignores empty vectors, whatever the shape of the other tensors is.
         let matrix = iota(&[2, 2], d);
         assert_eq!(vec(&Tensor::cat(&[&Tensor::zeros(0, d).unwrap(), &matrix], 1).unwrap()), [0., 1., 2., 3.]);
     });
@@ -219,7 +219,7 @@ fn negative_pads_match_pytorch() {
         assert_eq!(of([-4, 2], PadMode::Replicate), [3., 3.]);
         assert_eq!(of([1, -1], PadMode::Circular), [2., 0., 1., 2.]);
         assert_eq!(of([-1, 1], PadMode::Constant(9.into())), [1., 2., 3., 9.]);
-        // The result has its own contiguous memory in every mode.
+        // In every mode, the result is contiguous and has its own memory.
         for mode in [PadMode::Reflect, PadMode::Replicate, PadMode::Circular, PadMode::default()] {
             let leaf = iota(&[2, 4], d).requires_grad_(true).unwrap();
             let cut = leaf.pad(&[-1, -1], mode).unwrap();
@@ -247,8 +247,8 @@ fn mismatched_shapes_are_errors() {
     shape(x.slice_assign(0, &iota(&[2], Device::Cpu)));
 }
 
-/// Strided rows with an odd number of elements, from an odd offset, for every element size; more tensors than a launch can take; and
-/// empty tensors.
+/// Joins strided rows with an odd number of elements and an odd offset, for every element size; also more tensors than one launch
+/// can take, and empty tensors.
 #[test]
 fn cat_takes_one_launch() {
     each_device(|device| {

@@ -17,7 +17,7 @@ fn scalar(x: f64) -> ArrayD<f64> {
     ArrayD::from_elem(IxDyn(&[]), x)
 }
 
-/// The product, where vectors are treated as in PyTorch.
+/// Returns the matrix product. Vectors are treated as in PyTorch.
 fn matmul(a: &ArrayD<f64>, b: &ArrayD<f64>) -> ArrayD<f64> {
     let (row, column) = (a.ndim() == 1, b.ndim() == 1);
     let mut out = reference(
@@ -35,7 +35,7 @@ fn matmul(a: &ArrayD<f64>, b: &ArrayD<f64>) -> ArrayD<f64> {
     out
 }
 
-/// Einsum without an ellipsis, as a loop over every value of every letter.
+/// Computes einsum without an ellipsis, by a loop over every value of every letter.
 fn einsum(equation: &str, x: &[ArrayD<f64>]) -> ArrayD<f64> {
     let (inputs, output) = equation.split_once("->").unwrap();
     let inputs: Vec<Vec<char>> = inputs.split(',').map(|s| s.chars().collect()).collect();
@@ -111,7 +111,8 @@ fn products() -> Vec<Case> {
         }
     }
     type Right = fn(&[ArrayD<f64>]) -> ArrayD<f64>;
-    /// An operation, its matrices, the tensors to add to their product, and the product.
+    /// An operation, the shapes of its two matrices or vectors, the shapes of the tensors to add to their product, and the function
+    /// that computes the product.
     type Added<'a> = (&'a str, [&'a [usize]; 2], &'a [&'a [usize]], Right);
     let added: [Added; 11] = [
         ("addmm", [&[3, 4], &[4, 5]], &[&[3, 5], &[5], &[3, 1], &[]], |x| matmul(&x[1], &x[2])),
@@ -183,7 +184,7 @@ fn contractions() -> Vec<Case> {
             whole = whole.input(shape);
         }
         let spelled = if spelled.is_empty() { equation } else { spelled };
-        // Intermediate sums and contractions are rounded.
+        // The tolerance is larger for several operands, because each intermediate contraction is rounded.
         let whole = if shapes.len() > 1 { whole.tolerance(4.0) } else { whole };
         cases.push(whole.arg(equation).with_reference(move |x| vec![einsum(spelled, x)]));
     }
@@ -213,12 +214,12 @@ fn contractions() -> Vec<Case> {
     for shapes in [&[&[2, 3][..], &[3, 4], &[4, 2]][..], &[&[3], &[3, 4], &[4, 2]], &[&[5, 2], &[2, 7], &[7, 1], &[1]]]
     {
         let whole = shapes.iter().fold(case("multi_dot"), |case, shape| case.input(shape));
-        // Products of more factors are larger.
+        // The tolerance is larger, because products of more factors have larger values.
         cases.push(whole.tolerance(4.0).with_reference(|x| vec![x[1..].iter().fold(x[0].clone(), |a, b| matmul(&a, b))]));
     }
     cases.push(case("multi_dot").input(&[2, 0]).input(&[0, 3]).with_reference(|x| vec![matmul(&x[0], &x[1])]));
     for (shape, n) in [(&[3, 3][..], 0), (&[3, 3], 1), (&[3, 3], 2), (&[2, 3, 3], 5), (&[0, 0], 3), (&[0, 2, 2], 0)] {
-        // Each squaring rounds, and the values grow.
+        // The tolerance is larger, because each squaring rounds and the values grow.
         let whole = case("matrix_power").input_in(shape, -0.7..0.7).arg(n).tolerance(4.0);
         let whole = if n == 0 { whole.no_gradient() } else { whole };
         let whole = if n > 2 { whole.floats() } else { whole };
@@ -272,7 +273,7 @@ fn contractions() -> Vec<Case> {
     cases
 }
 
-/// The norm of order `p` of a vector.
+/// Returns the norm of order `p` of a vector.
 fn norm(x: impl Iterator<Item = f64>, p: f64) -> f64 {
     let x = x.map(f64::abs);
     match p {
@@ -286,7 +287,8 @@ fn norm(x: impl Iterator<Item = f64>, p: f64) -> f64 {
 fn norms() -> Vec<Case> {
     let mut cases = Vec::new();
     for p in [0.0, 1.0, 2.0, 3.0, 0.5, f64::INFINITY, f64::NEG_INFINITY] {
-        // Roots of sums of powers. The 0-norm counts elements, so its gradient is zero.
+        // The tolerance is larger, because roots of sums of powers round more than once. The 0-norm counts elements, so its
+        // gradient is zero and not checked.
         let whole = |shape: &[usize]| {
             let whole = case("vector_norm").input(shape).arg(p).tolerance(4.0);
             if p == 0.0 { whole.no_gradient() } else { whole }
@@ -297,7 +299,8 @@ fn norms() -> Vec<Case> {
                 .arg(false)
                 .with_reference(move |x| vec![x[0].map_axis(Axis(1), |row| norm(row.iter().copied(), p))]),
         );
-        // With expanded rows the extremes tie, and finite differences see only increases.
+        // With an expanded operand, several elements are the maximum or minimum. Finite differences then differ from the gradient,
+        // which is not checked.
         let both = if p.is_infinite() { whole(&[3, 5]).no_gradient() } else { whole(&[3, 5]) };
         cases.push(both.arg(&[0, 1]).arg(true)
                 .with_reference(move |x| vec![ArrayD::from_elem(IxDyn(&[1, 1]), norm(x[0].iter().copied(), p))]),
@@ -331,7 +334,7 @@ fn norms() -> Vec<Case> {
         cases.push(apart(&[2, 3, 2], &[5, 2]).with_reference(distances));
         cases.push(apart(&[0, 4], &[5, 4]).with_reference(distances));
         cases.push(apart(&[3, 0], &[2, 0]).with_reference(distances));
-        // For many points distances use one matrix product, whose rounding is that of the squared norms.
+        // With many points, distances use one matrix product, whose rounding error is relative to the squared norms.
         if p == 2.0 {
             cases.push(apart(&[30, 3], &[5, 3]).tolerance(20.0).with_reference(distances));
             cases.push(apart(&[2, 4, 3], &[27, 3]).tolerance(20.0).with_reference(distances));

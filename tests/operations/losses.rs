@@ -23,7 +23,7 @@ fn reduced(x: ArrayD<f64>, how: &str) -> Vec<ArrayD<f64>> {
     }]
 }
 
-/// Applies `f` to the corresponding elements of all tensors, broadcast to the first tensor's shape.
+/// Applies `f` to the corresponding elements of all tensors, which are broadcast to the first tensor's shape.
 fn each(x: &[ArrayD<f64>], f: impl Fn(&[f64]) -> f64) -> ArrayD<f64> {
     let all: Vec<_> = x.iter().map(|t| t.broadcast(x[0].raw_dim()).unwrap()).collect();
     ArrayD::from_shape_fn(x[0].raw_dim(), |at| f(&all.iter().map(|t| t[&at]).collect::<Vec<_>>()))
@@ -31,16 +31,16 @@ fn each(x: &[ArrayD<f64>], f: impl Fn(&[f64]) -> f64) -> ArrayD<f64> {
 
 type Pointwise = fn(&[f64]) -> f64;
 
-/// The arguments of an operation besides tensors and the reduction.
+/// The arguments of a loss besides the tensors and the reduction.
 #[derive(Clone, Copy)]
 enum More {
     Nothing,
     Number(f64),
-    /// A bool after the reduction.
+    /// A bool argument after the reduction.
     Switch(bool),
     Poisson(bool, bool, f64),
     Gaussian(bool),
-    /// The third tensor is omitted.
+    /// No further argument; the optional third tensor is omitted.
     NoThird,
 }
 
@@ -64,7 +64,7 @@ fn pointwise(name: &'static str, ranges: &[(f64, f64)], more: More, f: Pointwise
     cases
 }
 
-/// `max(0, x)`.
+/// Returns `max(0, x)`.
 fn hinge(x: f64) -> f64 {
     x.max(0.0)
 }
@@ -83,7 +83,7 @@ fn log_softmax(x: &ArrayD<f64>, dim: usize) -> ArrayD<f64> {
     out
 }
 
-/// Losses of log-probabilities and labels; a mean divides by the sum of the labels' weights.
+/// Returns the losses of log-probabilities and labels. A mean divides by the sum of the labels' weights.
 fn with_labels(log: &ArrayD<f64>, labels: &ArrayD<f64>, weight: Option<&ArrayD<f64>>, smooth: f64, ignore: i64, how: &str) -> ArrayD<f64> {
     let dim = usize::from(log.ndim() > 1);
     let classes = log.shape()[dim];
@@ -126,11 +126,11 @@ fn classes() -> Vec<Case> {
             for &how in if shape.len() == 2 { &REDUCTIONS[..] } else { &REDUCTIONS[one..one + 1] } {
                 let given = |name: &str| {
                     let made = case(name).input(shape).index(&under, n).tolerance(4.0);
-                    // The mean of nothing is NaN, whatever the weights.
+                    // The mean of an empty tensor is NaN, so its gradient is not checked.
                     let made = if shape.contains(&0) { made.no_gradient() } else { made };
                     if weighted { made.input_in(&[n], 0.5..1.5) } else { made }
                 };
-                // Class 1 is ignored.
+                // The label 1 is ignored.
                 let made = given("cross_entropy").arg(how).arg(1).arg(smooth);
                 cases.push(made.with_reference(move |x| {
                     let log = log_softmax(&x[0], usize::from(x[0].ndim() > 1));
@@ -141,7 +141,7 @@ fn classes() -> Vec<Case> {
                     cases.push(made.with_reference(move |x| vec![with_labels(&x[0], &x[1], x.get(2), 0.0, -100, how)]));
                 }
             }
-            // Class probabilities instead of labels.
+            // The targets are class probabilities instead of labels.
             let made = case("cross_entropy").input(shape).input_in(shape, 0.0..1.0).tolerance(4.0);
             let made = if shape.contains(&0) { made.no_gradient() } else { made };
             let made = if weighted { made.input_in(&[n], 0.5..1.5) } else { made };
@@ -159,7 +159,7 @@ fn classes() -> Vec<Case> {
     cases
 }
 
-/// The p-norm of each row of `a - b + eps`.
+/// Returns the p-norm of each row of `a - b + eps`.
 fn distance(a: &ArrayD<f64>, b: &ArrayD<f64>, p: f64) -> ArrayD<f64> {
     let d = (a - b).mapv(|v| (v + 1e-6).abs().powf(p));
     d.sum_axis(Axis(a.ndim() - 1)).mapv(|v| v.powf(1.0 / p))
@@ -269,7 +269,7 @@ impl<const N: usize> ConcatAll for [Vec<Case>; N] {
     }
 }
 
-/// Saturated probabilities have a loss of 100 and PyTorch's gradients.
+/// Probabilities of exactly 0 or 1 have a loss of at most 100, and PyTorch's gradients.
 #[test]
 fn saturated_probabilities_have_finite_losses_and_gradients() {
     each_device(|device| {

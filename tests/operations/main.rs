@@ -1,5 +1,5 @@
-//! Tests every operation in the catalogue on every device: values, gradients, dtypes, layouts, empty tensors. Each family of operations
-//! has its cases in the file of the same name; `CASE=name` selects an operation.
+//! Tests every operation in the catalogue on every device: values, gradients, dtypes, layouts, empty tensors. The cases of each family
+//! of operations are in the file of that name; `CASE=name` selects an operation.
 
 mod bad_input;
 mod calls;
@@ -33,7 +33,7 @@ use std::collections::HashSet;
 use claystone::ops::{self, Kind};
 use harness::Case;
 
-/// Declares the families: a module for each, and a test that runs its cases.
+/// Declares the families of operations: a module for each, and a test that runs its cases.
 macro_rules! families {
     ($($family:ident),* $(,)?) => {
         $(mod $family;)*

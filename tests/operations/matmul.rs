@@ -10,14 +10,14 @@ use ndarray::ArrayD;
 use crate::common;
 use crate::common::{each_device, f64s, reference, scaled};
 
-/// Small integers, whose sums are exact in every dtype that accumulates in f32.
+/// Returns small integers, whose sums are exact in every dtype that accumulates in f32.
 fn whole_numbers(shape: &[usize], dtype: DType, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<f32> = (0..n).map(|i| ((i * i + 3 * i) % 7) as f32 - 3.0).collect();
     Tensor::from_vec(values, shape, device).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// `value` rounded to `dtype`.
+/// Returns `value` rounded to `dtype`.
 fn rounded(value: f64, dtype: DType) -> f64 {
     match dtype {
         DType::F16 => f16::from_f64(value).to_f64(),
@@ -90,8 +90,8 @@ fn products_with_every_tile_size() {
     });
 }
 
-/// Products deep enough for tensor cores, if there are any, at the edges of their tiles: every orientation, with offsets and row lengths of
-/// every alignment.
+/// Products that are deep enough for tensor cores (on devices that have them), at the edges of tiles: every orientation, with offsets and
+/// row lengths of every alignment.
 #[test]
 fn products_of_large_depth() {
     each_device(|device| {
@@ -119,7 +119,8 @@ fn products_of_large_depth() {
     });
 }
 
-/// Few tiles with a large depth: with tensor cores, work-groups split a tile's depth and add up in a fixed order.
+/// Products with few tiles and a large depth: with tensor cores, work-groups split the depth of a tile and add the partial sums in
+/// a fixed order.
 #[test]
 fn products_of_few_tiles() {
     each_device(|device| {
@@ -142,7 +143,7 @@ fn products_of_few_tiles() {
         let first = common::vec(&a.matmul(&b).unwrap());
         let same = |_| common::vec(&a.matmul(&b).unwrap()).iter().zip(&first).all(|(x, y)| x.to_bits() == y.to_bits());
         assert!((0..20).all(same), "on {device}");
-        // A NaN reaches a row only, and no partial sums of one product remain for the next.
+        // A NaN affects only its row, and partial sums of one product are not added to the next product.
         let mut nan = vec![0f32; 64 * 2000];
         (nan[777], nan[5 * 2000 + 1999]) = (f32::NAN, f32::INFINITY);
         let nan = Tensor::from_slice(&nan, [64, 2000], device).unwrap();
@@ -193,7 +194,7 @@ fn batch_dims_broadcast() {
         for (a, b) in shapes {
             let (a, b) = (whole_numbers(a, DType::F32, device), whole_numbers(b, DType::F32, device));
             check_exact(&a, &b);
-            // The same shapes with the batch dims innermost in memory.
+            // Products of the same shapes, with the batch dims innermost in memory.
             let inside_out = |t: &Tensor| {
                 let dims: Vec<isize> = (0..t.rank() as isize).rev().collect();
                 t.permute(&dims).unwrap().contiguous().unwrap().permute(&dims).unwrap()
@@ -275,7 +276,7 @@ fn nan_and_infinity_affect_only_their_row_and_column() {
                     }
                 }
             }
-            // 0 x infinity is NaN, so zeros must not be skipped.
+            // 0 x infinity is NaN, so a kernel must not skip zeros.
             let nan = f64s(&a.zeros_like().unwrap().matmul(&a).unwrap());
             assert!(nan[[0, 5]].is_nan() && nan[[0, 30]].is_nan() && nan[[0, 0]] == 0.0);
         }
@@ -290,7 +291,7 @@ fn long_sums_stay_precise() {
         for b in [b.shallow_clone(), b.t().unwrap().contiguous().unwrap().t().unwrap()] {
             let want = reference(&f64s(&a), &f64s(&b));
             let got = f64s(&a.matmul(&b).unwrap());
-            // Relative to a sum of 1000 magnitudes below 1.
+            // The tolerance is relative to a sum of 1000 terms with magnitudes below 1.
             assert!((got - want).iter().all(|d| d.abs() < 1e-6 * 1000.0));
         }
     });
@@ -348,7 +349,7 @@ fn linear_map_applies_a_formula_in_the_same_launch() {
             let plain = x.linear(&w, Some(&b)).unwrap();
             let got = x.linear_map(&w, Some(&b), |z| z.relu() * 0.5).unwrap();
             assert_eq!(f64s(&got), f64s(&plain).mapv(|v| v.max(0.0) * 0.5));
-            // Recording adds a second result to the same launch, and backward takes one launch more.
+            // Recording for autograd writes a second result in the same launch. Backward then takes two launches.
             let w = w.requires_grad_(true).unwrap();
             let (tracked, launches) = count_launches(|| x.linear_map(&w, Some(&b), |z| z.relu() * 0.5).unwrap());
             assert_eq!((f64s(&tracked), launches), (f64s(&got), 1));
@@ -357,7 +358,7 @@ fn linear_map_applies_a_formula_in_the_same_launch() {
             let masked = f64s(&grad) * f64s(&plain).mapv(|v| if v > 0.0 { 0.5 } else { 0.0 });
             let want = reference(&masked.t().to_owned(), &f64s(&x)).mapv(|v| rounded(v, dtype));
             assert_eq!(f64s(&w.grad().unwrap()), want);
-            // For relu alone the derivative follows from the result.
+            // The derivative of relu alone is computed from the result, so no second result is needed.
             w.zero_grad();
             let tracked = x.linear_map(&w, Some(&b), |z| z.relu()).unwrap();
             assert_eq!(f64s(&tracked), f64s(&plain).mapv(|v| v.max(0.0)));
@@ -404,7 +405,7 @@ fn products_have_gradients() {
             gradcheck(|x| weighted(x[0].linear(&x[1], None)?), &inputs[..2], 1e-6).unwrap();
             gradcheck(|x| weighted(x[0].linear_map(&x[1], Some(&x[2]), |z| z.tanh())?), &inputs, 1e-6).unwrap();
         }
-        // The same tensor as both operands.
+        // The product of a tensor with its own transpose.
         gradcheck(|x| weighted(x[0].matmul(&x[0].t()?)?), &[leaf(&[3, 4])], 1e-6).unwrap();
     });
 }
@@ -419,7 +420,7 @@ fn only_requested_gradients_are_computed() {
         assert_eq!(count_launches(|| y.backward_with(&grad).unwrap()).1, 1);
         assert_eq!(f64s(&w.grad().unwrap()), reference(&f64s(&grad.t().unwrap()), &f64s(&x)));
         assert!(x.grad().is_none());
-        // A tensor may change if only the other operand's gradient reads it.
+        // `w` may change, because only the gradient of `x` would read it and `x` requires none. `x` must not change.
         let y = x.matmul(&w.t().unwrap()).unwrap();
         claystone::no_grad(|| w.fill_(0)).unwrap();
         y.sum((), false).unwrap().backward().unwrap();

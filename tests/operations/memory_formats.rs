@@ -1,5 +1,5 @@
 //! Operations on channels-last tensors: values equal those of row-major tensors, the format is kept, and the number of launches does not
-//! grow.
+//! increase.
 
 use claystone::device::count_launches;
 use claystone::nn::{BatchNorm2d, Module};
@@ -18,15 +18,15 @@ fn last(t: &Tensor) -> Tensor {
     t.to_memory_format(LAST).unwrap()
 }
 
-/// [`compare`], and checks that channels-last takes no more launches than row-major.
+/// Like [`compare`], and checks that channels-last operands take no more launches than row-major operands.
 fn check(name: &str, device: Device, operands: &[Tensor], f: impl Fn(&[Tensor]) -> Result<Tensor>) {
     let [rows, own] = compare(name, device, operands, f);
     let fewer = own.iter().zip(&rows).all(|(own, rows)| own <= rows);
     assert!(fewer, "{name} on {device}: {own:?} launches forward and backward, row-major {rows:?}");
 }
 
-/// Compares an operation on row-major and channels-last operands: results, gradients and formats. Returns the numbers of launches,
-/// forward and backward, for both.
+/// Compares an operation on row-major and channels-last operands: results, gradients and formats. Returns the numbers of launches
+/// (forward and backward) for row-major and for channels-last operands.
 fn compare(name: &str, device: Device, operands: &[Tensor], f: impl Fn(&[Tensor]) -> Result<Tensor>) -> [[u64; 2]; 2] {
     let run = |format: MemoryFormat| {
         let leaf = |t: &Tensor| {
@@ -43,7 +43,7 @@ fn compare(name: &str, device: Device, operands: &[Tensor], f: impl Fn(&[Tensor]
     let (right, right_leaves, launches) = run(MemoryFormat::Contiguous);
     let (y, leaves, own_launches) = run(LAST);
     let close = |what: &str, got: &Tensor, right: &Tensor| {
-        // Halves may be rounded to either of two neighbours.
+        // 16-bit results may be rounded to either of the two nearest numbers.
         let tolerance = if right.dtype().size() == 2 { 1e-3 } else { 1e-4 };
         let (got, right) = (values(got), values(right));
         let far = got.iter().zip(&right).position(|(a, b)| (a - b).abs() > tolerance * (1.0 + b.abs()));
@@ -61,7 +61,7 @@ fn compare(name: &str, device: Device, operands: &[Tensor], f: impl Fn(&[Tensor]
     [launches, own_launches]
 }
 
-/// Images whose shapes are multiples of vectors and others, and a tensor with one element per channel.
+/// Returns two images, whose shapes are or are not multiples of vectors, and a tensor with one element per channel.
 fn images(device: Device) -> impl Iterator<Item = [Tensor; 3]> {
     [[2, 16, 6, 8], [3, 5, 7, 4], [1, 32, 9, 3], [2, 64, 40, 33]].into_iter().map(move |shape| {
         let other = scattered(&shape, 5.0, device).flip(&[0, 1, 2, 3]).unwrap().contiguous().unwrap();
@@ -77,7 +77,8 @@ fn elementwise_operations_keep_channels_last() {
             check("gelu", device, &[x.shallow_clone()], |t| t[0].gelu());
             check("add", device, &[x.shallow_clone(), y.shallow_clone()], |t| t[0].add(&t[1]));
             check("mul", device, &[x.shallow_clone(), y.shallow_clone()], |t| t[0].mul(&t[1]));
-            // GPUs may take one more launch for column sums than for row sums.
+            // On GPUs, the gradient of `channel` is a column sum in one format and a row sum in the other, and may take one more
+            // launch.
             compare("mul of channels", device, &[x.shallow_clone(), channel], |t| t[0].mul(&t[1]));
             check("map", device, &[x.shallow_clone(), y.shallow_clone()], |t| {
                 Tensor::map(&[&t[0], &t[1]], |e| (&e[0] * &e[1]).tanh())
@@ -128,7 +129,8 @@ fn norms_keep_channels_last() {
             let (weight, bias) = (channel.reshape(c).unwrap(), channel.neg().unwrap().reshape(c).unwrap());
             let all = [x.shallow_clone(), weight.shallow_clone(), bias.shallow_clone()];
             let training = BatchNormOptions { training: true, ..BatchNormOptions::default() };
-            // Two launches each way: if a GPU has few groups of adjacent channels, it sums slices of their rows first.
+            // Forward and backward take two launches each, because a GPU with few groups of adjacent channels sums slices of the
+            // rows first.
             let most = |n: u64, [_, own]: [[u64; 2]; 2]| assert!(own.iter().all(|&launches| launches <= n), "{own:?}");
             most(
                 2,
@@ -138,7 +140,7 @@ fn norms_keep_channels_last() {
             );
             most(2, compare("batch_norm without weight", device, &all[..1], |t| t[0].batch_norm(training)));
             for half in [DType::F16, DType::BF16] {
-                // With f32 weights only x is converted, here.
+                // With f32 weights only x is converted to 16 bits, which takes one more launch.
                 most(
                     3,
                     compare("batch_norm of halves", device, &all, |t| {
@@ -148,13 +150,13 @@ fn norms_keep_channels_last() {
                 );
             }
             let (mean, var) = (bias.detach(), weight.square().unwrap().add_scalar(1).unwrap());
-            // GPUs may take one more launch for gradients of per-channel tensors.
+            // GPUs may take one more launch for the gradients of the weight and bias, which have one element per channel.
             compare("batch_norm in evaluation", device, &all, |t| {
                 let (running_mean, running_var) = (Some(&mean), Some(&var));
                 let (weight, bias) = (Some(&t[1]), Some(&t[2]));
                 t[0].batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, ..Default::default() })
             });
-            // Residual blocks: the gradient arrives in the result's format or in row-major order.
+            // In a residual block, the gradient arrives in the result's format or in row-major order.
             compare("a residual block", device, &[x.shallow_clone(), y, weight, bias], |t| {
                 t[0].batch_norm(BatchNormOptions { weight: Some(&t[2]), bias: Some(&t[3]), ..training })?
                     .add(&t[1])?
@@ -175,7 +177,7 @@ fn norms_keep_channels_last() {
     });
 }
 
-/// Gradients whose format differs from that of their tensor.
+/// Checks gradients whose memory format differs from that of their tensor.
 #[test]
 fn gradients_in_another_format_are_converted() {
     each_device(|device| {
@@ -202,7 +204,7 @@ fn gradients_in_another_format_are_converted() {
     });
 }
 
-/// Operations of users and other layers on a result: values must not depend on its memory format.
+/// Custom operations and other layers give the same values, whatever the memory format of their input.
 #[test]
 fn values_do_not_depend_on_the_memory_format() {
     each_device(|device| {
@@ -221,7 +223,7 @@ fn values_do_not_depend_on_the_memory_format() {
         let mut bytes = Vec::new();
         y.write_to(&mut bytes).unwrap();
         assert_eq!(values(&Tensor::from_bytes(&bytes, [2, 3, 4, 5], device).unwrap()), values(&right));
-        // Copies, also to other devices, keep the format.
+        // Copies keep the memory format, also copies to other devices.
         for other in Device::all() {
             let there = y.to_device(other).unwrap();
             assert!(there.is_contiguous_in(LAST) && values(&there) == values(&right));
@@ -240,7 +242,7 @@ fn values_do_not_depend_on_the_memory_format() {
         {
             assert!(like.unwrap().is_contiguous_in(LAST));
         }
-        // Random numbers depend on an element's index, not on its position in memory.
+        // The random number for an element depends on the element's index, not on its position in memory.
         let dropped = |x: &Tensor| values(&with_generator(&Generator::new(7), || x.dropout(0.5)).unwrap());
         assert_eq!(dropped(&y), dropped(&right));
         let sums =
@@ -262,13 +264,13 @@ fn results_take_the_format_of_the_first_operand() {
     assert!(error.contains("channels_last needs 4 dims") && error.contains("[2, 3, 4, 5, 6]"), "{error}");
     assert_eq!("channels_last".parse::<MemoryFormat>().unwrap(), LAST);
     assert!("nhwc".parse::<MemoryFormat>().is_err());
-    // PyTorch's rule: the first operand decides the format.
+    // As in PyTorch, the result has the memory format of the first operand.
     let (rows, last) = (Tensor::ones([2, 3, 4, 5], Device::Cpu).unwrap(), volume.select(4, 0).unwrap());
     let last = last.permute(&[0, 1, 2, 3]).unwrap().to_memory_format(LAST).unwrap();
     assert!(rows.add(&last).unwrap().is_contiguous() && last.add(&rows).unwrap().is_contiguous_in(LAST));
 }
 
-/// Operations along dims, with any result format: compares values and gradients.
+/// Compares values and gradients of operations along dims, whose results may have any memory format.
 #[test]
 fn operations_along_dims_match_row_major() {
     let operations: [(&str, &Operation); 19] = [

@@ -5,7 +5,7 @@ use claystone::{BatchNormOptions, DType, Device, LossReduction, MemoryFormat, Te
 use crate::common::{each_device, values};
 use crate::rounding::rounded;
 
-/// Calls `f` on every device with each dtype, with scales whose squares overflow and underflow, and with the tolerance.
+/// Calls `f` on every device with each dtype, with scales whose squares overflow or underflow, and with a tolerance.
 fn each_scale(f: impl Fn(Device, DType, f64, f64)) {
     each_device(|device| {
         for (dtype, scales, within) in [
@@ -25,12 +25,12 @@ fn each_scale(f: impl Fn(Device, DType, f64, f64)) {
     });
 }
 
-/// Rows of numbers from 1 to 5 times the scale, rounded to the dtype.
+/// Returns rows of numbers from 1 to 5 times the scale, rounded to the dtype.
 fn rows(count: usize, n: usize, dtype: DType, scale: f64) -> Vec<f64> {
     (0..count * n).map(|i| rounded(((i * 7919 % 257) as f64 / 64.0 + 1.0) * scale, dtype)).collect()
 }
 
-/// The elements as a contiguous tensor, as columns of a larger one, and reversed.
+/// Returns the elements as a contiguous tensor, as columns of a larger tensor, and as a view with reversed memory order.
 fn views(x: &[f64], count: usize, n: usize, dtype: DType, device: Device) -> [Tensor; 3] {
     let plain = Tensor::from_slice(x, [count, n], Device::Cpu).unwrap();
     let on = |t: Tensor| t.to_dtype(dtype).unwrap().to_device(device).unwrap();
@@ -53,10 +53,10 @@ fn close(got: &Tensor, want: &[f64], within: f64, of: &str) {
     }
 }
 
-/// The mean and the root of the sum of squared deviations of a row.
+/// Returns the mean and the root of the sum of squared deviations of a row.
 fn moments(row: &[f64]) -> (f64, f64) {
     let mean = row.iter().map(|x| x / row.len() as f64).sum::<f64>();
-    // Scaled, because squares overflow in f64 too.
+    // The deviations are scaled first, because their squares overflow in f64 too.
     let size = row.iter().fold(0f64, |size, x| size.max(x.abs()));
     (mean, row.iter().map(|x| ((x - mean) / size).powi(2)).sum::<f64>().sqrt() * size)
 }
@@ -83,7 +83,7 @@ fn variances_and_norms_do_not_overflow() {
                 let cubes = of_rows(&|row| row.iter().map(|x| (x / scale).powi(3)).sum::<f64>().cbrt() * scale);
                 close(&cube, &cubes, 10.0 * within, &of("norm of order 3"));
 
-                // Gradients must match the definitions.
+                // The gradients also match the definitions.
                 let leaf = x.detach().requires_grad_(true).unwrap();
                 leaf.std(1, 1, false).unwrap().sum((), false).unwrap().backward().unwrap();
                 let rows = (0..count).flat_map(|r| (0..n).map(move |i| (r, i)));
@@ -108,7 +108,7 @@ fn means_of_the_largest_numbers_are_finite() {
         close(&x.std((), 0, false).unwrap(), &[0.163_299_316e38], 1e-5, "std");
         let many = Tensor::full(100_000, 3e38, (DType::F32, device)).unwrap();
         close(&many.mean((), false).unwrap(), &[3e38], 1e-6, "mean of many");
-        // NaN and infinite results, as in PyTorch.
+        // As in PyTorch, the norm of elements that include NaN or infinity is NaN or infinity.
         for (odd, norm) in [(f32::NAN, f32::NAN), (f32::INFINITY, f32::INFINITY)] {
             let x = Tensor::from_slice(&[1e30, odd, 2.0], 3, device).unwrap();
             let is = |t: Tensor, want: f32| {
@@ -139,10 +139,10 @@ fn means_of_the_largest_numbers_are_finite() {
 
 /// Applies a norm to `[N, C, L]`, which may be a view.
 type Norm = fn(&Tensor, f64) -> Tensor;
-/// The row of an element, given its sample, its channel and the number of channels.
+/// Returns the row of an element, given its sample, its channel and the number of channels.
 type RowOf = fn(usize, usize, usize) -> usize;
 
-/// The norms, and the function that assigns elements to rows.
+/// The norms, each with the function that assigns elements to rows.
 const NORMS: [(&str, Norm, RowOf); 6] = [
     ("layer_norm", |x, eps| x.layer_norm(&x.shape().dims()[2..], None, None, eps).unwrap(), |n, c, cs| n * cs + c),
     ("rms_norm", |x, eps| x.rms_norm(&x.shape().dims()[2..], None, Some(eps)).unwrap(), |n, c, cs| n * cs + c),
@@ -164,7 +164,7 @@ fn batch_norm(x: &Tensor, eps: f64) -> Tensor {
     x.batch_norm(BatchNormOptions { training: true, eps, ..Default::default() }).unwrap()
 }
 
-/// Results and gradients of a norm in f64, for output gradients `g`.
+/// Returns the results and the input gradients of a norm in f64, for output gradients `g`.
 fn normalized(x: &[f64], g: &[f64], eps: f64, rms: bool, row: impl Fn(usize) -> usize) -> [Vec<f64>; 2] {
     let mut of_rows = vec![Vec::new(); (0..x.len()).map(&row).max().unwrap() + 1];
     (0..x.len()).for_each(|i| of_rows[row(i)].push(i));
@@ -183,7 +183,7 @@ fn normalized(x: &[f64], g: &[f64], eps: f64, rms: bool, row: impl Fn(usize) -> 
     [y, dx]
 }
 
-/// Calls a check with each norm's results and gradients for `[n, c, l]`: from the device, and in f64.
+/// For each norm and layout, computes results and gradients for `[n, c, l]` on the device and in f64, and calls `f` with both.
 fn compare(
     x: &[f64],
     [n, c, l]: [usize; 3],
@@ -216,7 +216,8 @@ fn norms_do_not_overflow() {
             let x = rows(shape[0] * shape[1], shape[2], dtype, scale);
             let eps = if scale < 1.0 { 0.0 } else { 1e-5 };
             compare(&x, shape, eps, dtype, device, |name, [y, dx], [want, gradient]| {
-                // 16-bit floats round the gradient when channels are summed over many elements.
+                // The tolerance is larger, because in 16 bits the gradient is rounded when it is summed over the many elements of a
+                // channel.
                 close(y, &want, 4.0 * within, name);
                 close(dx, &gradient, 8.0 * within, &format!("gradient of {name}"));
             });
@@ -224,7 +225,7 @@ fn norms_do_not_overflow() {
     });
 }
 
-/// The largest absolute difference.
+/// Returns the largest absolute difference.
 fn error(got: &Tensor, want: &[f64]) -> f64 {
     values(got).iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f64::max)
 }
@@ -236,7 +237,7 @@ fn norms_far_from_zero_stay_precise() {
             let x: Vec<f64> = (0..4 * n).map(|i| f64::from((mean + (i % 16) as f64 * 1e-3) as f32)).collect();
             let (_, root) = moments(&x[..n]);
             let std = root / (n as f64).sqrt();
-            // Half a unit in the last place of the mean: the error of PyTorch 2.x, whose means are f32.
+            // The limit is half a unit in the last place of the mean, which is the error of PyTorch 2.x with its f32 means.
             let ulp = f64::from(f32::EPSILON) * 2f64.powf(f64::log2(mean).floor());
             let limit = 0.5 * ulp / std;
             println!("limit {limit:.4}");
@@ -278,7 +279,7 @@ fn distances_do_not_overflow() {
             let pairs: Vec<f64> = (0..n).map(|i| far(i, i)).collect();
             close(&x.pairwise_distance(y, 2.0, 0.0, false).unwrap(), &pairs, 4.0 * within, "pairwise_distance");
             for m in [3, n] {
-                // Matrix products of many points lose digits if points nearly coincide.
+                // With many points, distances use a matrix product, which loses digits if points nearly coincide.
                 let within = if m < 26 { 4.0 * within } else { within.sqrt() };
                 let (x, y) = (x.narrow(0, 0, m).unwrap(), y.narrow(0, 0, m).unwrap());
                 let all: Vec<f64> = (0..m * m).map(|i| far(i / m, i % m)).collect();

@@ -1,4 +1,4 @@
-//! Norms that return their statistics, and gradients computed from these, compared with their definition.
+//! Norms that return their statistics, and their gradients, which are computed from the statistics, compared with the definition.
 
 use claystone::device::count_launches;
 use claystone::ops::Argument;
@@ -10,14 +10,14 @@ use crate::harness::{Case, case};
 
 const EPS: f64 = 1e-5;
 
-/// Assigns elements to rows and to elements of the weight, by their index.
+/// How elements are assigned to rows (the elements that are normalised together) and to elements of the weight.
 #[derive(Clone, Copy)]
 enum Rows {
-    /// A row is the last dims, the normalised shape; the number of dims.
+    /// A row consists of the last dims, the normalised shape. The field is the number of these dims.
     Last(usize),
-    /// A row is a channel.
+    /// A row is one channel of all samples.
     Batch,
-    /// A row is a group of channels: the number of groups, and of channels in each.
+    /// A row is a group of channels of one sample. The fields are the number of groups, and the number of channels in each group.
     Groups(usize, usize),
 }
 
@@ -30,7 +30,7 @@ impl Rows {
         }
     }
 
-    /// The shapes of the weight and of the statistics.
+    /// Returns the shapes of the weight and of the statistics.
     fn shapes(self, shape: &[usize]) -> [Vec<usize>; 2] {
         match self {
             Rows::Last(dims) => {
@@ -42,7 +42,7 @@ impl Rows {
         }
     }
 
-    /// The indices of an element's weight and statistics.
+    /// Returns the indices of an element's weight and statistics.
     fn of(self, at: &[usize]) -> [IxDyn; 2] {
         match self {
             Rows::Last(dims) => {
@@ -55,14 +55,14 @@ impl Rows {
         }
     }
 
-    /// Sums over the elements of each weight (`which` 0) or each row (1).
+    /// Sums the elements that have the same weight (`which` = 0) or are in the same row (`which` = 1).
     fn sums(self, x: &ArrayD<f64>, which: usize) -> ArrayD<f64> {
         let mut sums = ArrayD::zeros(IxDyn(&self.shapes(x.shape())[which]));
         x.indexed_iter().for_each(|(at, v)| sums[&self.of(at.slice())[which]] += v);
         sums
     }
 
-    /// Combines each element with the entry of `other` for its weight (`which` 0) or row (1).
+    /// Combines each element with the entry of `other` for its weight (`which` = 0) or its row (`which` = 1).
     fn with(self, x: &ArrayD<f64>, other: &ArrayD<f64>, which: usize, f: impl Fn(f64, f64) -> f64) -> ArrayD<f64> {
         ArrayD::from_shape_fn(x.raw_dim(), |at| f(x[&at], other[&self.of(at.slice())[which]]))
     }
@@ -78,7 +78,8 @@ impl Rows {
         vec![y, mean, rstd]
     }
 
-    /// The gradients, from the output gradient, x, the mean, the reciprocal deviation and an optional weight.
+    /// Returns the gradients. `x` contains the output gradient, the input, the mean, the reciprocal deviation and an optional
+    /// weight.
     fn backward(self, x: &[ArrayD<f64>], wanted: [bool; 3]) -> Vec<ArrayD<f64>> {
         let n = x[1].len() as f64 / x[2].len().max(1) as f64;
         let normal = self.with(&self.with(&x[1], &x[2], 1, |x, mean| x - mean), &x[3], 1, |x, rstd| x * rstd);
@@ -94,7 +95,7 @@ impl Rows {
 fn cases_of(shape: &[usize], rows: Rows, given: usize) -> Vec<Case> {
     let [own, of_rows] = rows.shapes(shape);
     let named = |end: &str| case(&format!("native_{}_norm{end}", rows.name()));
-    // The arguments besides tensors and eps, and whether a bias gradient can be requested without a bias.
+    // The argument besides tensors and eps, and whether a bias gradient can be requested without passing a bias.
     let (argument, alone): (Argument, bool) = match rows {
         Rows::Last(_) => (own[..].into(), false),
         Rows::Batch => (0.1.into(), true),
@@ -136,8 +137,8 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-/// The norm's own launch computes the statistics, and backward uses them and these views without copies. Gradients for copied
-/// statistics are the same.
+/// The forward launch also computes the statistics, and backward uses the statistics without copying them, although they may be
+/// views. Copies of the statistics give the same gradients.
 #[test]
 fn native_norms_take_one_launch_each_way() {
     type Forward = fn(&Tensor) -> Result<[Tensor; 3]>;
@@ -160,7 +161,7 @@ fn native_norms_take_one_launch_each_way() {
         let x = Tensor::arange(0, 120, 1, device).unwrap().sin().unwrap().reshape([6, 4, 5]).unwrap();
         for (i, (forward, backward)) in norms.iter().enumerate() {
             let (made, launches) = count_launches(|| forward(&x).unwrap());
-            // OpenCL CPU devices have a single kernel for it; the CPU normalises the channels of a batch in a second pass.
+            // OpenCL CPU devices have a single kernel for each norm. The CPU normalises the channels of a batch in a second launch.
             let most = if device == Device::Cpu && i == 1 { 2 } else { 1 };
             assert!(launches <= most, "norm {i} on {device}: {launches} launches");
             let [y, mean, rstd] = made;
@@ -172,7 +173,7 @@ fn native_norms_take_one_launch_each_way() {
     });
 }
 
-/// Also if they are wider than the input.
+/// A weight or bias whose length differs from that of a row is an error, whether it is shorter or longer.
 #[test]
 fn mismatched_weights_and_biases_are_errors() {
     each_device(|device| {
@@ -190,7 +191,7 @@ fn mismatched_weights_and_biases_are_errors() {
 
 const ONLY_INPUT_GRADIENT: [bool; 3] = [true, false, false];
 
-/// Running variances use the variance itself, even if eps dominates the root.
+/// The running variance is updated with the variance itself, even if eps is much larger than the variance.
 #[test]
 fn running_statistics_match_batch_norm() {
     each_device(|device| {

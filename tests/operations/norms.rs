@@ -8,8 +8,8 @@ use ndarray::{ArrayD, Dimension, IxDyn};
 use crate::common::{each_device, f64s, vec};
 use crate::harness::{Case, case};
 
-/// Normalises each element by its row's mean and the root of its variance (or mean square) plus eps; `row` returns the row of an
-/// index.
+/// Normalises each element by its row's mean and the root of the row's variance (with `rms`, the mean square) plus eps. `row`
+/// returns the row of an index.
 fn normal(x: &ArrayD<f64>, eps: f64, rms: bool, row: impl Fn(&[usize]) -> usize) -> ArrayD<f64> {
     let mut rows: Vec<Vec<f64>> = Vec::new();
     for (at, &v) in x.indexed_iter() {
@@ -31,7 +31,7 @@ fn normal(x: &ArrayD<f64>, eps: f64, rms: bool, row: impl Fn(&[usize]) -> usize)
     })
 }
 
-/// Applies an optional weight and bias; `own` returns the index of an element's weight.
+/// Applies the weight and bias in `rest`, which are optional; `own` returns the index of an element's weight.
 fn affine(y: ArrayD<f64>, rest: &[ArrayD<f64>], own: impl Fn(&[usize]) -> Vec<usize>) -> Vec<ArrayD<f64>> {
     let out = ArrayD::from_shape_fn(y.raw_dim(), |at| {
         let own = IxDyn(&own(at.slice()));
@@ -41,7 +41,7 @@ fn affine(y: ArrayD<f64>, rest: &[ArrayD<f64>], own: impl Fn(&[usize]) -> Vec<us
     vec![out]
 }
 
-/// The row-major index in the first dims.
+/// Returns the row-major position of the index `at` in `shape`; further dims of `at` are ignored.
 fn position(at: &[usize], shape: &[usize]) -> usize {
     at.iter().zip(shape).fold(0, |p, (i, n)| p * n + i)
 }
@@ -76,7 +76,7 @@ fn instance(shape: &[usize], given: usize) -> Case {
     })
 }
 
-/// A norm with a bias but no weight.
+/// Returns a case of a norm with a bias but no weight.
 fn biased(name: &str, shape: &[usize], arguments: &[Argument]) -> Case {
     let made = case(name).input(shape).none().input(&shape[1..2]);
     arguments.iter().fold(made, |c, a| c.arg(a.clone())).with_reference(|x| {
@@ -157,7 +157,7 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-/// The running statistics move by a tenth, the variance to the unbiased variance; nothing else changes.
+/// The running statistics move by a tenth of the difference towards the batch's mean and unbiased variance; nothing else changes.
 #[test]
 fn running_statistics_are_updated_from_the_batch() {
     each_device(|device| {
@@ -189,7 +189,7 @@ fn running_statistics_are_updated_from_the_batch() {
     });
 }
 
-/// 16-bit floats with f32 parameters are normalised in f32 and rounded once; each gradient has its tensor's dtype.
+/// 16-bit inputs with f32 parameters are normalised in f32 and rounded once; each gradient has its tensor's dtype.
 #[test]
 fn sixteen_bit_inputs_support_f32_parameters() {
     type Norm = fn(&Tensor, [&Tensor; 4]) -> claystone::Result<Tensor>;
@@ -224,7 +224,7 @@ fn sixteen_bit_inputs_support_f32_parameters() {
                 let half = x.to_dtype(dtype).unwrap();
                 let (got, want) = (run(half.shallow_clone()), run(half.to_dtype(DType::F32).unwrap()));
                 assert_eq!(got[0].dtype(), dtype);
-                // The statistics are equal; the other results include the rounding of the result.
+                // The statistics are equal within f32 rounding; the other results differ by the rounding to 16 bits.
                 let tolerance = if dtype == DType::F16 { 2e-3 } else { 2e-2 };
                 for (k, (got, want)) in got.iter().zip(&want).enumerate() {
                     let tolerance = if k >= 4 { 1e-6 } else { tolerance };
@@ -237,7 +237,7 @@ fn sixteen_bit_inputs_support_f32_parameters() {
     });
 }
 
-/// A large mean does not reduce the precision of the variance.
+/// A mean that is large relative to the deviations does not reduce the precision of the variance.
 #[test]
 fn variances_stay_precise_for_large_means() {
     each_device(|device| {
@@ -248,7 +248,7 @@ fn variances_stay_precise_for_large_means() {
     });
 }
 
-/// Calls by name take tensors in PyTorch's order: running statistics, which are updated, before weight and bias.
+/// Calls by name take tensors in PyTorch's order: the running statistics (which are updated) before the weight and bias.
 #[test]
 fn batch_norm_by_name_takes_the_running_statistics_first() {
     each_device(|device| {

@@ -1,4 +1,5 @@
-//! Numbers that a dtype cannot represent are refused by every operation that stores a number; numbers at the limits are accepted.
+//! Every operation that stores a number refuses numbers that the dtype cannot represent, and accepts the numbers at the dtype's
+//! limits.
 
 use claystone::{DType, Device, Error, PadMode, Result, Scalar, Tensor};
 
@@ -6,12 +7,12 @@ use crate::common::each_device;
 
 const INF: f64 = f64::INFINITY;
 
-/// Whether the device supports the dtype: f64 needs doubles.
+/// Whether the device supports the dtype. f64 needs the OpenCL feature fp64.
 fn has(device: Device, dtype: DType) -> bool {
     dtype != DType::F64 || device == Device::Cpu || device.info().unwrap().fp64
 }
 
-/// Numbers that the dtype can store, each with the stored element, and numbers that it cannot store.
+/// Returns numbers that the dtype can store, each with the element that is stored, and numbers that the dtype cannot store.
 fn numbers(dtype: DType) -> (Vec<(Scalar, Scalar)>, Vec<Scalar>) {
     let ints = |all: &[(i64, i64)]| all.iter().map(|&(a, b)| (a.into(), b.into())).collect::<Vec<(Scalar, Scalar)>>();
     let mixed = |all: &[(f64, i64)]| all.iter().map(|&(a, b)| (a.into(), b.into())).collect::<Vec<(Scalar, Scalar)>>();
@@ -61,7 +62,7 @@ fn numbers(dtype: DType) -> (Vec<(Scalar, Scalar)>, Vec<Scalar>) {
 
 type Store = fn(&Tensor, Scalar) -> Result<Tensor>;
 
-/// Operations that store a number in the last of the three elements of a copy of a vector.
+/// Operations that store a number in the last of three elements of a copy of the vector.
 const STORES: [(&str, Store); 12] = [
     ("fill_", |x, s| {
         let x = x.try_clone()?;
@@ -101,7 +102,7 @@ const STORES: [(&str, Store); 12] = [
     }),
 ];
 
-/// A mask that selects the last of three elements.
+/// Returns a mask that selects the last of three elements.
 fn last(x: &Tensor) -> Result<Tensor> {
     Tensor::arange(0, 3, 1, (DType::I64, x.device()))?.eq_scalar(2)
 }
@@ -141,7 +142,7 @@ fn unrepresentable_numbers_are_refused_by_every_operation() {
     });
 }
 
-/// A one-element tensor, made from the host's own types.
+/// Returns a one-element tensor, made from a host value of the dtype's own type.
 fn element(dtype: DType, value: Scalar) -> Tensor {
     let (x, i) = (value.to_f64(), value.to_i64());
     let host = Device::Cpu;
@@ -159,7 +160,8 @@ fn element(dtype: DType, value: Scalar) -> Tensor {
     .unwrap()
 }
 
-/// A clamp bound is refused if it would replace all elements; a bound that no element reaches has no effect.
+/// A clamp bound that the dtype cannot represent is refused if it would replace all elements. If no element can reach the bound, it
+/// has no effect and is accepted.
 #[test]
 fn clamp_bounds_and_factors_are_checked_only_if_used() {
     each_device(|d| {
@@ -182,7 +184,7 @@ fn clamp_bounds_and_factors_are_checked_only_if_used() {
         let square = Tensor::ones([2, 2], (DType::U8, d)).unwrap();
         is_refused(square.addmm(&square, &square, 1, 256), "addmm");
         assert!(square.addmm(&square, &square, 1, 1.5).unwrap_err().to_string().contains("not an integer"));
-        // Arithmetic wraps, and comparisons are exact.
+        // Integer arithmetic wraps around, and comparisons are exact.
         assert_eq!(of(bytes.add_scalar(300).unwrap()), [49, 244]);
         assert_eq!(bytes.gt_scalar(300).unwrap().to_vec::<bool>().unwrap(), [false, false]);
         assert_eq!(bytes.gt_scalar(-1).unwrap().to_vec::<bool>().unwrap(), [true, true]);
@@ -218,7 +220,7 @@ fn clamp_bounds_and_factors_are_checked_only_if_used() {
     });
 }
 
-/// Formulas on integers compute in i64, whatever the dtype of their result.
+/// Formulas on integer operands compute in i64, whatever the dtype of the result is.
 #[test]
 fn integer_formulas_take_numbers_of_i64() {
     each_device(|d| {

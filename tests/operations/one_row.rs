@@ -1,4 +1,4 @@
-//! Checks the promise of docs/adding-an-operation.md: an elementwise operation is written in one row and nowhere else.
+//! Checks what docs/adding-an-operation.md promises: an elementwise operation is defined by one row of the table and nowhere else.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use claystone::{Device, Result, Tensor};
 
 use crate::common::each_device;
 
-/// An operation that the rest of the crate does not use.
+/// An operation that only its table row mentions, not other code of the crate.
 const NAME: &str = "addcdiv";
 
 fn files(dir: &Path, found: &mut Vec<PathBuf>) {

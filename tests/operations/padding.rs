@@ -1,4 +1,5 @@
-//! Every form of padding in convolutions, transposed convolutions, pools and unfold: one number, one per dim, one per side, by name.
+//! Every form of padding in convolutions, transposed convolutions, pools and unfold: one number, one number per dim, one per side,
+//! or a name such as "same".
 
 use claystone::ops::{self, Argument};
 use claystone::{AvgPoolOptions, ConvOptions, ConvTransposeOptions, Device, MaxPoolOptions, Padding, Tensor};
@@ -7,7 +8,7 @@ use ndarray::ArrayD;
 use crate::harness::{Case, case};
 use crate::volumes::{ConvParams, PRODUCTS, conv, conv_transpose, max_pool, mean, plain, pool};
 
-/// Windows with stride 1.
+/// Returns a convolution or pool with this padding and stride 1.
 fn padded<const D: usize>(padding: [(usize, usize); D]) -> ConvParams<D> {
     ConvParams { padding, ..plain() }
 }
@@ -22,7 +23,7 @@ fn transposed<const D: usize>(name: &str, x: &[usize], w: &[usize], given: impl 
     made.arg(&m.dilation).with_reference(move |x| vec![conv_transpose(x, m, [0; D])])
 }
 
-/// Max pools with indices, and average pools with and without the padding.
+/// Returns cases of max pools with indices, and of average pools that count or do not count the padding.
 fn pools<const D: usize>(
     x: &[usize],
     kernel: [usize; D],
@@ -65,7 +66,7 @@ pub fn cases() -> Vec<Case> {
     cases.extend(pools(&[1, 2, 4, 6], [4, 2], &[1, 2, 0, 1], strided, false));
     cases.extend(pools(&[1, 2, 3, 4], [3, 2], 1, ConvParams { stride: [2, 2], ..padded([(1, 1); 2]) }, false));
     cases.extend(pools(&[1, 2, 4, 3, 5], [2, 4, 3], &[1, 0, 0, 2, 1, 1], padded(volume), true));
-    // Unfold: one tap of one window is one element.
+    // In the reference of unfold, each tap of each window is one element of the result.
     let (kernel, grid) = ([2, 3], strided.grid([3, 4], [2, 3], false));
     let windows = grid[0] * grid[1];
     let made = case("unfold2d").input(&[2, 1, 3, 4]).arg(&kernel).arg(&[1, 1]).arg(&[1, 2, 0, 1]).arg(&[2, 1]);

@@ -1,4 +1,4 @@
-//! Elementwise operations that are not rows, and the behaviour of rows for special values and dtypes.
+//! Elementwise operations that are not defined by a table row, and the behaviour of table rows for special values and dtypes.
 
 use claystone::ops;
 use claystone::{DType, Device, Error, Tensor, autocast, get_default_dtype, set_default_dtype};
@@ -16,7 +16,7 @@ pub fn cases() -> Vec<Case> {
         let same = |x: &[ArrayD<f64>]| x[0] == x[1];
         let verdict = |says: bool| vec![ArrayD::from_elem(IxDyn(&[]), f64::from(says))];
         for twice in [false, true] {
-            // Two different operands, and an operand with itself: constants, because two generated operands always differ.
+            // With `twice`, both operands are equal constants, because two generated operands always differ.
             let start = |name: &str| {
                 let one = ArrayD::from_elem(IxDyn(shape), 1.0);
                 let made = if twice { case(name).fixed(one.clone(), DType::F32) } else { case(name).input(shape) };
@@ -27,10 +27,11 @@ pub fn cases() -> Vec<Case> {
         }
         cases.push(case("positive").input(shape).with_reference(|x| vec![x[0].clone()]));
         let tenths = |x: &[ArrayD<f64>]| vec![x[0].mapv(|x| (x * 10.0).round_ties_even() / 10.0)];
-        // Ties of tenths may round either way.
+        // The tolerance allows ties of tenths to be rounded either way.
         cases.push(case("round_decimals").input(shape).arg(1).tolerance(4.0).with_reference(tenths));
     }
-    // One weight for all elements or one per channel, also if the last dim has as many elements as there are channels.
+    // PReLU with one weight for all elements or one weight per channel, also if the last dim has as many elements as there are
+    // channels.
     for (shape, weights) in [
         (&[2, 3, 3][..], &[3][..]),
         (&[2, 3, 3], &[1]),
@@ -99,7 +100,7 @@ fn type_promotion_matches_pytorch() {
             assert_eq!(value(&half.mul(&of(2.0, &[], DType::F64)).unwrap()), (DType::F16, 3.0));
             assert_eq!(value(&half.mul(&of(2.0, &[3], DType::F64)).unwrap()), (DType::F64, 3.0));
         }
-        // Each operand's gradient has the operand's dtype.
+        // The gradient of each operand has the dtype of that operand.
         let (a, b) = (half.requires_grad_(true).unwrap(), brain.requires_grad_(true).unwrap());
         a.mul(&b).unwrap().sum((), false).unwrap().backward().unwrap();
         assert_eq!(value(&a.grad().unwrap()), (DType::F16, 2.0));
@@ -107,7 +108,7 @@ fn type_promotion_matches_pytorch() {
     });
 }
 
-/// Exponents that PyTorch computes as products and roots, and other exponents.
+/// Powers with exponents that PyTorch computes as products or roots, and powers with other exponents.
 #[test]
 fn small_powers_are_products_and_roots() {
     let positive = [0.25f32, 1.0, 1.5, 9.0, 1e-3, 700.0, 2.0];
@@ -130,7 +131,7 @@ fn small_powers_are_products_and_roots() {
         let square = whole.pow_scalar(2).unwrap();
         assert_eq!(square.to_vec::<i64>().unwrap(), [9, 25, 0]);
         assert_eq!(whole.pow_scalar(3).unwrap().to_vec::<i64>().unwrap(), [27, -125, 0]);
-        // Equal to the product in every bit, also for NaN and infinities.
+        // The power equals the product in every bit, also for NaN and infinities.
         let given = [0.1f32, -1.7, 3.3e12, -0.0, f32::NAN, f32::NEG_INFINITY, 1e13];
         let cube = Tensor::from_slice(&given, 7, d).unwrap().pow_scalar(3).unwrap().to_vec::<f32>().unwrap();
         for (x, got) in given.into_iter().zip(cube) {
@@ -194,7 +195,7 @@ fn special_values_match_pytorch() {
     });
 }
 
-/// Around 20, where the series changes, and for large arguments.
+/// Arguments around 20, where another series is used, and large arguments.
 #[test]
 fn bessel_functions_of_large_arguments() {
     each_device(|d| {

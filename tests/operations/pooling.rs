@@ -8,7 +8,7 @@ use crate::common::{each_device, f64s};
 use crate::conv::{remove_added_dims, to_4d};
 use crate::harness::{Case, case};
 
-/// Parameters of a 2-D pool; `ceil` allows windows that extend beyond the padding.
+/// Parameters of a 2-D pool. `ceil` allows windows that extend beyond the padding at the end.
 #[derive(Clone, Copy)]
 struct Pool {
     kernel: [usize; 2],
@@ -23,14 +23,15 @@ fn pool(kernel: [usize; 2], stride: [usize; 2], padding: [usize; 2], dilation: [
 }
 
 impl Pool {
-    /// The start and end of each window in dim `d`; positions in the padding are negative or beyond the image.
+    /// Returns the start and end of each window in dim `d`. Positions before the image are negative; positions after it are at
+    /// least `size`.
     fn windows(&self, d: usize, size: usize) -> Vec<(isize, isize)> {
         let reach = self.dilation[d] * (self.kernel[d] - 1) + 1;
         let last = size + 2 * self.padding[d];
         let mut out = Vec::new();
         for from in (0..last).step_by(self.stride[d]) {
             let fits = from + reach <= last;
-            // A window that extends beyond the padding must start before the trailing padding.
+            // A window that extends beyond the padding must start before the padding at the end.
             if fits || (self.ceil && from < size + self.padding[d] && out.last().is_none_or(|&(_, e)| e < last as isize)) {
                 out.push((from as isize, (from + reach) as isize));
             }
@@ -39,7 +40,7 @@ impl Pool {
     }
 }
 
-/// Applies `f` to each window's elements, which come with their index in the image, and to the window's size with padding.
+/// Applies `f` to the elements of each window, given as pairs of index in the image and value.
 fn each_window(
     x: &ArrayD<f64>,
     directions: usize,
@@ -88,7 +89,7 @@ fn avg_pool(x: &ArrayD<f64>, directions: usize, p: Pool, include: bool, divisor:
     let [h, w] = sizes(x, directions);
     let (rows, columns) = (taps(p, 0, h), taps(p, 1, w));
     let sums = each_window(x, directions, [&rows, &columns], |e| e.iter().map(|(_, v)| v).sum());
-    // The extent of each window, including the padding but nothing beyond it.
+    // The extent of each window, including the padding but not positions beyond the padding.
     let reach = |d: usize, size: usize| -> Vec<f64> {
         let end = (size + p.padding[d]) as isize;
         p.windows(d, size).iter().map(|&(a, b)| (b.min(end) - a) as f64).collect()
@@ -200,7 +201,8 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-/// The last NaN of a window wins, then the first of equal elements; -infinity is the result only if nothing else exists.
+/// The maximum of a window is its last NaN, otherwise the first of its greatest elements. The result is -infinity only if all
+/// elements are.
 #[test]
 fn max_pools_of_special_values() {
     each_device(|device| {
@@ -214,7 +216,7 @@ fn max_pools_of_special_values() {
     });
 }
 
-/// More planes than one job takes, in each memory layout, with infinities and NaN.
+/// More planes than one job of a thread processes, in each memory layout, with infinities and NaN.
 #[test]
 fn pools_of_many_planes() {
     let (n, c, h, w) = (37, 3, 27, 29);
@@ -252,7 +254,7 @@ fn pools_of_many_planes() {
     }
 }
 
-/// Gradients add up if overlapping windows choose the same element.
+/// If overlapping windows have the same maximum element, its gradients add up.
 #[test]
 fn gradients_of_overlapping_windows_add_up() {
     each_device(|device| {
@@ -263,7 +265,7 @@ fn gradients_of_overlapping_windows_add_up() {
         if device != Device::Cpu && !device.info().unwrap().fp64 {
             return;
         }
-        // Second derivatives too: the gradient of a mean is linear.
+        // Second derivatives are correct too. The gradient of a mean is linear.
         let x = Tensor::linspace(-1.0, 1.0, 24, (DType::F64, device)).unwrap().reshape([1, 2, 3, 4]).unwrap();
         let options = AvgPoolOptions { stride: Some([1, 1]), padding: 1.into(), ..AvgPoolOptions::default() };
         let f = |x: &[Tensor]| x[0].avg_pool2d([2, 3], options)?.square()?.sum((), false);
@@ -292,7 +294,8 @@ fn errors_of_pools_name_the_mismatch() {
     assert_eq!(f64s(&max).sum(), 0.0);
 }
 
-/// Planes that are pooled in parts: a long row and a tall image, in dtypes that are read directly and in dtypes that are converted.
+/// Planes that are pooled in sections: a long row and a tall image, in dtypes that kernels read directly and in dtypes that are
+/// converted first.
 #[test]
 fn pools_of_large_planes() {
     each_device(|device| {
@@ -342,7 +345,7 @@ fn pools_of_large_planes() {
                         let y = x.avg_pool2d(kernel, AvgPoolOptions::default()).unwrap();
                         let close = f64s(&y).iter().zip(&sums).all(|(a, b)| (a - b).abs() <= 0.13);
                         assert!(close, "means of {h} x {w} in {dtype} on {device}");
-                        // Adaptive pooling of an even width to half is pooling with windows of two elements.
+                        // Adaptive pooling to half of an even width equals pooling with windows of two elements.
                         let parts = x.narrow(3, 0, w - 1).unwrap().adaptive_avg_pool2d([h, w / 2]).unwrap();
                         let pairs = x.narrow(3, 0, w - 1).unwrap().avg_pool2d([1, 2], AvgPoolOptions::default());
                         assert_eq!(f64s(&parts), f64s(&pairs.unwrap()), "adaptive, {h} x {w} in {dtype} on {device}");

@@ -1,4 +1,4 @@
-//! Random numbers respect the ends of their intervals in every float dtype, and indices are distributed by weight.
+//! In every float dtype, random numbers stay within their interval, and drawn indices are distributed by weight.
 
 use claystone::{DType, Device, Generator, Result, Tensor, manual_seed, nn::init, with_generator};
 use half::{bf16, f16};
@@ -16,7 +16,7 @@ fn host(t: &Tensor) -> Vec<f64> {
     t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_vec().unwrap()
 }
 
-/// The distance between adjacent numbers of the dtype at x.
+/// Returns the distance between adjacent numbers of the dtype at x.
 fn step(dtype: DType, x: f64) -> f64 {
     let digits = match dtype {
         DType::F16 => f16::MANTISSA_DIGITS,
@@ -29,7 +29,7 @@ fn step(dtype: DType, x: f64) -> f64 {
 
 type Draw = fn(&Tensor, f64, f64) -> Result<()>;
 
-/// Numbers are in `from..to` after rounding, have the interval's middle as their mean, and the same bits as on the host.
+/// Numbers are in `from..to` after rounding, their mean is the middle of the interval, and their bits equal the host's.
 #[test]
 fn uniform_numbers_exclude_the_upper_bound() {
     const N: usize = 1 << 18;
@@ -55,12 +55,13 @@ fn uniform_numbers_exclude_the_upper_bound() {
                         x
                     };
                     let x = host(&drawn(d));
-                    // An interval that contains no number of the dtype except `from` yields `from`, rounded.
+                    // If the dtype has no number in the interval except `from`, every result is `from`, rounded to the dtype.
                     let narrow = step(dtype, to) > to - from;
                     let outside = x.iter().filter(|x| !(from..to).contains(x)).count();
                     assert!(outside == 0 || narrow, "{outside} of {from}..{to} in {dtype} on {d}");
                     let mean = from + x.iter().map(|x| x - from).sum::<f64>() / N as f64;
-                    // f16 and bf16 draw multiples of 2^-11 and 2^-8 of the length, rounded down.
+                    // f16 and bf16 draw multiples of 2^-11 and 2^-8 of the interval's length, rounded down, so their mean is
+                    // slightly lower.
                     let tolerance =
                         step(dtype, from.abs().max(to.abs())) + (to - from) * (5e-3 + 5.0 * 0.29 / (N as f64).sqrt());
                     assert!(
@@ -107,7 +108,7 @@ fn exponential_numbers_are_positive_and_rand_is_below_one() {
     });
 }
 
-/// The chi-squared statistic of `n` counts of equal probability; about n.
+/// Returns the chi-squared statistic of n counts that are equally probable. Its expected value is about n.
 fn chi_squared(counts: &[usize]) -> f64 {
     let mean = counts.iter().sum::<usize>() as f64 / counts.len() as f64;
     counts.iter().map(|&c| (c as f64 - mean).powi(2) / mean).sum()
@@ -179,7 +180,7 @@ fn extreme_weights_are_drawn_correctly() {
                     );
                 }
             }
-            // However small, a weight is drawn before sampling without replacement fails.
+            // Without replacement, even the smallest positive weight is drawn if no other positive weight is left.
             let drawn = row(&[least, 0.0, most]).multinomial(2, false).unwrap().to_vec::<i64>().unwrap();
             assert_eq!(drawn, [2, 0], "{dtype} on {d}");
         }
@@ -209,7 +210,7 @@ fn invalid_weights_are_errors() {
     });
 }
 
-/// Weights whose quotients by the maximum are exact yield the same indices on every device.
+/// For weights whose quotients by the row's maximum are exact, every device draws the same indices.
 #[test]
 fn multinomial_agrees_on_every_device() {
     let drawn = |d: Device| {

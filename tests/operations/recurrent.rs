@@ -8,7 +8,7 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// The states after the step, and the gates.
+/// Returns the hidden and cell states after the step, and the gates.
 fn forward(x: &[ArrayD<f64>]) -> Vec<ArrayD<f64>> {
     let h = x[2].shape()[1];
     let sum = |n: usize, k: usize| x[0][[n, k]] + x[1][[n, k]] + x[3..].iter().map(|bias| bias[[k]]).sum::<f64>();
@@ -19,7 +19,8 @@ fn forward(x: &[ArrayD<f64>]) -> Vec<ArrayD<f64>> {
     vec![ArrayD::from_shape_fn(c.raw_dim(), |at| gate(&at, 3) * c[&at].tanh()), c, gates]
 }
 
-/// The gradients, from the cell state before and after the step, the gates, and the gradients of hidden and cell state.
+/// Returns the gradients. `x` contains the cell states before and after the step, the gates, and the gradients at `of_h` and `of_c`
+/// (if given) of the hidden and cell states.
 fn backward(x: &[ArrayD<f64>], of_h: Option<usize>, of_c: Option<usize>) -> Vec<ArrayD<f64>> {
     let h = x[0].shape()[1];
     let gate = |at: &IxDyn, i: usize| x[2][[at[0], i * h + at[1]]];

@@ -6,7 +6,7 @@ use ndarray::{ArrayD, Axis, IxDyn};
 
 use crate::common::each_device;
 
-/// Small integers, whose sums are exact in every dtype except f16 and bf16.
+/// Returns small integers, whose sums are exact in every dtype except f16 and bf16.
 fn numbers(shape: &[usize], dtype: DType, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let signed = !matches!(dtype, DType::U8 | DType::U32 | DType::Bool);
@@ -19,7 +19,7 @@ fn array(t: &Tensor) -> ArrayD<f64> {
     ArrayD::from_shape_vec(IxDyn(t.shape().dims()), values).unwrap()
 }
 
-/// For each result, the reduced elements in row-major order.
+/// Returns, for each result, the elements that are reduced, in row-major order.
 fn groups(t: &Tensor, dims: &[usize]) -> Vec<Vec<f64>> {
     let a = array(t);
     let kept: Vec<usize> = (0..t.rank()).filter(|d| !dims.contains(d)).collect();
@@ -133,7 +133,7 @@ fn large_reductions_use_two_stages() {
     });
 }
 
-/// CPUs reduce sixteen of many short contiguous rows together; the last rows fill no sixteen.
+/// CPUs reduce 16 short contiguous rows at a time. The number of rows is not a multiple of 16.
 #[test]
 fn reductions_of_many_short_rows() {
     each_device(|device| {
@@ -317,7 +317,7 @@ fn variance_deviation_and_norm_match_their_definitions() {
     });
 }
 
-/// Distinct elements, none of them zero.
+/// Returns distinct elements, none of which is zero.
 fn distinct(shape: &[usize], device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<f64> = (0..n).map(|i| ((i * 7 % n) as f64 + 0.5) / n as f64 * 3.0 - 1.4).collect();

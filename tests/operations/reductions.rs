@@ -1,4 +1,5 @@
-//! Reductions: every row of the table compared with the row's own reference, compositions with theirs.
+//! Reductions: each row of the reduction table is compared with the row's own reference, and other reductions with their
+//! definitions.
 
 use claystone::autograd::gradgradcheck;
 use claystone::ops::{Argument, Dtypes, REDUCTIONS, ReductionRow, operations};
@@ -8,7 +9,7 @@ use ndarray::{ArrayD, Axis, IxDyn};
 use crate::common::{each_device, f64s};
 use crate::harness::{Case, case};
 
-/// Applies `f` to the elements over `dims`, in row-major order, for each result.
+/// For each result, applies `f` to the elements over `dims` in row-major order.
 fn over(x: &ArrayD<f64>, dims: &[usize], keepdim: bool, f: impl Fn(&[f64]) -> f64) -> ArrayD<f64> {
     let kept: Vec<usize> = (0..x.ndim()).filter(|d| !dims.contains(d)).collect();
     let mut shape: Vec<usize> = kept.iter().map(|&d| x.shape()[d]).collect();
@@ -24,7 +25,7 @@ fn over(x: &ArrayD<f64>, dims: &[usize], keepdim: bool, f: impl Fn(&[f64]) -> f6
     ArrayD::from_shape_vec(IxDyn(&shape), values).unwrap()
 }
 
-/// Shape, dims (None: all), keepdim.
+/// The shape, the dims (`None` for all) and keepdim.
 type Form = (&'static [usize], Option<&'static [usize]>, bool);
 
 const FORMS: [Form; 3] = [(&[5, 7], Some(&[1]), false), (&[4, 3, 5], Some(&[0, 2]), true), (&[3, 6], None, false)];
@@ -37,18 +38,18 @@ fn dims_of((shape, dims, _): Form) -> (Argument, Vec<usize>) {
 }
 
 fn of_row(row: &'static ReductionRow) -> Vec<Case> {
-    // The alias of the row, under which calls by name are tested too.
+    // amax and amin are aliases of the rows max and min. Calls by these names are tested too.
     let alias = ["amax", "amin"].into_iter().find(|name| &name[1..] == row.name);
     [row.name].into_iter().chain(alias).flat_map(|name| named_cases(name, row)).collect()
 }
 
 fn named_cases(name: &'static str, row: &'static ReductionRow) -> Vec<Case> {
-    // A reduction of no elements if the row allows it, otherwise a reduction without results.
+    // If the row allows a reduction of no elements, tests such a reduction; otherwise tests one without results.
     let empty: Form = (&[0, 3], Some(if row.allows_no_elements() { &[0] } else { &[1] }), false);
     let one = |form: Form| {
         let (argument, dims) = dims_of(form);
         let case = case(name);
-        // Extremes have a kink at equal elements.
+        // Maxima and minima have no derivative at equal elements, so their elements are distinct.
         let case = match row.name.contains("max") || row.name.contains("min") {
             true => case.distinct(form.0),
             false => case.input_in(form.0, row.domain.0..row.domain.1),
@@ -112,7 +113,8 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-/// A row alone provides a method (callable by name), a catalogue entry with its dtypes, a line in the documentation, and a gradient.
+/// A table row alone provides a method (callable by name), a catalogue entry with dtypes, a line in the documentation, and a
+/// gradient.
 #[test]
 fn reduction_rows_are_complete() {
     let page = include_str!("../../docs/operations.md");
@@ -207,7 +209,7 @@ fn reductions_of_few_elements() {
         let (x, dim) = (f64s(t), d as isize);
         let what = |name: &str| format!("{name} of {:?} {:?} along {d} {} on {}", t.shape(), t.strides(), t.dtype(), t.device());
         let equal = |name: &str, got: Tensor, f: &dyn Fn(&[f64]) -> f64| {
-            // Sums are rounded to the result's dtype.
+            // The expected sums are rounded to the result's dtype.
             let want = Tensor::from_ndarray(over(&x, &[d], false, f), Device::Cpu).unwrap();
             let (want, got) = (f64s(&want.to_dtype(got.dtype()).unwrap()), f64s(&got));
             let same = got.iter().zip(&want).all(|(a, b)| a == b || (a.is_nan() && b.is_nan()));

@@ -9,7 +9,7 @@ use ndarray::{ArrayD, Axis, IxDyn, concatenate};
 use crate::common::{each_device, f64s, values, vec};
 use crate::harness::{Case, case};
 
-/// Resizes dim `d` of `x` to `to` elements. `parts` returns the source indices and weights of a result index.
+/// Resizes dim `d` of `x` to `to` elements. `parts` returns the source indices and weights for an index of the result.
 fn along(x: &ArrayD<f64>, d: usize, to: usize, parts: impl Fn(usize) -> Vec<(usize, f64)>) -> ArrayD<f64> {
     let slice = |o: usize| {
         let mut sum = ArrayD::zeros(x.index_axis(Axis(d), 0).raw_dim());
@@ -108,14 +108,15 @@ const ALL: [Interpolation; 4] = [
     Interpolation::Linear { align_corners: true },
 ];
 
-/// Pseudo-random numbers.
+/// Returns a tensor of pseudo-random numbers, rounded to `dtype`.
 fn pseudo_random(shape: &[usize], dtype: DType) -> Tensor {
     let value = |i: usize| ((i as f64 + 1.0) * 0.618_033_988_749_895).fract() - 0.5;
     let values: Vec<f64> = (0..shape.iter().product()).map(value).collect();
     Tensor::from_vec(values, shape, Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// More work than one thread's share: bands of large planes, several small planes, a row, strided tensors, every float dtype.
+/// Images that are split between several threads: sections of large planes, several small planes, a row, strided tensors, every
+/// float dtype.
 #[test]
 fn large_images_match_the_definition() {
     for (shape, sizes) in [
@@ -141,7 +142,8 @@ fn large_images_match_the_definition() {
     }
 }
 
-/// `y · A x = x · Aᵀ y`, and each plane has the same bits alone as among others, whichever thread computes it.
+/// The gradient is the adjoint: `y · A x = x · Aᵀ y`. A plane has the same bits whether it is resized alone or with others, and
+/// whichever thread computes it.
 #[test]
 fn gradients_of_large_images_are_adjoint() {
     for (shape, sizes) in [
@@ -170,7 +172,7 @@ fn gradients_of_large_images_are_adjoint() {
     }
 }
 
-/// Rows and columns take one launch together, each further dim one launch; a gradient takes the same number.
+/// Rows and columns are resized in one launch, and each further dim takes one launch; a gradient takes the same number of launches.
 #[test]
 fn interpolation_takes_few_launches() {
     each_device(|device| {
@@ -190,7 +192,7 @@ fn interpolation_takes_few_launches() {
     });
 }
 
-/// Images larger than the caches are written with non-temporal stores; results are the same.
+/// Images larger than the caches are written with non-temporal stores, which must give the same results as normal stores.
 #[test]
 fn images_larger_than_the_caches() {
     for how in ALL {
@@ -200,8 +202,8 @@ fn images_larger_than_the_caches() {
     }
 }
 
-/// A result interpolates two elements, and the weight of the farther one is at most a half: non-finite values spread accordingly, and
-/// 0 times infinity is NaN.
+/// Each result interpolates two elements, and the weight of the farther element is at most 1/2. NaN and infinity affect the results
+/// that have them as an element, and a weight of 0 times infinity is NaN.
 #[test]
 fn non_finite_values_spread_by_weight() {
     let line = |x: &[f64], to: usize| -> Vec<f64> {

@@ -3,7 +3,7 @@
 use claystone::DType;
 use half::{bf16, f16};
 
-/// The tolerance of a result: absolute below 1, relative above. Integers must be exact.
+/// Returns the tolerance of a result: absolute below 1, relative above. Integers must be exact.
 pub fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => 1e-11,
@@ -14,7 +14,7 @@ pub fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// `x` rounded to `dtype`.
+/// Returns `x` rounded to `dtype`.
 pub fn rounded(x: f64, dtype: DType) -> f64 {
     match dtype {
         DType::F64 => x,
@@ -28,7 +28,7 @@ pub fn rounded(x: f64, dtype: DType) -> f64 {
     }
 }
 
-/// An integer result as its dtype stores it, wrapped.
+/// Returns the result as `dtype` stores it: integers wrap around.
 pub fn rounded_result(x: f64, dtype: DType) -> f64 {
     match dtype {
         DType::U8 => x.rem_euclid(256.0),

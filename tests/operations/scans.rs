@@ -1,4 +1,4 @@
-//! Scans, compared with plain loops in f64.
+//! Scans (cumulative sums, products and extremes), compared with plain loops in f64.
 
 use claystone::{DType, Device, Error, Tensor, autograd::gradcheck};
 use ndarray::{ArrayD, Axis};
@@ -15,7 +15,7 @@ pub fn cases() -> Vec<Case> {
         cases.push(case("cumprod").input_in(shape, 0.5..1.5).arg(dim).with_reference(move |x| vec![along(&x[0], d, cumprod)]));
         cases.push(case("logcumsumexp").input(shape).arg(dim).with_reference(move |x| vec![along(&x[0], d, logcumsumexp)]));
         for (name, places) in [("cummax", cummax as fn(&[f64]) -> Vec<usize>), ("cummin", cummin)] {
-            // Extremes have a kink at equal elements.
+            // Running maxima and minima have no derivative at equal elements, so elements are distinct.
             cases.push(case(name).distinct(shape).arg(dim).with_reference(move |x| {
                 let of = |line: &[f64]| places(line).iter().map(|&i| line[i]).collect();
                 let at = |line: &[f64]| places(line).iter().map(|&i| i as f64).collect();
@@ -23,7 +23,7 @@ pub fn cases() -> Vec<Case> {
             }));
         }
         for n in [0, 1, 2] {
-            // Bool differences have no f64 reference; a test below checks them.
+            // Differences of bools have no f64 reference; a test below checks them.
             for case in [case("diff").floats(), case("diff").integers()] {
                 let made = move |x: &[ArrayD<f64>]| vec![(0..n).fold(x[0].clone(), |x, _| differences(&x, d))];
                 cases.push(case.input(shape).arg(n).arg(dim).with_reference(made));
@@ -39,7 +39,7 @@ fn differences(x: &ArrayD<f64>, d: usize) -> ArrayD<f64> {
     from(x.len_of(Axis(d)) - pairs) - from(0)
 }
 
-/// Applies `f`, which keeps the length, to every line along `d`.
+/// Applies `f` to every line along `d`. `f` must keep the length of a line.
 fn along(x: &ArrayD<f64>, d: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> ArrayD<f64> {
     let mut out = x.clone();
     for mut line in out.lanes_mut(Axis(d)) {
@@ -77,7 +77,7 @@ fn logcumsumexp(line: &[f64]) -> Vec<f64> {
         .collect()
 }
 
-/// The index of the running extreme: the last of equal elements, the last NaN.
+/// Returns the index of the running extreme at each position. Among equal elements and among NaN, the last is chosen.
 fn extreme(line: &[f64], reaches: fn(f64, f64) -> bool) -> Vec<usize> {
     let mut best = 0;
     (0..line.len())
@@ -98,12 +98,12 @@ fn cummin(line: &[f64]) -> Vec<usize> {
     extreme(line, |a, b| a <= b)
 }
 
-/// The numbers rounded to this dtype.
+/// Returns the numbers rounded to the dtype.
 fn rounded(x: ArrayD<f64>, dtype: DType) -> ArrayD<f64> {
     f64s(&Tensor::from_ndarray(x, Device::Cpu).unwrap().to_dtype(dtype).unwrap())
 }
 
-/// Compares every scan of integers along every dim exactly.
+/// Compares every scan of integers along every dim with plain loops. Results must be equal.
 #[track_caller]
 fn check(t: &Tensor) {
     let x = f64s(t);
@@ -158,7 +158,7 @@ fn long_lines_are_scanned_in_slices() {
             check(&numbers(&[2, 70_001], dtype, device));
         }
         check(&numbers(&[70_001, 2], DType::F32, device));
-        // The first element of each slice is the maximum so far, and the last NaN wins.
+        // The first element of each slice is the maximum up to there, and the last NaN is the maximum after it.
         let mut values: Vec<f32> = (0..100_003).map(|i| (i / 5000) as f32).collect();
         values[60_000] = f32::NAN;
         values[90_001] = f32::NAN;
@@ -166,7 +166,7 @@ fn long_lines_are_scanned_in_slices() {
     });
 }
 
-/// Adjacent lines and consecutive lines, whole and in pieces.
+/// Scans along lines whose elements are adjacent or not adjacent in memory, over whole lines and in sections.
 #[test]
 fn scans_of_many_lines_and_partial_lines() {
     for shape in [[2, 9, 65], [3, 64, 127], [1, 700, 64], [2, 5000, 9], [1, 3, 20_011], [2, 601, 129], [5, 33, 1026]] {
@@ -179,7 +179,8 @@ fn scans_of_many_lines_and_partial_lines() {
                 check(&t.flip(1).unwrap());
             }
         }
-        // bf16 for integers that it represents exactly; products that wrap, and products that become 0 before they would overflow.
+        // Sums in bf16 of integers that bf16 represents exactly. Then products that become 0 before they would overflow, and
+        // products that wrap around.
         let few = numbers(&shape, DType::BF16, Device::Cpu).eq_scalar(3).unwrap().to_dtype(DType::BF16).unwrap();
         let want = along(&f64s(&few), 1, cumsum);
         let rounded = Tensor::from_ndarray(want, Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
@@ -222,7 +223,7 @@ fn scans_support_every_dtype() {
         let large = Tensor::full(3, i64::MAX, (DType::I64, device)).unwrap();
         assert_eq!(large.cumsum(0).unwrap().to_vec::<i64>().unwrap(), [i64::MAX, -2, i64::MAX - 2]);
         assert_eq!(large.cumprod(0).unwrap().to_vec::<i64>().unwrap(), [i64::MAX, 1, i64::MAX]);
-        // Accumulated in f16, the sum would stop at 2048.
+        // If the sum were accumulated in f16, it would stop at 2048, because 2049 is not an f16 number.
         let halves = Tensor::ones(3000, (DType::F16, device)).unwrap().cumsum(0).unwrap();
         assert_eq!(halves.narrow(0, 2999, 1).unwrap().to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap(), [3000.0]);
     });
@@ -298,7 +299,7 @@ fn scans_have_gradients() {
             gradcheck(|x| weighted(x[0].cummin(dim)?.0), &[t.detach()], 1e-6).unwrap();
             gradcheck(|x| weighted(x[0].logcumsumexp(dim)?), &[t.detach()], 1e-6).unwrap();
         }
-        // One zero, two zeros, zeros at both ends, and no zeros.
+        // The rows contain one zero, two zeros, zeros at both ends, and no zeros.
         let zeros = [0.0, 2.0, 3.0, 0.5, 2.0, 0.0, 0.0, 0.5, 1.5, 2.0, 3.0, 0.0, 0.5, 1.0, 2.0, -1.0];
         let t = Tensor::from_slice(&zeros, [4, 4], device).unwrap();
         gradcheck(|x| x[0].cumprod(1)?.mul(&t.exp()?)?.sum((), false), &[t.detach()], 1e-6).unwrap();

@@ -8,10 +8,10 @@ use claystone::{DType, Device, Tensor};
 
 use crate::harness::{Case, check_second_gradient, differentiable_elements};
 
-/// Cases with at least this many elements are preferred, and cases with more than MAX_ELEMENTS elements are skipped.
+/// Cases with at least this many elements are checked first, and cases with more than `MAX_ELEMENTS` elements are skipped.
 const PREFERRED_MIN_ELEMENTS: usize = 4;
 const MAX_ELEMENTS: usize = 500;
-/// The number of cases that each operation has to pass.
+/// The maximum number of cases that are checked for each operation.
 const CASES_PER_OPERATION: usize = 3;
 
 #[test]
@@ -47,7 +47,7 @@ fn every_row_has_second_derivatives() {
             let out = row.apply(&x.iter().collect::<Vec<_>>(), &scalars)?;
             match out.dtype() {
                 DType::F64 if out.requires_grad() => out.square()?.sum((), false),
-                _ => x[0].sum((), false), // the row has no gradient
+                _ => x[0].sum((), false), // the operation has no gradient
             }
         };
         gradgradcheck(squares, &inputs, 1e-4).unwrap_or_else(|e| panic!("{}: {e}", row.name));

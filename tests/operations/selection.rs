@@ -1,4 +1,5 @@
-//! Selecting, counting and generating sequences on the CPU, which works in pieces and on several threads: sizes at the edges of pieces.
+//! Selecting, counting and generating sequences on the CPU, which splits the work into sections and between threads. Sizes are at the
+//! edges of sections.
 
 use claystone::{DType, Device, Tensor};
 use ndarray::ArrayD;
@@ -8,7 +9,7 @@ use crate::sorting::{along, check as sorting_check, equal, numbers, sorted};
 
 const CPU: Device = Device::Cpu;
 
-/// Numbers with ties, zeros of both signs and, for floats, infinities and NaN.
+/// Returns numbers with ties and, for floats, zeros of both signs, infinities and NaN.
 fn special(shape: &[usize], dtype: DType, nans: usize) -> Tensor {
     let t = numbers(shape, dtype, CPU);
     if !dtype.is_float() {
@@ -24,7 +25,7 @@ fn special(shape: &[usize], dtype: DType, nans: usize) -> Tensor {
     Tensor::from_slice(&values.collect::<Vec<_>>(), shape, CPU).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Checks the element at rank `place` of every line, and its index.
+/// Checks the values and indices in `got` against the element at the rank that `place` returns for each line.
 fn is_at(got: (Tensor, Tensor), x: &ArrayD<f64>, d: usize, place: impl Fn(&[f64]) -> usize, what: &str) {
     let index = |line: &[f64]| sorted(line, false)[place(line)];
     equal(&got.1, &along(x, d, |line| vec![index(line) as f64]), what);
@@ -69,7 +70,8 @@ fn topk_and_kthvalue_match_a_sort() {
         check(&special(&[n], DType::F32, 2), &[1, 8, 32, 33, 5000]);
         check(&special(&[n], DType::I64, 0), &[1, 33]);
     }
-    // In descending order every element enters the selection; in ascending order none enters after the first.
+    // The elements descend: the selection of the smallest must admit every element, and the selection of the largest none after the
+    // first three.
     let falling = Tensor::arange(100_000, 0, -1, CPU).unwrap();
     assert_eq!(falling.topk(3, 0, false).unwrap().1.to_vec::<i64>().unwrap(), [99_999, 99_998, 99_997]);
     assert_eq!(falling.topk(3, 0, true).unwrap().1.to_vec::<i64>().unwrap(), [0, 1, 2]);
@@ -135,7 +137,7 @@ fn long_sequences_support_every_dtype() {
     }
 }
 
-/// Looks up and counts more elements than one block holds.
+/// Looks up and counts more elements than one block contains.
 #[test]
 fn isin_and_counts_of_many_elements() {
     each_device(|device| {
@@ -159,7 +161,7 @@ fn isin_and_counts_of_many_elements() {
         }
         let parts = t.to_dtype(DType::F32).unwrap().histc(251, -0.5, 250.5).unwrap();
         assert!(f64s(&parts).iter().zip(&counts).all(|(&a, &b)| a == b as f64), "histc on {device}");
-        // Wrapping products of integers: the CPU sums in 64 bits in parts before it adds the bias.
+        // Integer products that wrap around. The CPU sums sections in 64 bits before it adds the bias.
         let x = t.narrow(0, 0, 1 << 21).unwrap().reshape([1 << 19, 4]).unwrap().to_dtype(DType::U8).unwrap();
         let w = x.narrow(0, 5, 9).unwrap();
         let bias = w.select(1, 0).unwrap();
@@ -170,7 +172,7 @@ fn isin_and_counts_of_many_elements() {
     });
 }
 
-/// The value at a fractional rank, as `quantile` interpolates it.
+/// Returns the value at a fractional rank, interpolated as by `quantile`.
 fn between(line: &[f64], place: f64) -> f64 {
     let order = sorted(line, false);
     let [low, high] = [place.floor(), place.ceil()].map(|rank| line[order[rank as usize]]);
@@ -187,14 +189,14 @@ fn selections_from_long_lines_agree_on_every_device() {
             check(&special(&[n], DType::F32, 2).to_device(device).unwrap(), &[1, 8, 9, 32, 33, n / 5, n]);
         }
         check(&special(&[2, 17_000], DType::F16, 97).to_device(device).unwrap(), &[1, 33]);
-        // Many lines, adjacent lines, and lines that are reversed or strided.
+        // Many lines, lines that are interleaved in memory, and lines that are reversed or strided.
         let t = special(&[20, 300, 3], DType::F32, 1).to_device(device).unwrap();
         check(&t, &[1, 32, 300]);
         check(&t.permute(&[2, 0, 1]).unwrap().narrow(2, 7, 200).unwrap().flip(2).unwrap(), &[2, 40]);
         let t = special(&[16_500, 3], DType::F16, 1).to_device(device).unwrap();
         check(&t, &[1, 33, 4000]);
         check(&t.narrow(0, 1, 16_400).unwrap().flip(0).unwrap(), &[5, 600]);
-        // All elements equal, or all except one.
+        // All elements are equal, or all except one.
         let mut values = vec![7.0f32; 50_000];
         check(&Tensor::from_slice(&values, 50_000, device).unwrap(), &[1, 32, 33, 12_000]);
         values[49_999] = -1.0;
@@ -274,7 +276,7 @@ fn selections_do_not_copy_their_input() {
     });
 }
 
-/// The peak resident memory of this process in bytes; None if the system does not report it.
+/// Returns the peak resident memory of this process in bytes; `None` if the system does not report it.
 fn most_resident() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
@@ -314,7 +316,7 @@ fn cpu_temporaries_come_from_the_allocator() {
     }
 }
 
-/// More boundaries and values than are converted at a time.
+/// More boundaries and values than the kernel converts at a time.
 #[test]
 fn searchsorted_on_long_lines() {
     each_device(|device| {

@@ -6,14 +6,14 @@ use claystone::{
 
 use crate::common::{each_device, values};
 
-/// Numbers between -4 and 4.
+/// Returns numbers between -4 and 4.
 fn logits(shape: &[usize], dtype: DType, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<f64> = (0..n).map(|i| ((i * 7919 % 1009) as f64 / 1009.0 - 0.5) * 8.0).collect();
     Tensor::from_slice(&values, shape, Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_device(device).unwrap()
 }
 
-/// Applies `f` in place to every row along d.
+/// Applies `f` in place to every row along d, and returns all elements.
 fn by_row(t: &Tensor, d: usize, f: impl Fn(&mut [f64])) -> Vec<f64> {
     let mut all = values(t);
     let dims = t.shape().dims();
@@ -150,7 +150,7 @@ fn labels(n: usize, classes: usize, device: Device) -> Tensor {
     Tensor::from_slice(&values, n, device).unwrap()
 }
 
-/// The losses of the rows, and the gradient of their sum.
+/// Returns the losses of the rows, and the gradient of their sum.
 fn entropy(x: &Tensor, labels: &Tensor, ignore: i64) -> (Vec<f64>, Vec<f64>) {
     let classes = x.shape().dims()[1];
     let (x, labels) = (values(x), values(labels));
@@ -171,7 +171,7 @@ fn entropy(x: &Tensor, labels: &Tensor, ignore: i64) -> (Vec<f64>, Vec<f64>) {
     (losses, grad)
 }
 
-/// Compares loss and gradient with f64, for labels of which every seventh is ignored.
+/// Compares cross-entropy losses and gradients with f64. Every seventh label is ignored.
 fn check_entropy(x: &Tensor) {
     let (n, classes, eps) = (x.shape().dims()[0], x.shape().dims()[1], tolerance(x.dtype()));
     let x = x.detach().requires_grad_(true).unwrap();
@@ -197,7 +197,7 @@ fn check_entropy(x: &Tensor) {
     }
 }
 
-/// The matrix with gaps between rows, and with gaps between columns.
+/// Returns the matrix with gaps between rows, and with gaps between columns.
 fn strided(x: &Tensor) -> [Tensor; 2] {
     let (n, classes) = (x.shape().dims()[0], x.shape().dims()[1]);
     let wide = Tensor::zeros([n + 1, classes + 2], (x.dtype(), x.device())).unwrap();
@@ -223,7 +223,7 @@ fn cross_entropy_and_its_gradient_match_f64() {
     });
 }
 
-/// Numbers of rows and row lengths around the CPU's block sizes.
+/// Numbers of rows, and row lengths (next constant), around the CPU's block sizes.
 const ROW_COUNTS: [usize; 9] = [1, 15, 16, 17, 63, 64, 65, 127, 200];
 const SHORT_ROW_LENGTHS: [usize; 14] = [1, 2, 7, 8, 10, 16, 17, 31, 32, 33, 63, 64, 65, 130];
 
@@ -274,7 +274,8 @@ fn gradients_of_short_rows_in_blocks() {
     }
 }
 
-/// Every eleventh row has an infinity, only negative infinities, one among other numbers, or NaN.
+/// Returns logits in which, of every eleven rows, one contains an infinity, one only negative infinities, one a NaN, one a single
+/// negative infinity, and one very large numbers.
 fn extreme(n: usize, classes: usize, dtype: DType) -> Tensor {
     let mut all = values(&logits(&[n, classes], dtype, Device::Cpu));
     for (r, row) in all.chunks_mut(classes).enumerate() {
@@ -439,7 +440,8 @@ fn invalid_calls_are_errors() {
     assert!(matches!(labels.cross_entropy(&labels), Err(Error::UnsupportedDType { .. })));
 }
 
-/// Shapes whose rows run along dim 1 of three: short rows in blocks, longer rows whole, and rows in pieces.
+/// Shapes whose rows run along dim 1 of three dims: short rows are processed in blocks, longer rows whole, and the longest in
+/// sections.
 const INTERLEAVED_SHAPES: [[usize; 3]; 12] = [
     [1, 64, 64],
     [2, 17, 8],

@@ -1,4 +1,4 @@
-//! Sorting, searching and counting, compared with std.
+//! Sorting, searching and counting, compared with std's sort and plain loops.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -9,13 +9,13 @@ use ndarray::{ArrayD, Axis, Dimension, IxDyn};
 use crate::common::{each_device, f64s};
 use crate::harness::{Case, case};
 
-/// The values and indices that `choose` selects in every line.
+/// Returns, for every line, the element that `choose` selects and its index.
 fn selected_elements(x: &ArrayD<f64>, d: usize, keepdim: bool, choose: impl Fn(&[f64]) -> usize) -> Vec<ArrayD<f64>> {
     let made = [along(x, d, |line| vec![line[choose(line)]]), along(x, d, |line| vec![choose(line) as f64])];
     made.into_iter().map(|made| shaped(made, d, keepdim)).collect()
 }
 
-/// Removes dim d, of size 1, unless `keepdim` is set.
+/// Removes dim d, which has size 1, unless `keepdim` is set.
 fn shaped(made: ArrayD<f64>, d: usize, keepdim: bool) -> ArrayD<f64> {
     let mut shape = made.shape().to_vec();
     if !keepdim {
@@ -32,7 +32,7 @@ fn most_frequent(line: &[f64]) -> usize {
 
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    // Sorting has kinks at equal elements, so elements differ here; tests below cover equal elements.
+    // Sorting has no derivative at equal elements, so elements differ here; tests below cover equal elements.
     for (shape, dim) in [(&[5, 7][..], 1), (&[5, 7], 0), (&[2, 3, 4], -2isize), (&[3, 0], 1)] {
         let d = if dim < 0 { shape.len() - dim.unsigned_abs() } else { dim as usize };
         for descending in [false, true] {
@@ -104,7 +104,7 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-/// The distinct values in order, their counts, and the index of each element's value.
+/// Returns the distinct values in order, their counts, and for each element the index of its value.
 fn distinct_elements(x: &ArrayD<f64>) -> [ArrayD<f64>; 3] {
     let mut values: Vec<f64> = x.iter().copied().collect();
     values.sort_by(|&a, &b| order(a, b));
@@ -118,7 +118,7 @@ fn distinct_elements(x: &ArrayD<f64>) -> [ArrayD<f64>; 3] {
     ]
 }
 
-/// The distinct slices along a dim in lexicographic order, the index of each slice's value, and the counts.
+/// Returns the distinct slices along a dim in lexicographic order, for each slice the index of its value, and the counts.
 fn distinct_slices(x: &ArrayD<f64>, dim: usize) -> Vec<ArrayD<f64>> {
     let slice = |i: usize| x.index_axis(Axis(dim), i).iter().copied().collect::<Vec<f64>>();
     let mut kept: Vec<usize> = (0..x.len_of(Axis(dim))).collect();
@@ -203,12 +203,12 @@ fn of_counts() -> Vec<Case> {
     cases
 }
 
-/// PyTorch's order, with NaN above everything.
+/// Compares as PyTorch does: NaN is greater than all numbers.
 fn order(a: f64, b: f64) -> Ordering {
     a.partial_cmp(&b).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
 }
 
-/// The indices that sort a line stably.
+/// Returns the indices that sort a line stably.
 pub fn sorted(line: &[f64], descending: bool) -> Vec<usize> {
     let mut indices: Vec<usize> = (0..line.len()).collect();
     indices.sort_by(|&i, &j| if descending { order(line[j], line[i]) } else { order(line[i], line[j]) });
@@ -227,7 +227,7 @@ pub fn along(x: &ArrayD<f64>, d: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> Array
     out
 }
 
-/// Asserts equality; NaN equals NaN.
+/// Asserts that values and shapes are equal; NaN equals NaN.
 #[track_caller]
 pub fn equal(got: &Tensor, want: &ArrayD<f64>, what: &str) {
     let got = f64s(got);
@@ -252,7 +252,7 @@ pub fn check(t: &Tensor) {
     }
 }
 
-/// Integers with many repetitions.
+/// Returns integers with many repetitions.
 pub fn numbers(shape: &[usize], dtype: DType, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let signed = !matches!(dtype, DType::U8 | DType::U32 | DType::Bool);
@@ -292,7 +292,7 @@ fn sorts_support_every_dtype_and_special_values() {
         let mut want = ends;
         want.sort();
         assert_eq!(values.to_vec::<i64>().unwrap(), want);
-        // Zeros keep their sign.
+        // Sorting keeps the sign of zeros.
         let zeros = Tensor::from_slice(&[0f32, -0.0], 2, device).unwrap().sort(0, false).unwrap().0;
         assert_eq!(
             zeros.to_vec::<f32>().unwrap().iter().map(|z| z.is_sign_negative()).collect::<Vec<_>>(),
@@ -363,7 +363,7 @@ fn searchsorted_matches_a_linear_search() {
             let found: Vec<bool> = values.iter().map(|v| line.contains(v)).collect();
             assert_eq!(v.isin(&x).unwrap().to_vec::<bool>().unwrap(), found);
         }
-        // Every line has its own boundaries, which are reversed in memory.
+        // Every line has its own boundaries, and the boundaries are reversed in memory.
         let x = Tensor::from_slice(&[5i64, 3, 1, 6, 4, 2], [2, 3], device).unwrap().flip(1).unwrap();
         let v = Tensor::from_slice(&[4i64, 1, 4, 7], [2, 2], device).unwrap();
         assert_eq!(x.searchsorted(&v, false).unwrap().to_vec::<i64>().unwrap(), [2, 0, 1, 3]);
@@ -391,7 +391,7 @@ fn unique_matches_a_map() {
             let again = values.index_select(0, &inverse.flatten(0, -1).unwrap()).unwrap();
             assert_eq!(all(&again), f64s(&t).iter().copied().collect::<Vec<_>>());
         }
-        // Only two distinct numbers, so that slices agree partly or entirely.
+        // There are only two distinct numbers, so that many slices are equal or partly equal.
         let two = |at: &[usize]| (at.iter().fold(1, |h, i| h * 5 + i * i) / 3 % 2) as f64;
         for (shape, dim) in [([40, 5, 1], 0), ([3, 2, 9], 2), ([2, 12, 1], 1), ([1, 6, 2], 0), ([0, 3, 2], 0)] {
             let x = ArrayD::from_shape_fn(IxDyn(&shape), |at| two(at.slice()));
@@ -408,7 +408,7 @@ fn unique_matches_a_map() {
         let (values, inverse, counts) = nans.unique_all(None).unwrap();
         assert_eq!((values.numel(), inverse.to_vec::<i64>().unwrap()), (3, vec![1, 0, 2]));
         assert_eq!(counts.to_vec::<i64>().unwrap(), [1, 1, 1]);
-        // Rows without elements are all equal.
+        // Rows without elements are all equal, so there is one distinct row.
         let (values, inverse, counts) = Tensor::zeros([4, 0], device).unwrap().unique_all(0).unwrap();
         assert_eq!((values.shape().dims(), counts.to_vec::<i64>().unwrap()), (&[1, 0][..], vec![4]));
         assert_eq!(inverse.to_vec::<i64>().unwrap(), [0; 4]);
@@ -437,7 +437,7 @@ fn nonzero_and_masked_select() {
         assert_eq!(Tensor::zeros([2, 0, 3], device).unwrap().nonzero().unwrap().shape().dims(), [0, 3]);
         assert_eq!(Tensor::ones((), device).unwrap().nonzero().unwrap().shape().dims(), [1, 0]);
         assert_eq!(Tensor::zeros((), device).unwrap().nonzero().unwrap().shape().dims(), [0, 0]);
-        // Both operands are broadcast.
+        // The tensor and the mask are both broadcast.
         let row = Tensor::from_slice(&[true, false, true], 3, device).unwrap();
         let picked = Tensor::from_slice(&[1i64, 2], [2, 1], device).unwrap().masked_select(&row).unwrap();
         assert_eq!(picked.to_vec::<i64>().unwrap(), [1, 1, 2, 2]);

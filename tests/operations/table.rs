@@ -1,5 +1,5 @@
-//! Every row of the expression table on every device: values compared with f64 and derivatives with central differences, for contiguous,
-//! strided, reversed and broadcast operands. New rows are tested automatically.
+//! Every row of the expression table on every device: values are compared with f64 and derivatives with central differences, for
+//! contiguous, strided, reversed and broadcast operands. New rows are tested automatically.
 
 use claystone::ops::{Accepts, Output, ROWS, Row};
 use claystone::{DType, Device, Result, Scalar, Tensor};
@@ -10,7 +10,7 @@ const HEIGHT: usize = 7;
 const WIDTH: usize = 13;
 const POINTS: usize = HEIGHT * WIDTH;
 
-/// The memory layout of an operand. All layouts except the first use the strided kernel.
+/// The memory layout of an operand. All layouts except `Contiguous` use the strided kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Layout {
     Contiguous,
@@ -18,11 +18,11 @@ enum Layout {
     Strided,
     /// Columns in reverse order.
     Backwards,
-    /// One row, broadcast to all rows.
+    /// A single row that is broadcast to all rows.
     Broadcast,
 }
 
-/// The operand's values after broadcasting, and the tensor.
+/// Returns the operand's values after broadcasting, and the operand as a tensor.
 fn operand(row: &Row, k: usize, lie: Layout, dtype: DType, device: Device) -> Result<(Vec<f64>, Tensor)> {
     let (low, high) = row.domain[k];
     // Low-discrepancy points that are exact in f32, with different values in each operand.
@@ -52,8 +52,8 @@ fn operand(row: &Row, k: usize, lie: Layout, dtype: DType, device: Device) -> Re
     Ok((seen, t))
 }
 
-/// The cases of a row: all operands contiguous, then every other layout for each operand in turn. A single broadcast operand has a
-/// contiguous result, so that case is skipped.
+/// Returns the cases of a table row: all operands contiguous, then every other layout for each operand in turn. If all operands are
+/// broadcast the result is contiguous, so that case is skipped.
 fn cases(row: &Row) -> Vec<Vec<Layout>> {
     let lies = [Layout::Strided, Layout::Backwards, Layout::Broadcast];
     let mixed = (0..lies.len()).map(|v| (0..row.arity).map(|k| lies[(v + k) % lies.len()]).collect());
@@ -96,7 +96,8 @@ fn check_derivatives(row: &'static Row, device: Device) -> Result<()> {
     let (dtype, tolerance) = if fp64 { (DType::F64, 1e-6) } else { (DType::F32, 1e-3) };
     for case in cases(row) {
         let operands = (0..row.arity).map(|k| operand(row, k, case[k], dtype, device)).collect::<Result<Vec<_>>>()?;
-        // Derivatives by the reference. If two step sizes disagree, there is a kink between them, and the point's upstream gradient is 0.
+        // Slopes of the reference. If two step sizes disagree, there is a kink nearby, and the point gets the output gradient 0, which
+        // excludes it.
         let mut slopes = vec![vec![0.0; POINTS]; row.arity];
         let mut upstream = vec![1.0; POINTS];
         for i in 0..POINTS {
@@ -142,7 +143,8 @@ fn check_derivatives(row: &'static Row, device: Device) -> Result<()> {
     Ok(())
 }
 
-/// Checks every second row, so that two tests can compile kernels in parallel. `ROW=erf,erfc` selects rows.
+/// Checks every second row, starting at `part` (0 or 1), so that two tests compile kernels in parallel. `ROW=erf,erfc` selects
+/// rows.
 fn check(part: usize) {
     let only = std::env::var("ROW").ok();
     let wanted = |row: &&&Row| only.as_deref().is_none_or(|names| names.split(',').any(|name| name == row.name));
@@ -170,7 +172,7 @@ fn odd_rows_of_the_table() {
 #[test]
 fn where_with_float_masks_keeps_integers_exact() {
     each_device(|d| {
-        let odd = (1i64 << 53) + 1; // not representable as a float
+        let odd = (1i64 << 53) + 1; // an integer that f64 cannot represent
         let a = Tensor::full(&[2], odd, (DType::I64, d)).unwrap();
         let mask = Tensor::from_slice(&[0.25f32, 0.0], 2, d).unwrap();
         assert_eq!(mask.where_cond(&a, &a.neg().unwrap()).unwrap().to_vec::<i64>().unwrap(), [odd, -odd]);

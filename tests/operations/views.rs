@@ -5,12 +5,12 @@ use ndarray::{ArrayD, Axis, IxDyn, Slice};
 
 use crate::harness::{Case, case};
 
-/// An array whose elements are a function of their index.
+/// Returns an array whose elements are a function of their index.
 pub fn built(shape: &[usize], f: impl Fn(&[usize]) -> f64) -> ArrayD<f64> {
     ArrayD::from_shape_fn(IxDyn(shape), |i| f(&(0..shape.len()).map(|d| i[d]).collect::<Vec<_>>()))
 }
 
-/// The elements in the same order in another shape.
+/// Returns the elements in the same order in another shape.
 pub fn reshaped(x: &ArrayD<f64>, shape: &[usize]) -> ArrayD<f64> {
     ArrayD::from_shape_vec(IxDyn(shape), x.iter().copied().collect()).expect("as many elements")
 }
@@ -31,7 +31,7 @@ fn swapped(x: &ArrayD<f64>, a: usize, b: usize) -> ArrayD<f64> {
     x
 }
 
-/// Windows along dim d, as a new last dim.
+/// Returns the windows along dim d as a new last dim.
 fn windows(x: &ArrayD<f64>, d: usize, size: usize, step: usize) -> ArrayD<f64> {
     let mut shape = x.shape().to_vec();
     shape[d] = (shape[d] - size) / step + 1;
@@ -44,7 +44,7 @@ fn windows(x: &ArrayD<f64>, d: usize, size: usize, step: usize) -> ArrayD<f64> {
     })
 }
 
-/// The diagonal of dims a and b with offset k.
+/// Returns the diagonal of dims a and b with offset k.
 fn diagonal(x: &ArrayD<f64>, k: isize, a: usize, b: usize) -> ArrayD<f64> {
     let (top, left) = (k.min(0).unsigned_abs(), k.max(0).unsigned_abs());
     let len = x.shape()[a].saturating_sub(top).min(x.shape()[b].saturating_sub(left));
@@ -75,7 +75,7 @@ fn pieces(x: &ArrayD<f64>, d: usize, sizes: &[usize]) -> Vec<ArrayD<f64>> {
 fn shapes() -> Vec<Case> {
     let mut cases = Vec::new();
     for name in ["reshape", "view"] {
-        // `view` refuses incompatible strides; adding a leading dim is always compatible.
+        // `view` refuses incompatible strides. Adding a leading dim is compatible with all strides.
         cases.push(case(name).input(&[2, 3, 4]).arg(&[1, 2, 3, -1]).with_reference(|x| vec![reshaped(&x[0], &[1, 2, 3, 4])]));
         cases.push(case(name).input(&[0, 3]).arg(&[3, -1]).with_reference(|x| vec![reshaped(&x[0], &[3, 0])]));
     }
@@ -200,7 +200,7 @@ fn repetitions() -> Vec<Case> {
         cases.push(case("broadcast_to").input(&shape).arg(sizes).with_reference(wide));
         cases.push(case("expand_as").input(&shape).input(sizes).with_reference(wide));
     }
-    // `as_strided` depends on the operand's layout, except when it reads only the first element.
+    // `as_strided` depends on the operand's layout unless it reads only the first element, so only that element is read here.
     let first = |shape: &'static [usize]| move |x: &[ArrayD<f64>]| vec![built(shape, |_| x[0][[0, 0]])];
     let strided = |shape: &[i32], strides: &[i32]| case("as_strided").input(&[1, 4]).arg(shape).arg(strides);
     cases.push(strided(&[3, 2], &[0, 0]).with_reference(first(&[3, 2])));

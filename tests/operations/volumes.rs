@@ -1,4 +1,4 @@
-//! 3-D convolutions and pools, compared with loops over their definitions in any number of dims.
+//! 3-D convolutions and pools, compared with loops over their definitions, which are written for any number of dims.
 
 use claystone::ops::Argument;
 use claystone::{AvgPoolOptions, ConvOptions, ConvTransposeOptions, DType, Device, MaxPoolOptions, Tensor};
@@ -7,7 +7,7 @@ use ndarray::{ArrayD, Axis, Dimension, IxDyn};
 use crate::common::{each_device, f64s};
 use crate::harness::{Case, case};
 
-/// Stride, padding (before, after), dilation and groups.
+/// Stride, padding (before and after), dilation and groups, with `D` spatial dims.
 #[derive(Clone, Copy)]
 pub struct ConvParams<const D: usize> {
     pub stride: [usize; D],
@@ -42,7 +42,8 @@ fn indices(dims: &[usize]) -> impl Iterator<Item = Vec<usize>> {
 }
 
 impl<const D: usize> ConvParams<D> {
-    /// The number of windows; with `ceil` the last window may extend beyond the padding if it starts within the image.
+    /// Returns the number of windows in each dim. With `ceil`, the last window may extend beyond the padding if it starts within
+    /// the image.
     pub fn grid(&self, image: [usize; D], kernel: [usize; D], ceil: bool) -> [usize; D] {
         std::array::from_fn(|d| {
             let (before, behind) = self.padding[d];
@@ -54,13 +55,14 @@ impl<const D: usize> ConvParams<D> {
         })
     }
 
-    /// The index in the image of tap `k` of window `o`; None in the padding.
+    /// Returns the index in the image of tap `k` of window `o`; `None` in the padding.
     fn place(&self, image: [usize; D], o: &[usize], k: &[usize]) -> Option<Vec<usize>> {
         let along = |d: usize| (o[d] * self.stride[d] + k[d] * self.dilation[d]).checked_sub(self.padding[d].0);
         (0..D).map(|d| along(d).filter(|&i| i < image[d])).collect()
     }
 
-    /// Calls `f` with the indices in images, weight `[outer, inner, kernel]` and windows of every product of a convolution.
+    /// Calls `f` for every product of a convolution, with the indices into the images, the weight `[outer, inner, kernel]` and the
+    /// windows.
     pub fn products(
         &self,
         n: usize,
@@ -113,7 +115,8 @@ pub fn conv_transpose<const D: usize>(t: &[ArrayD<f64>], m: ConvParams<D>, added
     remove_added_dims::<D>(out, &t[0])
 }
 
-/// Applies `f` to each window's elements, with their index in the image, and to the window's size with padding.
+/// Applies `f` to each window: to its elements as pairs of index in the image and value, and to the window's size including
+/// padding.
 fn windows<const D: usize>(
     given: &ArrayD<f64>,
     grid: [usize; D],
@@ -141,7 +144,7 @@ pub fn mean(e: &[(usize, f64)], by: f64) -> f64 {
     e.iter().map(|(_, v)| v).sum::<f64>() / by
 }
 
-/// A pool with windows of one size.
+/// Computes a pool with windows of one size.
 pub fn pool<const D: usize>(
     x: &ArrayD<f64>,
     kernel: [usize; D],
@@ -176,7 +179,7 @@ pub fn max_pool<const D: usize>(x: &ArrayD<f64>, kernel: [usize; D], m: ConvPara
     vec![value, pool(x, kernel, m, ceil, |e, _| greatest(e).0 as f64)]
 }
 
-/// Tolerance factor for sums of many products, whose rounding is that of the largest partial sum.
+/// Tolerance factor for sums of many products: rounding errors are relative to the largest partial sum, not to the result.
 pub const PRODUCTS: f64 = 10.0;
 
 fn conv3d(x: &[usize], w: &[usize], bias: bool, m: ConvParams<3>) -> Case {
@@ -268,7 +271,8 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-/// The last NaN of a window wins, then the first of equal elements over several slices; -infinity only if nothing else exists.
+/// The maximum of a window is its last NaN, otherwise the first of its greatest elements, also across slices. It is -infinity only
+/// if all elements are.
 #[test]
 fn max_pool3d_of_special_values() {
     each_device(|device| {
@@ -282,7 +286,7 @@ fn max_pool3d_of_special_values() {
     });
 }
 
-/// Sums that f16 and bf16 cannot represent, and means that would be rounded twice.
+/// Sums of a window that f16 cannot represent, and means in bf16 that would be wrong if the sum were rounded before the division.
 #[test]
 fn means_of_sixteen_bit_floats_round_once() {
     each_device(|device| {
@@ -292,7 +296,7 @@ fn means_of_sixteen_bit_floats_round_once() {
             f64s(&x.to_dtype(dtype).unwrap().avg_pool3d([2, 1, 2], options).unwrap())
         };
         assert_eq!(pool([60000.0, 60000.0, -60000.0, 1024.0], DType::F16).sum(), 30512.0);
-        // bf16 rounds 1 + 1/256 down, and so rounding the sum first would be wrong.
+        // bf16 rounds 1 + 1/256 down, so a sum that is rounded to bf16 first would give a wrong mean.
         assert_eq!(pool([1.0, 1.0 / 256.0, 1.0, 2.0 / 256.0], DType::BF16).sum(), 1.0078125);
     });
 }

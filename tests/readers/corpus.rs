@@ -1,4 +1,4 @@
-//! Valid inputs of each format, written by the library or by hand. Mutations start from them.
+//! Valid inputs of each format, written by the library or by hand. The tests mutate these inputs.
 
 use std::io::{Cursor, Write};
 
@@ -11,7 +11,7 @@ use zip::{CompressionMethod, ZipWriter};
 
 use crate::targets::CACHE_FILE;
 
-/// A profile with one event of each kind.
+/// A profiler trace with one event of each kind.
 const PROFILE: &str = r#"{"otherData":{"duration_us":200.0,"dropped_events":3,
 "devices":[{"device":"opencl:0","name":"Some GPU","pid":1,"copy_bytes_per_s":1e9}]},"traceEvents":[
 {"ph":"M","name":"thread_name","pid":0,"tid":4,"args":{"name":"main"}},
@@ -22,13 +22,13 @@ const PROFILE: &str = r#"{"otherData":{"duration_us":200.0,"dropped_events":3,
 {"ph":"s","id":1,"cat":"launch","name":"launch","pid":0,"tid":4,"ts":12},
 {"ph":"C","name":"memory opencl:0","pid":1,"ts":30,"args":{"allocated":100,"reserved":2000}}]}"#;
 
-/// A trace with events of other programs, as a list without its closing bracket.
+/// A trace written by another program: a list of events without the closing bracket.
 const PAGE: &str = r#"[{"ph":"M","name":"process_sort_index","pid":"a","args":{"sort_index":-3}},null,
 {"ph":"B","name":"step","pid":"a","tid":"b","ts":"1.5"},{"ph":"i","name":"mark","pid":7,"tid":8,"ts":2,"id":"0x1"},
 {"ph":"E","pid":"a","tid":"b","ts":9},{"ph":"B","name":"open","pid":"a","tid":"b","ts":10,"args":{"n":1e300,"x":{"y":[]}}},
 {"ph":"t","id":"0x1","cat":"a","pid":7,"tid":8,"ts":3},{"ph":"f","id":"0x1","cat":"a","pid":"a","tid":"b","ts":1},"#;
 
-/// Valid inputs for a reader.
+/// Returns valid inputs for the named reader.
 pub fn of(name: &str) -> Vec<Vec<u8>> {
     let texts = |texts: &[&str]| texts.iter().map(|text| text.as_bytes().to_vec()).collect();
     match name {
@@ -73,20 +73,20 @@ pub fn of(name: &str) -> Vec<Vec<u8>> {
 
 const PYTORCH: &[u8] = include_bytes!("../../src/storage/history/tests/pytorch.pickle");
 
-/// A file of the program cache with a valid seal.
+/// Returns a file of the program cache whose checksum is valid.
 fn sealed(contents: &[u8]) -> Vec<u8> {
     let sum = Sha256::new().chain_update(CACHE_FILE).chain_update([0]).chain_update(contents).finalize();
     [&b"claystone binary"[..], &sum[..], contents].concat()
 }
 
-/// An npy file with the given version and header literal.
+/// Returns an npy file with the given version, header (a Python dict literal) and elements.
 pub fn npy(version: u8, literal: &str, elements: &[u8]) -> Vec<u8> {
     let length = (literal.len() as u32).to_le_bytes();
     let length = if version == 1 { &length[..2] } else { &length[..] };
     [b"\x93NUMPY", &[version, 0][..], length, literal.as_bytes(), elements].concat()
 }
 
-/// Header literal of a byte array.
+/// Returns the npy header of a byte array of the given shape.
 pub fn literal(shape: &str) -> String {
     format!("{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}")
 }
@@ -105,7 +105,7 @@ fn npy_files() -> Vec<Vec<u8>> {
     ]
 }
 
-/// An archive of the given files. With compression, long runs of zeros take few bytes.
+/// Returns a zip archive of the given files. With compression, long runs of zeros take few bytes.
 pub fn zip(method: CompressionMethod, files: &[Vec<u8>]) -> Vec<u8> {
     let mut archive = ZipWriter::new(Cursor::new(Vec::new()));
     for (i, file) in files.iter().enumerate() {
@@ -116,7 +116,7 @@ pub fn zip(method: CompressionMethod, files: &[Vec<u8>]) -> Vec<u8> {
     archive.finish().unwrap().into_inner()
 }
 
-/// A file with tensors of all dtypes.
+/// Returns a file with tensors of all dtypes.
 fn file_of_all_dtypes(name: &str) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let tensor =
@@ -126,7 +126,7 @@ fn file_of_all_dtypes(name: &str) -> Vec<u8> {
     std::fs::read(folder.path().join(name)).unwrap()
 }
 
-/// A snapshot of the CPU device taken while tensors are created and dropped.
+/// Returns a snapshot of the CPU device, taken while tensors are created and dropped.
 fn snapshot() -> Snapshot {
     Device::Cpu.record_memory_history(HistoryOptions::default()).unwrap();
     let _kept = annotate("setup", || with_context("input", || Tensor::ones(&[64, 64], Device::Cpu))).unwrap();
@@ -161,7 +161,8 @@ fn log() -> Vec<u8> {
     bytes
 }
 
-/// A pickled snapshot with nested lists as a setting: each of `depth` levels contains the next level's list `fold` times.
+/// Returns a pickled snapshot that has nested lists as a setting: each of `depth` levels contains the next level's list `fold`
+/// times.
 pub fn nested_lists(depth: u8, fold: usize) -> Vec<u8> {
     fn list(depth: u8, fold: usize) -> Vec<u8> {
         let Some(inner) = depth.checked_sub(1) else { return b"]q\x00".to_vec() };
@@ -171,12 +172,12 @@ pub fn nested_lists(depth: u8, fold: usize) -> Vec<u8> {
     pickled_snapshot("allocator_settings", &[&b"}("[..], &text("a"), &list(depth, fold), b"u"].concat())
 }
 
-/// A pickled snapshot without segments and with the given value under the given name.
+/// Returns a pickled snapshot that has no segments and one more entry, with the given name and value.
 pub fn pickled_snapshot(name: &str, value: &[u8]) -> Vec<u8> {
     [&b"\x80\x02}("[..], &text("segments"), b"]", &text(name), value, b"u."].concat()
 }
 
-/// The pickle instruction that pushes a short text.
+/// Returns the pickle instruction that pushes a short text.
 pub fn text(text: &str) -> Vec<u8> {
     [&b"X"[..], &(text.len() as u32).to_le_bytes(), text.as_bytes()].concat()
 }

@@ -1,6 +1,6 @@
-//! Readers of files and text: for any bytes they do not panic, take bounded memory, and return errors of one sentence.
+//! Readers of files and text: for any bytes they do not panic, use bounded memory, and return errors of one sentence.
 //!
-//! Each reader gets 2,000 mutations of valid inputs, or `CLAYSTONE_MUTATIONS`.
+//! Each reader gets 2,000 mutated inputs. The environment variable `CLAYSTONE_MUTATIONS` sets another number.
 
 mod corpus;
 mod mutate;
@@ -21,10 +21,10 @@ use zip::CompressionMethod::{Deflated, Stored};
 #[global_allocator]
 static HEAP: PeakAlloc = PeakAlloc;
 
-/// Bytes that a reader may take beyond the size of its input.
+/// Bytes that a reader may allocate in addition to the size of its input.
 const SLACK_BYTES: usize = 64 << 20;
 
-/// Lock for tests that measure memory, which is global to the process.
+/// Locks a mutex for a test that measures memory, because the measured memory is that of the whole process.
 fn serial_guard() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     let guard = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -32,7 +32,7 @@ fn serial_guard() -> MutexGuard<'static, ()> {
     guard
 }
 
-/// Peak bytes taken on the heap and on the CPU device while `f` runs.
+/// Runs `f` and returns its result, and the peak number of bytes that it allocated on the heap and on the CPU device.
 fn peak<R>(f: impl FnOnce() -> R) -> (usize, R) {
     Device::Cpu.reset_peak_stats().unwrap();
     let before = HEAP.current_usage();
@@ -68,7 +68,7 @@ fn mutations_cause_neither_panics_nor_large_allocations() {
     }
 }
 
-/// Reads `bytes` as a file of this name and checks the memory bound.
+/// Writes `bytes` to a file of this name, reads the file and checks the limit of memory.
 #[track_caller]
 fn read_bounded<T>(name: &str, bytes: &[u8], read: impl FnOnce(&std::path::Path) -> Result<T>) -> Result<T> {
     let folder = tempfile::tempdir().unwrap();
@@ -115,7 +115,7 @@ fn archives_are_checked_before_memory_is_taken() {
     let load_all =
         |bytes: &[u8]| read_bounded("x.npz", bytes, |path| io::read_npz_limited(path, Device::Cpu, u64::MAX));
     assert_refused(load_all(&header), "too long for an array");
-    // 200 MiB of zeros: a valid archive is read, and a damaged archive takes no memory.
+    // 200 MiB of zeros: a valid archive is read, and a damaged archive is refused before memory is allocated.
     let zeros = npy(1, &literal("(209715200,)"), &vec![0; 200 << 20]);
     let mut archive = zip(Deflated, &[zeros]);
     assert!(archive.len() < 1 << 20);
@@ -131,10 +131,10 @@ fn archives_are_checked_before_memory_is_taken() {
     let end = archive.len() - 500;
     archive[end] ^= 0x55;
     assert_refused(load_all(&archive), "x.npz");
-    // The default limit is 8 times the archive's size plus 32 MiB.
+    // By default, a reader may allocate up to 8 times the archive's size plus 32 MiB.
     let zeros = npy(1, &literal("(31457280,)"), &vec![0; 30 << 20]);
     load(&zip(Deflated, &[zeros])).unwrap();
-    // An array longer than its entry, and an entry longer than its data.
+    // Refuses an array that is longer than its archive entry, and an entry that is longer than its data.
     assert_refused(load(&zip(Stored, &[npy(1, &literal("(1000000000,)"), &[0; 100])])), "ends before");
     let small = npy(1, &literal("(3,)"), &[1, 2, 3]);
     let mut long = zip(Deflated, std::slice::from_ref(&small));
@@ -144,7 +144,7 @@ fn archives_are_checked_before_memory_is_taken() {
     assert_refused(load(&archive_with_duplicate_entry(&zip(Stored, &[small]))), "overlap");
 }
 
-/// An archive whose directory lists its only entry twice.
+/// Returns the archive with its only entry listed twice in the zip directory.
 fn archive_with_duplicate_entry(archive: &[u8]) -> Vec<u8> {
     let directory = archive.windows(4).rposition(|w| w == b"PK\x01\x02").unwrap();
     let end = archive.windows(4).rposition(|w| w == b"PK\x05\x06").unwrap();
@@ -157,7 +157,7 @@ fn archive_with_duplicate_entry(archive: &[u8]) -> Vec<u8> {
     [&archive[..end], &second, &tail].concat()
 }
 
-/// Endless files are read up to a bound.
+/// Endless files such as /dev/zero are read up to a limit, so that reading ends with an error.
 #[test]
 #[cfg(unix)]
 fn endless_files_are_read_up_to_a_bound() {
@@ -188,12 +188,12 @@ fn pickles_with_shared_values_take_bounded_memory() {
     assert_refused(read(&nested_lists(40, 2)), "nested too deep");
     assert_refused(read(&b"(".repeat(1 << 20)), "too many values");
     assert_refused(read(&b"]".repeat(1 << 20)), "too many values");
-    // A list that contains itself.
+    // A list that contains itself is refused.
     assert_refused(
         read(&pickled_snapshot("allocator_settings", &[&b"}("[..], &text("a"), b"]q\x00h\x00au"].concat())),
         "too deep",
     );
-    // An event with a hundred thousand references to one frame with a long name.
+    // An event that refers 100,000 times to one frame with a long name.
     let frame = [&b"}("[..], &text("filename"), &text(&"x".repeat(10_000)), &text("line"), b"K\x01"].concat();
     let frame = [&frame[..], &text("name"), &text("f"), b"uq\x00"].concat();
     let stack = [&b"]("[..], &frame, &b"h\x00".repeat(100_000), b"e"].concat();
@@ -203,7 +203,7 @@ fn pickles_with_shared_values_take_bounded_memory() {
     assert_refused(read(&pickled_snapshot("device_traces", &traces)), "too many values");
 }
 
-/// As in PyTorch's snapshots, every event has its own list of frames, and all lists share the frames.
+/// As in PyTorch's snapshots, every event has its own list of frames, and all lists refer to the same frames.
 #[test]
 fn shared_stacks_are_stored_once() {
     let _guard = serial_guard();
@@ -227,7 +227,7 @@ fn shared_stacks_are_stored_once() {
     assert!(taken < 16 * pickle.len(), "{taken} bytes for a pickle of {}", pickle.len());
 }
 
-/// A file with a valid seal is opened, and a file with an invalid seal is removed.
+/// The cache opens a file with a valid checksum, and removes a file with an invalid checksum.
 #[test]
 fn cache_files_need_a_valid_seal() {
     let _guard = serial_guard();

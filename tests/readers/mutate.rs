@@ -1,11 +1,12 @@
-//! Mutations of inputs: a few edits that keep most of a file, drawn from a seeded generator.
+//! Mutates inputs: makes a few random edits that keep most of a file. The random generator is seeded.
 
-/// Number of mutations per kind of input: `CLAYSTONE_MUTATIONS`, or `usual`.
+/// Returns the number of mutations per kind of input: the environment variable `CLAYSTONE_MUTATIONS`, or `usual` without the
+/// variable.
 pub fn count(usual: u64) -> u64 {
     std::env::var("CLAYSTONE_MUTATIONS").map_or(usual, |n| n.parse().unwrap())
 }
 
-/// The SplitMix64 generator.
+/// The SplitMix64 random number generator.
 pub struct Random(pub u64);
 
 impl Random {
@@ -17,13 +18,13 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number below `n`, which must be positive.
+    /// Returns a number below `n`, which must be positive.
     pub fn below(&mut self, n: usize) -> usize {
         (self.next() % n as u64) as usize
     }
 }
 
-/// Numbers at the limits of the types of lengths and sizes.
+/// Limits of the integer types that formats use for lengths and sizes, and numbers next to these limits.
 const EDGE_NUMBERS: [u64; 14] = [
     0,
     1,
@@ -41,13 +42,13 @@ const EDGE_NUMBERS: [u64; 14] = [
     u64::MAX,
 ];
 
-/// Separators of text, and bytes that are not text.
+/// Separators of text formats, and bytes that are not valid text.
 const SEPARATORS: &[u8] = b"()[]{},:'\"->.0 \n#-\x00\x80\xff";
 
-/// Maximum length of mutated inputs in bytes. Without it, repeated duplication would let inputs grow without bound.
+/// Maximum length of mutated inputs in bytes. Without a maximum, repeated duplication would let inputs grow without limit.
 const MAX_BYTES: usize = 1 << 17;
 
-/// One of the valid inputs with one to six edits.
+/// Returns one of the valid inputs with one to six edits.
 pub fn mutated(random: &mut Random, whole: &[Vec<u8>]) -> Vec<u8> {
     let mut bytes = whole[random.below(whole.len())].clone();
     for _ in 0..=random.below(6) {
@@ -61,7 +62,7 @@ fn edit(random: &mut Random, bytes: &mut Vec<u8>, whole: &[Vec<u8>]) {
     if bytes.is_empty() {
         bytes.push(random.next() as u8);
     }
-    // Headers are at the start and directories at the end, so every second edit is there.
+    // Every second edit is near the start or the end, where formats have headers and directories.
     let near = bytes.len().min(200);
     let at = match random.below(4) {
         0 => random.below(near),
@@ -93,7 +94,7 @@ fn edit(random: &mut Random, bytes: &mut Vec<u8>, whole: &[Vec<u8>]) {
             }
         }
         7 => {
-            // Replaces the next number in text.
+            // Replaces the next decimal number of a text.
             let Some(start) = bytes[at..].iter().position(u8::is_ascii_digit).map(|i| at + i) else { return };
             let end = bytes[start..].iter().position(|b| !b.is_ascii_digit()).map_or(bytes.len(), |i| start + i);
             let number =

@@ -1,6 +1,6 @@
-//! Every reader of files and text as a function of bytes, for these tests and for the targets of `fuzz/`.
+//! Every reader of files and text as a function of bytes, for these tests and for the fuzz targets of `fuzz/`.
 
-#![allow(dead_code)] // each target of `fuzz/` uses one of the functions
+#![allow(dead_code)] // each target of `fuzz/` uses only one of the functions
 
 use std::cell::RefCell;
 use std::fs;
@@ -18,14 +18,14 @@ pub mod page;
 #[path = "../../cli/src/trace/mod.rs"]
 pub mod trace;
 
-/// Maximum length of an error in bytes, for inputs of any length.
+/// Maximum length of an error message in bytes, for inputs of any length.
 const MAX_ERROR_BYTES: usize = 3000;
 
 thread_local! {
     static FOLDER: RefCell<Option<TempDir>> = const { RefCell::new(None) };
 }
 
-/// Writes a file in this thread's folder, which is in memory if /dev/shm exists.
+/// Writes a file in this thread's temporary folder, which is in memory if /dev/shm exists.
 fn file(name: &str, bytes: &[u8]) -> PathBuf {
     FOLDER.with_borrow_mut(|folder| {
         let folder = folder.get_or_insert_with(|| {
@@ -37,7 +37,7 @@ fn file(name: &str, bytes: &[u8]) -> PathBuf {
     })
 }
 
-/// Accepts any outcome, but checks that an error is short.
+/// Accepts success and errors, but checks that an error message is short.
 #[track_caller]
 fn checked_outcome<T>(outcome: Result<T>) -> Option<T> {
     outcome.inspect_err(|e| assert_short(&e.to_string())).ok()
@@ -69,7 +69,7 @@ pub fn mapped(bytes: &[u8]) {
     names.into_iter().for_each(|name| drop(checked_outcome(tensors.get(name, Device::Cpu))));
 }
 
-/// Uses a snapshot as the tools do.
+/// Calls the methods of a snapshot that the command-line tools call.
 fn used(snapshot: Option<Snapshot>) {
     if let Some(snapshot) = snapshot {
         checked_outcome(snapshot.check());
@@ -96,7 +96,7 @@ pub fn profile(bytes: &[u8]) {
     }
 }
 
-/// Builds the page of a profile.
+/// Builds the HTML page that shows a profile.
 pub fn page(bytes: &[u8]) {
     match page::blob(&String::from_utf8_lossy(bytes)) {
         Ok(blob) => blob.write(&mut std::io::sink()).expect("a sink takes everything"),
@@ -137,14 +137,14 @@ pub fn einsum(bytes: &[u8]) {
     });
 }
 
-/// Name of a file in the program cache.
+/// A file name in the program cache. The checksum of a cache file covers its name and contents.
 pub const CACHE_FILE: &str = "0000000000000000000000000000000000000000000000000000000000000000.tuning";
 
 pub fn cache(bytes: &[u8]) {
     checked_outcome(claystone::device::read_cache_file(&file(CACHE_FILE, bytes)));
 }
 
-/// Name of a reader and the function that runs it.
+/// The name of a reader and the function that runs it.
 pub type Target = (&'static str, fn(&[u8]));
 
 pub const TARGETS: [Target; 14] = [

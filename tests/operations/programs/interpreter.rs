@@ -1,9 +1,9 @@
-//! Tensors as lists of positions: a direct model of views and in-place changes.
+//! A simple model of tensors, views and in-place changes: a tensor is a list of positions in a shared list of numbers.
 
 use std::cell::RefCell;
 use std::rc::Rc;
 
-/// A tensor: the position of each element, in row-major order, in a list that views share.
+/// A tensor. `at` contains the position of each element, in row-major order, in `list`, which views share.
 #[derive(Clone)]
 pub struct Value {
     list: Rc<RefCell<Vec<f64>>>,
@@ -11,19 +11,19 @@ pub struct Value {
     pub shape: Vec<usize>,
 }
 
-/// All multi-indices of a shape, in row-major order.
+/// Returns all multi-indices of a shape, in row-major order.
 fn indexes(shape: &[usize]) -> Vec<Vec<usize>> {
     shape.iter().fold(vec![Vec::new()], |all, &d| {
         all.iter().flat_map(|index| (0..d).map(|i| [&index[..], &[i]].concat())).collect()
     })
 }
 
-/// The row-major position of a multi-index.
+/// Returns the row-major position of a multi-index.
 fn place(shape: &[usize], index: &[usize]) -> usize {
     shape.iter().zip(index).fold(0, |at, (d, i)| at * d + i)
 }
 
-/// Python's `range(size)[start:end:step]`.
+/// Returns the indices in Python's `range(size)[start:end:step]`.
 pub fn sliced(size: usize, start: isize, end: isize, step: isize) -> Vec<usize> {
     let n = size as isize;
     let (low, high) = if step > 0 { (0, n) } else { (-1, n - 1) };
@@ -37,7 +37,7 @@ pub fn sliced(size: usize, start: isize, end: isize, step: isize) -> Vec<usize> 
     picked
 }
 
-/// The common broadcast shape, if there is one.
+/// Returns the broadcast shape of two shapes, or `None` if they do not broadcast.
 pub fn broadcast(a: &[usize], b: &[usize]) -> Option<Vec<usize>> {
     let rank = a.len().max(b.len());
     let size = |s: &[usize], d: usize| if d + s.len() < rank { 1 } else { s[d + s.len() - rank] };
@@ -61,13 +61,13 @@ impl Value {
         self.at.iter().map(|&i| list[i]).collect()
     }
 
-    /// Sets each element k to `f(k)`.
+    /// Sets the element at row-major index k to `f(k)`, for each k.
     pub fn write(&self, f: impl Fn(usize) -> f64) {
         let mut list = self.list.borrow_mut();
         self.at.iter().enumerate().for_each(|(k, &i)| list[i] = f(k));
     }
 
-    /// Copies to a new list.
+    /// Copies the elements to a new list.
     pub fn copied(&self) -> Value {
         Value::new(&self.shape, self.read())
     }
@@ -85,14 +85,14 @@ impl Value {
         self.at.windows(2).all(|two| two[1] == two[0] + 1)
     }
 
-    /// Whether two elements share a position.
+    /// Whether two elements have the same position in the list.
     pub fn repeats(&self) -> bool {
         let mut at = self.at.clone();
         at.sort_unstable();
         at.windows(2).any(|two| two[0] == two[1])
     }
 
-    /// A view of `shape` whose element at an index is this tensor's element at `source(index)`.
+    /// Returns a view of `shape` whose element at an index is this tensor's element at `source(index)`.
     fn view(&self, shape: Vec<usize>, source: impl Fn(&[usize]) -> Vec<usize>) -> Value {
         let at = indexes(&shape).iter().map(|index| self.at[place(&self.shape, &source(index))]).collect();
         Value { list: self.list.clone(), at, shape }
@@ -108,7 +108,7 @@ impl Value {
         })
     }
 
-    /// Selects these indices of dim d.
+    /// Returns a view of the indices `picked` of dim d.
     pub fn pick(&self, d: usize, picked: &[usize]) -> Value {
         let mut shape = self.shape.clone();
         shape[d] = picked.len();
@@ -138,7 +138,7 @@ impl Value {
         })
     }
 
-    /// Reduces `dims` with `f`.
+    /// Reduces the dims `dims` with `f`.
     pub fn fold(&self, dims: &[usize], keepdim: bool, f: impl Fn(&[f64]) -> f64) -> Value {
         let mut shape = self.shape.clone();
         dims.iter().for_each(|&d| shape[d] = 1);

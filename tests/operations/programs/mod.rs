@@ -1,8 +1,8 @@
-//! Random programs, run on the CPU, on every OpenCL device, and in an interpreter on lists of f64. Runs 10,000 programs, or
-//! `PROPTEST_CASES`.
+//! Runs random programs on the CPU, on every OpenCL device, and in an interpreter on lists of f64. The number of programs is
+//! 10,000, or the environment variable `PROPTEST_CASES`.
 //!
-//! Values are integers of at most 1000, clamped after every step, so that all three agree exactly. The number of distinct kernels is
-//! small: one operation per launch, and shapes of up to three dims.
+//! Values are integers of magnitude at most 1000, clamped after every step, so that the CPU, OpenCL and the interpreter agree
+//! exactly. Few distinct kernels are compiled: each launch has one operation, and shapes have up to three dims.
 
 mod interpreter;
 mod run;
@@ -18,7 +18,7 @@ use crate::common::devices;
 
 /// Number of programs.
 const CASES: u32 = 10_000;
-/// Values are clamped to this magnitude.
+/// Values are clamped to this magnitude after every step.
 const BOUND: f64 = 1000.0;
 /// Maximum number of elements of a value.
 const ELEMENTS: usize = 200;

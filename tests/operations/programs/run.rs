@@ -1,4 +1,4 @@
-//! Runs a program step by step in the interpreter and on every device.
+//! Runs a random program step by step in the interpreter and on every device.
 
 use claystone::{DType, Device, Result, Tensor};
 
@@ -8,12 +8,12 @@ use super::{BOUND, ELEMENTS};
 
 use crate::common::f64s;
 
-/// A running program: each value in the interpreter and on every device, and a readable line for each step.
+/// A running program: its values in the interpreter and on every device, and a log with a readable line for each step.
 pub struct Run {
     devices: Vec<Device>,
     dtype: DType,
     pub values: Vec<Value>,
-    /// The tensors of each device.
+    /// The tensors of the program on each device.
     tensors: Vec<Vec<Tensor>>,
     pub log: Vec<String>,
 }
@@ -29,7 +29,7 @@ impl Run {
         }
     }
 
-    /// Resolves a choice, counted back from the last value.
+    /// Returns the index of the chosen value; choice 0 is the last value.
     fn at(&self, choice: u8) -> usize {
         self.values.len() - 1 - usize::from(choice) % self.values.len()
     }
@@ -50,7 +50,7 @@ impl Run {
         }
     }
 
-    /// Runs a step, unless it applies to nothing.
+    /// Runs a step. Does nothing if no value exists that the step could use.
     pub fn step(&mut self, step: &Step) {
         if let Step::New { shape, .. } | Step::Full { shape, .. } = step {
             return self.create(step, shape);
@@ -159,7 +159,7 @@ impl Run {
                 }
             }
             Step::Flatten { .. } => {
-                // Some other strides allow a view too, but the interpreter cannot tell which.
+                // Other strides may allow a view too, but the interpreter only recognises elements in row-major order.
                 let view = value.in_order();
                 let mut flat = if view { value } else { value.copied() };
                 flat.shape = vec![flat.at.len()];
@@ -171,7 +171,7 @@ impl Run {
         }
     }
 
-    /// Combines two values; if their shapes do not broadcast, does nothing.
+    /// Combines two values with an operation. Does nothing if the shapes do not broadcast.
     fn pair(&mut self, what: Pair, i: usize, j: usize) {
         let (a, b) = (self.values[i].clone(), self.values[j].clone());
         let shape = interpreter::broadcast(&a.shape, &b.shape);
@@ -193,7 +193,8 @@ impl Run {
         let value = &self.values[i];
         let dims: Vec<usize> = (0..value.shape.len()).filter(|d| dims >> d & 1 == 1).collect();
         let empty = value.at.is_empty();
-        // Without dims libraries differ, reducing everything or nothing, and empty tensors have no maximum.
+        // Skips reductions over no dims, which libraries treat as over all or over none, and maxima of empty tensors, which do not
+        // exist.
         if dims.is_empty() || (empty && what != Fold::Sum) {
             return;
         }
@@ -225,7 +226,7 @@ impl Run {
         };
         let target = self.values[into].clone();
         if target.repeats() {
-            return; // elements share memory: such writes are refused, which other tests check
+            return; // several elements share memory, so writes are refused, as other tests check
         }
         let fits = |other: &Value| interpreter::broadcast(&target.shape, &other.shape).as_ref() == Some(&target.shape);
         match *step {
@@ -272,7 +273,7 @@ impl Run {
         }
     }
 
-    /// Compares every tensor with the interpreter's value.
+    /// Compares every tensor with the interpreter's value, on every device.
     pub fn check(&self) {
         for (tensors, device) in self.tensors.iter().zip(&self.devices) {
             for (i, (t, value)) in tensors.iter().zip(&self.values).enumerate() {

@@ -1,4 +1,4 @@
-//! The steps of programs, and their effect on single numbers.
+//! The steps of random programs, and their effect on single numbers.
 
 use proptest::prelude::*;
 
@@ -25,10 +25,10 @@ pub enum Fold {
     Min,
 }
 
-/// A step of a program. Numbers are taken modulo the number of choices, so that every program is valid.
+/// A step of a program. Fields that select a value are taken modulo the number of values, so that every program is valid.
 #[derive(Debug, Clone)]
 pub enum Step {
-    /// Creates a tensor of numbers that depend on the seed.
+    /// Creates a tensor whose elements depend on the seed.
     New {
         shape: Vec<usize>,
         seed: u8,
@@ -74,7 +74,7 @@ pub enum Step {
         size: u8,
         front: bool,
     },
-    /// Flattens all dims: a view if the elements are in order, else a copy.
+    /// Flattens all dims. The result is a view if the elements are in order, otherwise a copy.
     Flatten {
         of: u8,
     },
@@ -90,7 +90,7 @@ pub enum Step {
         what: Single,
         of: u8,
     },
-    /// Reduces the dims in the bits of `dims`.
+    /// Reduces the dims whose bits are set in `dims`.
     Fold {
         what: Fold,
         of: u8,
@@ -121,7 +121,7 @@ pub fn step() -> impl Strategy<Value = Step> {
     let pair = || prop_oneof![Just(Pair::Add), Just(Pair::Sub), Just(Pair::Mul), Just(Pair::Maximum)];
     let single = || prop_oneof![Just(Single::Neg), Just(Single::Abs)];
     let fold = prop_oneof![Just(Fold::Sum), Just(Fold::Max), Just(Fold::Min)];
-    // Recent values are chosen more often: 0 is the last value.
+    // Recent values are chosen more often. 0 is the last value.
     let t = || prop_oneof![2 => 0u8..3, 1 => any::<u8>()];
     let n = any::<u8>;
     prop_oneof![
@@ -148,7 +148,7 @@ pub fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// The numbers of [`Step::New`].
+/// Returns the numbers of [`Step::New`].
 pub fn numbers(n: usize, seed: u8) -> Vec<f64> {
     (0..n).map(|i| ((i * 7 + usize::from(seed) * 13) % 19) as f64 - 9.0).collect()
 }
@@ -160,7 +160,7 @@ pub fn pair(what: Pair, x: f64, y: f64) -> f64 {
         Pair::Mul => x * y,
         Pair::Maximum => x.max(y),
     };
-    made.clamp(-BOUND, BOUND) + 0.0 // no negative zeros
+    made.clamp(-BOUND, BOUND) + 0.0 // adding 0 turns -0 into 0
 }
 
 pub fn single(what: Single, x: f64) -> f64 {
