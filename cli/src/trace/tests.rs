@@ -225,7 +225,7 @@ proptest! {
             traces.iter().for_each(check);
         }
         let at = at.index(pickle.len());
-        pickle[at] = byte; // damaged
+        pickle[at] = byte; // damages one byte
         let _ = Trace::read(&pickle, "t");
     }
 }

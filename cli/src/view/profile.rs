@@ -178,7 +178,7 @@ impl Event {
     }
 }
 
-/// A point of an arrow.
+/// A point of an arrow between events: its start, its end, or a step in between.
 struct ArrowPoint {
     arrow: u32,
     at: f64,

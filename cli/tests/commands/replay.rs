@@ -121,8 +121,7 @@ fn every_trace_replays_with_every_allocator() {
     }
 }
 
-/// MiB reserved by PyTorch's own allocator for the MiniMalloc traces and `mnn_2`. It was compiled with a driver that only
-/// counts.
+/// MiB reserved by PyTorch's own allocator for the MiniMalloc traces and `mnn_2`, measured with a driver that only counts bytes.
 const PYTORCH_RESERVED_MIB: [u64; 7] = [2444, 3006, 4094, 1726, 3106, 1516, 976];
 
 #[test]
@@ -168,7 +167,7 @@ fn min_capacity_is_minimal() {
     let smaller = with(capacity - capacity / 100);
     assert_eq!(smaller.status.code(), Some(1), "{row}");
     assert!(text(&smaller.stderr).contains("out of memory"), "{smaller:?}");
-    // Without caching, the peak of live bytes suffices.
+    // Without caching, a capacity equal to the peak of live bytes suffices.
     let row = json(&[file], &["--min-capacity", "--backend", "direct"]).remove(0);
     let least = peak(&events(file), 512);
     assert!((least..=least + least / 1000).contains(&number(&row, "min_capacity")), "{row}");
@@ -222,7 +221,7 @@ fn other_formats_of_the_same_events_give_the_same_figures() {
     let (pickle, plain) = (folder.path().join("b.pickle"), folder.path().join("c.json"));
     std::fs::write(&pickle, snapshot.to_pickle().unwrap()).unwrap();
     std::fs::write(&plain, snapshot.to_json().unwrap()).unwrap();
-    // This history began late: it contains the first block's free but not its allocation.
+    // Removes the first event, the allocation of the first block, as if the recording had begun after it.
     snapshot.device_traces[0].remove(0);
     let late = folder.path().join("d.pickle");
     std::fs::write(&late, snapshot.to_pickle().unwrap()).unwrap();
@@ -260,7 +259,7 @@ fn expandable_segments_reserve_whole_pages() {
         assert!(reserved >= peak && number(&row, "segments") <= 2, "{row}");
         assert!(reserved.is_multiple_of(if peak < 512 { 8 } else { 4096 }), "{row}");
     }
-    // With compaction, a device of little more than the peak suffices.
+    // With compaction of segments, a capacity little above the peak of live bytes suffices.
     let row = &json(&[&files[7]], &["--config", "expandable_segments:True", "--min-capacity"])[0];
     let (peak, least) = (number(row, "peak_requested"), number(row, "min_capacity"));
     assert!(least <= peak + peak / 20, "{row}");
@@ -401,7 +400,7 @@ fn simulated_memory_may_be_larger_than_the_hosts() {
     let folder = TempDir::new().unwrap();
     let (file, unit) = (folder.path().join("huge.trace"), 64usize << 30);
     let (part, most) = (unit / 128, 3 * unit);
-    // Repeats until segments are cut into blocks, and then frees the blocks on both sides of a live block.
+    // Repeats an allocation until the allocator splits segments, and then frees the blocks on both sides of a live block.
     let mut trace: String = (0..200).map(|i| format!("a {i} {most}\nf {i}\n")).collect();
     let (rest, double) = (2 * unit - part, 2 * unit);
     trace += &format!("a 200 {part}\na 201 {rest}\na 202 {unit}\nf 200\nf 201\na 203 {double}\nf 202\nf 203\n");

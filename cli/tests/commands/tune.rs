@@ -56,8 +56,8 @@ fn stored_choices_are_used() {
     assert!(measured.len() >= 2 * (values.len() - 1) && measured.iter().all(|line| line.contains(" us")), "{message}");
     assert_eq!(shown().lines().collect::<Vec<_>>(), values[..values.len() - 1], "{message}");
 
-    // A changed choice is used if its seal is valid. The file starts with 16 bytes of format name and a checksum of 32 bytes, which
-    // covers the file's name and text.
+    // A changed choice is used if the file's checksum matches. A file starts with 16 bytes of format name and a checksum of 32
+    // bytes, which covers the file's name and text.
     let sealed = std::fs::read(&file).unwrap();
     let (head, text) = (&sealed[..16], String::from_utf8(sealed[48..].to_vec()).unwrap());
     let seal = |text: &str| {

@@ -144,7 +144,8 @@ fn functional_adam_matches_the_optimizer() {
                         }
                     }
                     assert_close(&parameters.values(), &want, within);
-                    // One launch computes the numbers of all tensors, and one launch updates each shape. For f64, the steps are converted first.
+                    // One launch computes all scalars, and one launch updates each shape. For f64, the step counts are first
+                    // converted.
                     assert_eq!(launched, if dtype == DType::F64 { 6 } else { 3 }, "{device}");
                 }
             }

@@ -76,7 +76,7 @@ impl Block<'_, u8> {
 /// and on its team, or only on this thread if `single_threaded`.
 ///
 /// # Panics
-/// As [`parallel::for_each_index`]; if a number of the partition is 0, or rows of the matrix overlap.
+/// As [`parallel::for_each_index`]; if a size in the partition is 0, or rows of the matrix overlap.
 pub(crate) fn for_each_block<T: Send>(
     data: &mut [T],
     cut: BlockPartition,

@@ -1,9 +1,8 @@
 //! The exchange of a call between a caller and a helper, through one atomic pointer.
 //!
 //! A mailbox is vacant, or it has one helper: a rayon job spawned by the caller that put a call into the vacant mailbox. A helper
-//! leaves by a compare-and-exchange on the same pointer through which callers offer calls. So a caller always knows whether the
-//! mailbox that gets its call has a helper. A helper may come late, or never: callers take back calls that no helper
-//! has taken.
+//! leaves by a compare-and-exchange on the same pointer through which callers offer calls, so a caller always knows whether the
+//! mailbox that gets its call has a helper. A helper may start late or never: callers take back calls that no helper has taken.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -116,8 +115,8 @@ impl Mailbox {
         }
     }
 
-    /// Polls for a call and takes it. Polls for as long as the helper has been here already, but at least `patience` and at most
-    /// [`MAX_POLL_TIME`].
+    /// Polls for a call and takes it. Polls for as long as the helper has served this mailbox already, but at least `patience` and
+    /// at most [`MAX_POLL_TIME`].
     fn poll(&self, entered: Instant, patience: Duration) -> Option<*mut Call> {
         let mut begin = None;
         loop {
@@ -185,7 +184,7 @@ impl Call {
             for _ in 0..parts {
                 let (next, start) = (&self.parts[part].0, self.count * part / parts);
                 let end = self.count * (part + 1) / parts;
-                // A load first: if no piece is left, the cache line stays with its owner.
+                // Load before `fetch_add`, which would take the cache line from other threads even if no piece is left.
                 while next.load(Relaxed) < end && !self.panicked.load(Relaxed) {
                     between();
                     let i = next.fetch_add(1, Relaxed);
