@@ -166,9 +166,9 @@ impl Device {
     /// Buffers of the context become tensors by [`Storage::import_cl`](crate::storage::Storage::import_cl),
     /// and kernels of the other code read tensors' buffers by [`Storage::export_cl`](crate::storage::Storage::export_cl).
     ///
-    /// Commands of both sides run in the order in which they were enqueued, without a wait on the host. Other streams of the
-    /// device are ordered with the queue as [`Stream`] says. [`Stream::synchronize`] and [`Device::synchronize`] promise to wait
-    /// for this crate's commands only. While profiling, commands of the default stream have times if the queue was created with
+    /// Commands of this crate and of the other code run in enqueue order, without a wait on the host. Other streams of the device
+    /// are ordered with the queue as [`Stream`] says. [`Stream::synchronize`] and [`Device::synchronize`] promise to wait for this
+    /// crate's commands only. While profiling, commands of the default stream have times if the queue was created with
     /// `CL_QUEUE_PROFILING_ENABLE`. The device has its own allocator, which does not count other memory in the context.
     ///
     /// The context and the queue are retained until the process ends: the caller may release its handles at any time.

@@ -99,8 +99,8 @@ fn cache_identity(device: &ClDevice) -> String {
     format!("{}, {}, {}", device.identity(), device.info().vendor, device.description.platform_version)
 }
 
-/// Reads a file like a tuning file: checks the seal, and parses the sealed contents. A file without a valid seal is parsed
-/// unchanged. For tests and fuzzing.
+/// Reads a file as a tuning file: checks the checksum, and parses the contents. A file without a valid checksum is parsed as a
+/// whole. For tests and fuzzing.
 #[doc(hidden)]
 pub fn read_cache_file(path: &Path) -> Result<()> {
     let error = |error: &dyn std::fmt::Display| Error::invalid("read_cache_file", error.to_string());

@@ -62,7 +62,7 @@ pub(super) struct DriverText {
     is_unlogged: AtomicBool,
 }
 
-/// The driver's last message, for the next error, and the messages to log.
+/// The driver's last message, which the next error quotes, and the messages to log.
 #[derive(Default)]
 struct Messages {
     last: String,
@@ -184,7 +184,7 @@ fn has_unified_memory(id: cl_device_id) -> Result<bool, ClError> {
     true_if_known(retry(|| device_number(id, cl::CL_DEVICE_HOST_UNIFIED_MEMORY)))
 }
 
-/// True if the answer is not zero; false if an older driver does not know the query.
+/// True if the answer is not zero; false if an older driver does not know the query. A transient error is returned.
 fn true_if_known(answer: Result<u64, ClError>) -> Result<bool, ClError> {
     match answer {
         Err(e) if e.is_transient() => Err(e),

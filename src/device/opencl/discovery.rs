@@ -102,7 +102,7 @@ impl Entry {
     }
 }
 
-/// The devices in order. `why_none` is the reason in errors if there are none.
+/// The devices in order. If there are none, `why_none` is the reason that errors give.
 pub(super) struct Discovery {
     pub devices: Vec<Entry>,
     why_none: String,
@@ -171,7 +171,7 @@ fn adopted() -> impl Iterator<Item = &'static Adopted> {
     DEVICES.adopted.iter().map_while(OnceLock::get)
 }
 
-/// Returns the device adopted with these handles; the first call adds the device that `make` opens at an index.
+/// Returns the device adopted with these handles. The first call opens the device with `make`, at a new index.
 pub(super) fn adopt(handles: [usize; 3], make: impl FnOnce(Device) -> Result<&'static Entry>) -> Result<Device> {
     let own = discovery().map_err(|e| query_error(Device::OpenCL(0), &e))?.devices.len();
     let _messages = log::defer(); // a subscriber may use devices as well
@@ -300,7 +300,7 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
             let entry = Entry::new(id, (p, d), platform, rank_properties);
             match describe(id, platform, rank_properties) {
                 Ok(found) => _ = entry.found.set(found),
-                // An entry of the choice may be part of this device's name.
+                // The device's name is unknown, and an entry of `CLAYSTONE_DEVICES` might be part of the name.
                 Err(e) if choice.has_names() && e.is_transient() => return Err(e),
                 Err(e) => {
                     let (call, code) = (e.call, e.name());
@@ -376,7 +376,7 @@ fn drivers(choice: &str) -> Result<Result<Vec<cl_platform_id>, String>, ClError>
 
 /// Returns all platforms, independently of the devices that `CLAYSTONE_DEVICES` selects.
 pub(super) fn all_platforms() -> Result<Vec<cl_platform_id>> {
-    _ = discovery(); // loads the library, with its exit handler
+    _ = discovery(); // loads the library, and registers the exit handler
     let device = Device::OpenCL(0);
     let choice = std::env::var("CLAYSTONE_DEVICES").unwrap_or_default();
     drivers(&choice).map_err(|e| query_error(device, &e))?.map_err(|reason| Error::NoDevice { device, reason })

@@ -36,7 +36,7 @@ struct State {
 
 static STATE: LazyLock<State> = LazyLock::new(State::default);
 
-/// Keeps the handler last if this thread ends or calls `exit`.
+/// Registers the handler again if this thread ends or calls `exit` while a driver may compile, so that this handler runs first.
 pub(super) fn watch_thread() {
     struct ThreadEnd;
     impl Drop for ThreadEnd {
@@ -55,7 +55,7 @@ pub(super) fn check() -> Result<(), ClError> {
     if STATE.is_closed.load(SeqCst) { Err(ClError { lost: true, ..ClError::new("exit", -36) }) } else { Ok(()) }
 }
 
-/// Calls the driver outside the queues' lock. The exit handler takes the lock to wait for other calls, and counts these separately.
+/// Calls the driver outside the queues' lock. The exit handler waits for the lock, and until no such call is in progress.
 pub(super) fn call<T>(f: impl FnOnce() -> Result<T, ClError>) -> Result<T, ClError> {
     STATE.calls.fetch_add(1, SeqCst);
     let result = f(); // checks whether the process has ended, so it must run after the count
@@ -73,7 +73,7 @@ pub(super) fn delay_exit<T>(f: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Registers the handler after the first wait for launches that follows a build.
+/// Registers the handler again after the first wait for launches that follows a build.
 pub(super) fn note_wait() {
     if STATE.may_compile.load(Relaxed) && STATE.may_compile.swap(false, SeqCst) {
         register();

@@ -131,7 +131,7 @@ impl Reading {
         Ok(fault)
     }
 
-    /// True if the words hold no fault; otherwise the next read reports the fault.
+    /// True if the words hold no fault. A fault is left to the next read, which reports it.
     pub(super) fn is_clean(&mut self) -> bool {
         self.was_examined = decode(self.words).is_none();
         self.was_examined
@@ -158,18 +158,18 @@ impl Pending {
     }
 }
 
-/// The reads of several slots; commands write into this memory until the reads are over.
+/// The reads of several slots. Commands write into this memory until the reads are over, so the memory must not move.
 #[derive(Default)]
 pub(super) struct Readings(pub(super) Vec<Reading>);
 
-/// The slots of ended threads.
+/// The slots of ended threads, for reuse.
 type IdleSlots = Mutex<Vec<&'static FaultSlot>>;
 
 /// The number of idle slots at which a thread reads and reuses an idle slot instead of making a slot.
 pub(super) const MAX_UNREAD_SLOTS: usize = 16;
 
 pub(super) struct FaultSlots {
-    /// The slot for threads that cannot have their own.
+    /// The slot of threads that cannot have their own slot.
     shared: &'static FaultSlot,
     idle: &'static IdleSlots,
     /// The destination of reads whose result is not used.
@@ -365,12 +365,12 @@ impl FaultSlot {
         })
     }
 
-    /// True if there may be words to read once this stream is done.
+    /// True if there may be words to read once this stream's work is done.
     pub(super) fn is_pending_on(&self, stream: StreamId) -> bool {
         self.is_pending() && self.pending().writers.contains(&stream)
     }
 
-    /// True if the words are complete once this stream is done, without waiting for other streams.
+    /// True if the words can be read once this stream's work is done, without waiting for other streams.
     pub(super) fn is_pending_on_no_other(&self, stream: StreamId) -> bool {
         self.pending().writers.iter().all(|&other| other == stream)
     }

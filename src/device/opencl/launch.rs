@@ -38,8 +38,8 @@ pub(super) fn records_faults(args: &[Arg<'_>]) -> bool {
     args.iter().any(|arg| matches!(arg, Arg::Faults(_)))
 }
 
-/// Enqueues a kernel whose arguments are set. Returns the launch to wait for if the queue is too long. Without an error the kernel
-/// runs: a failed flush is repeated with the next launch, and every wait flushes as well.
+/// Enqueues a kernel whose arguments are set. Returns the earlier launch to wait for if the queue is too long. If this call
+/// succeeds, the kernel runs: a failed flush is repeated with the next launch, and every wait flushes as well.
 pub(super) fn enqueue_kernel(
     queue: &mut Queue,
     kernel: &ClKernel,
@@ -61,7 +61,7 @@ pub(super) fn is_checkpoint(queue: &mut Queue, launches: u32) -> bool {
     queue.since_checkpoint >= LAUNCHES_PER_CHECKPOINT
 }
 
-/// Flushes if a flush is due. Returns the launch to wait for if the queue is too long.
+/// Flushes if a flush is due. Returns the earlier launch to wait for if the queue is too long.
 pub(super) fn flush_if_due(queue: &mut Queue, launches: u32, checkpoint: Option<ClEvent>) -> Option<ClEvent> {
     queue.unflushed += launches;
     if queue.unflushed >= queue.flush_at || checkpoint.is_some() {

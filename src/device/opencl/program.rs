@@ -55,9 +55,9 @@ type ProgramSlot = Arc<Mutex<Option<Arc<Program>>>>;
 
 #[derive(Default)]
 pub(super) struct Programs {
-    /// Programs of this crate, kept for kernels that are made again. A kernel itself keeps its program alive.
+    /// Programs of this crate, kept for kernels that are created again. A kernel itself keeps its program alive.
     own: Loaded<MAX_OWN>,
-    /// Programs from users' sources. A `Kernel` needs two or more.
+    /// Programs from users' sources. A [`Kernel`](crate::Kernel) needs two or more programs.
     of_users: Loaded<MAX_OF_USERS>,
     /// Results of probes of the device, by file name.
     pub(super) probe_results: Mutex<Entries>,
@@ -85,7 +85,7 @@ const MAX_OWN: usize = 1024;
 /// The maximum number of users' programs that stay loaded after their kernels are dropped.
 const MAX_OF_USERS: usize = 32;
 
-/// The loaded programs of one author, with least-recently-used eviction.
+/// The loaded programs of this crate or of users, with least-recently-used eviction.
 struct Loaded<const CAPACITY: usize>(Mutex<Lru<Key, ProgramSlot>>);
 
 impl<const CAPACITY: usize> Default for Loaded<CAPACITY> {
@@ -127,7 +127,7 @@ impl Programs {
         lock(&self.imported).get(name).cloned()
     }
 
-    /// Returns the numbers of programs built from source and loaded from disk, on this device so far.
+    /// Returns the number of programs built from source, and the number loaded from disk, on this device so far.
     #[cfg(test)]
     pub(super) fn builds(&self) -> (u64, u64) {
         (self.from_source.load(Relaxed), self.from_disk.load(Relaxed))

@@ -43,7 +43,7 @@ const COPIES: u32 = 8;
 
 const NO_WAITS_REASON: &str = "the captured commands run only when the graph is replayed";
 
-/// The progress of a stream. Written under the lock, read without it.
+/// The progress of a stream. Written under the queues' lock, read without the lock.
 #[derive(Default)]
 struct Progress {
     /// Grows with everything that is enqueued, except markers.
@@ -63,7 +63,7 @@ send_and_sync!(StillMapped);
 
 pub(super) struct LockedData {
     queues: Vec<Queue>,
-    /// Ranges to unmap before a command uses any buffer, because commands on a mapped buffer are undefined.
+    /// Ranges to unmap before a command uses any buffer, because OpenCL leaves commands on a mapped buffer undefined.
     mapped: Vec<StillMapped>,
 }
 
@@ -228,7 +228,7 @@ impl ClDevice {
     /// Reads two atomics.
     pub(crate) fn progress(&self, stream: StreamId) -> (u64, u64) {
         let of = self.queues.progress.get(stream.index());
-        of.map_or((0, 0), |of| (of.submitted.load(Acquire), of.finished.load(Acquire))) // in this order, because neither shrinks
+        of.map_or((0, 0), |of| (of.submitted.load(Acquire), of.finished.load(Acquire))) // `submitted` first, because both only grow
     }
 
     pub(crate) fn has_stream(&self, stream: StreamId) -> bool {
@@ -259,7 +259,7 @@ impl ClDevice {
         self.info().kind == DeviceKind::DiscreteGpu
     }
 
-    /// Returns the `submit` argument of [`submit_and_wait`](Self::submit_and_wait) for a wait without commands.
+    /// Submits nothing: the `submit` argument of [`submit_and_wait`](Self::submit_and_wait) for a wait without commands.
     pub(super) fn submit_nothing(
         &self,
     ) -> impl FnOnce(&mut LockedQueue<'_>, &mut (), *mut cl_event) -> Result<(), ClError> + use<> {
@@ -286,7 +286,7 @@ impl ClDevice {
             queue.flush_at = FIRST_FLUSH_LAUNCHES;
             let event = (!raw.is_null()).then(|| ClEvent(raw));
             let over = match submitted {
-                // Commands that got onto the queue may be using the memory.
+                // Commands that were enqueued before the refused command may be using the memory.
                 Err(refused) => Some(queue.wait_until_over(None, refused).and(Err(refused))),
                 Ok(()) if finishes => {
                     queue.unflushed = 0; // clFinish flushes
@@ -532,7 +532,7 @@ impl ClDevice {
         self.submit_and_report(stream, slots, (), self.submit_nothing())
     }
 
-    /// Calls [`submit_and_wait`](Self::submit_and_wait), and reports the faults that earlier kernels recorded in these slots.
+    /// Calls [`submit_and_wait`](Self::submit_and_wait), and reports the faults that earlier kernels recorded in `slots`.
     pub(super) fn submit_and_report<M>(
         &self,
         stream: StreamId,
@@ -557,7 +557,7 @@ impl ClDevice {
                     self.submit_and_wait(stream, readings, |q, readings, _| q.read_faults(readings, slots, ready()));
                 read.map(|readings| (readings, memory))
             }),
-            // The fault words are read first, because the event must be that of the last command.
+            // The fault words are read first, because `event` must be the event of the last command.
             _ => self.submit_and_wait(stream, (readings, memory), |q, (readings, memory), event| {
                 q.read_faults(readings, slots, false)?;
                 submit(q, memory, event)

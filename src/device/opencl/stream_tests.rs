@@ -34,7 +34,7 @@ fn streams_wait_for_each_other_alternately() {
             with_stream(&b, || add_ones(device, &x, 3));
             a.wait_stream(&b).unwrap();
         }
-        // A copy on the other stream, behind an event.
+        // A copy on stream `b` that waits for an event on stream `a` must see the additions on `a`.
         let y = ints(device, 7);
         let event = device.record(a.id()).unwrap();
         device.stream_waits(b.id(), &event).unwrap();
@@ -53,7 +53,7 @@ fn events_are_done_when_earlier_work_is_done() {
         let event = device.record(stream.id()).unwrap();
         device.wait(&event).unwrap();
         assert!(event.is_over().unwrap() && device.query(&event).unwrap());
-        // Read on another stream, ordered only by the event.
+        // Reads on the default stream, which is ordered behind the additions only by the event.
         assert_ints(device, &x, 50);
 
         let public = stream.record_event().unwrap();
@@ -119,7 +119,7 @@ fn finishing_a_device_finishes_every_stream() {
             with_stream(stream, || add_ones(device, x, 30));
         }
         device.finish().unwrap();
-        // Read on the default stream, which is not ordered behind the others.
+        // Reads on the default stream, which is not ordered behind the other streams: `finish` must have waited for them.
         buffers.iter().for_each(|x| assert_ints(device, x, 30));
         assert!(streams.iter().all(|s| s.is_idle().unwrap()));
     }
@@ -161,7 +161,7 @@ fn a_dropped_streams_work_is_done_and_its_id_is_reused() {
         device.wait(&event).unwrap();
         device.finish().unwrap();
         assert_ints(device, &x, 6);
-        // Other tests take streams meanwhile, so the next id is not known, but ids do not run out.
+        // Dropped streams must be reused, or else ids run out. (Other tests take streams meanwhile, so the next id is not known.)
         for _ in 0..3000 {
             Stream::new(device.device()).unwrap();
         }

@@ -63,7 +63,7 @@ const MAX_COMPILED: usize = 64;
 
 struct KernelSignature {
     count: usize,
-    /// None if the driver does not report the parameters.
+    /// `None` if the driver does not report the parameters.
     parameters: Option<Vec<Parameter>>,
     /// The size in the attribute `reqd_work_group_size`, or zeros.
     group: [usize; 3],
@@ -74,7 +74,7 @@ enum AddressSpace {
     Global,
     Constant,
     Local,
-    /// A value rather than a pointer.
+    /// A parameter that is a value rather than a pointer.
     Private,
 }
 

@@ -96,7 +96,7 @@ fn concurrent_callers_do_only_their_own_pieces() {
     });
 }
 
-/// Tests the exchange itself, with helpers on threads of the test: for Miri, which does not know when rayon's threads end.
+/// Tests mailboxes directly, with helpers on threads of the test: for Miri, which does not know when rayon's threads end.
 #[test]
 fn calls_are_done_while_helpers_come_and_go() {
     let mailboxes: Arc<[Mailbox; 2]> = Arc::new(std::array::from_fn(|_| Mailbox::new()));
@@ -184,7 +184,7 @@ fn threads_of_pieces() -> HashSet<ThreadId> {
     seen.into_inner().unwrap()
 }
 
-/// All threads of the pool work at the same time if each piece waits for the others, and no thread of another pool ever works.
+/// If each piece waits for the others, all threads of the pool must work at the same time. No thread of another pool may ever work.
 #[test]
 fn only_threads_of_the_installed_pool_work() {
     for n in 1..=4 {
@@ -205,7 +205,7 @@ fn only_threads_of_the_installed_pool_work() {
     }
 }
 
-/// Runs in a child process whose global pool has one thread.
+/// With `RAYON_NUM_THREADS=1`, set for a child process, no other thread may do a piece.
 #[test]
 fn with_one_thread_the_caller_does_all_pieces() {
     const NAME: &str = "device::cpu::parallel::tests::with_one_thread_the_caller_does_all_pieces";
@@ -226,7 +226,7 @@ fn sum_of(n: usize) -> usize {
     values.into_iter().sum()
 }
 
-/// Callers inside rayon's jobs make progress, whether the pool's threads are idle, run the same calls, or all are callers.
+/// Callers inside rayon's jobs must make progress, whether the pool's threads are idle, run the same calls, or all are callers.
 #[test]
 fn work_is_shared_inside_rayon_jobs() {
     let check = || {
@@ -238,7 +238,7 @@ fn work_is_shared_inside_rayon_jobs() {
     check();
     let pools: Vec<_> = (1..=4).map(pool).collect();
     pools.iter().for_each(|pool| pool.install(check));
-    // From all pools, from a pool inside another, and from outside, at the same time.
+    // Calls from all pools, from a pool inside another pool, and from outside of pools, at the same time.
     thread::scope(|scope| {
         for pool in &pools {
             scope.spawn(|| (0..5).for_each(|_| pool.install(check)));
@@ -248,7 +248,7 @@ fn work_is_shared_inside_rayon_jobs() {
     });
 }
 
-/// If all threads of a pool wait for something else, no helper comes: the caller does all pieces.
+/// If all threads of a pool wait for something else, no helper comes: the caller must do all pieces.
 #[test]
 fn a_busy_pool_is_not_waited_for() {
     let pool = pool(3);

@@ -120,7 +120,7 @@ fn least_recently_used_files_are_deleted_first() {
     }
     assert_eq!(cache.load(&name(1)).unwrap(), [0; 9_900], "used again");
     cache.store(&name(10), &[0; 19_000]).unwrap();
-    // Shrunk to 15/16 of the bound.
+    // The folder was shrunk to 15/16 of the bound, which deleted the least recently used files 2 and 3.
     let mut left: Vec<_> = [1, 4, 5, 6, 7, 8, 9, 10].map(name).into();
     left.extend([tuning, "notes.txt".into()]);
     left.sort_unstable();
@@ -130,7 +130,7 @@ fn least_recently_used_files_are_deleted_first() {
         assert!(bytes_in(dir.path()) <= 100_009);
     }
     cache.load(&name(200)).expect("the last");
-    // Larger than the bound.
+    // Contents larger than the bound must be refused, and delete no other file.
     assert!(cache.store(&name(201), &[0; 100_000]).is_err());
     assert_eq!((names(dir.path()).contains(&name(201)), cache.load(&name(200)).is_ok()), (false, true));
 }
@@ -163,7 +163,7 @@ fn caches_may_shrink_a_folder_concurrently() {
                     let name = FileKind::Program.name(&[round % 16; 32]);
                     let contents = vec![round % 16; 4000 + usize::from(process)];
                     cache.store(&name, &contents).unwrap();
-                    // Another cache's contents under the same name, or evicted, but never half a file.
+                    // Contents that any of the caches stored under this name, or nothing after an eviction, but never half a file.
                     match cache.load(&name) {
                         Ok(loaded) => assert!(loaded.len() >= 4000 && loaded.iter().all(|&b| b == round % 16)),
                         Err(error) => assert_eq!(error.kind(), io::ErrorKind::NotFound, "{error}"),
@@ -268,7 +268,7 @@ mod unix {
         cache.store(&name(1), b"ours").unwrap();
         assert_eq!(cache.load(&name(1)).unwrap(), b"ours");
         assert_eq!(fs::read(&precious).unwrap(), seal(&name(1), b"contents"));
-        // Predictable temporary names, such as a process with a counter would use.
+        // Links under all names that a temporary file would have if its name were predictable: no store may follow such a link.
         let stem = name(3).replace(".clbin", "");
         for serial in 0..100 {
             let target = elsewhere.path().join(serial.to_string());
@@ -289,7 +289,7 @@ mod unix {
         }
     }
 
-    /// A user who can rename the folder can redirect its path after the check.
+    /// A user who can rename the folder can redirect its path after the check; files must then come from the checked folder.
     #[cfg(target_os = "linux")]
     #[test]
     fn a_folder_replaced_after_the_check_is_not_used() {
@@ -310,7 +310,7 @@ mod unix {
         assert_eq!([names(&path), names(&moved.path().join("cache"))], [vec![name(1)], vec![]]);
     }
 
-    /// Opening a pipe blocks until the other end is opened.
+    /// Opening a pipe blocks until the other end is opened, so the cache must not open a pipe.
     #[test]
     fn a_pipe_or_folder_in_place_of_a_file_does_not_block() {
         let (dir, cache) = cache();

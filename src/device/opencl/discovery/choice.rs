@@ -1,7 +1,7 @@
 //! The selection and order of devices by `CLAYSTONE_DEVICES`.
 
 /// The entries of `CLAYSTONE_DEVICES`: each `platform:index`, or part of a name in any case. Without entries, all devices are
-/// selected in their own order.
+/// selected in the default order.
 pub(super) struct Choice<'a> {
     pub(super) text: &'a str,
     entries: Vec<&'a str>,

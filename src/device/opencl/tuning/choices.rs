@@ -34,7 +34,7 @@ pub(crate) enum Subject {
     Group(u64),
 }
 
-/// A class of sizes: the logarithm of each, rounded down to an integer.
+/// A class of sizes: the base-2 logarithm of each size, rounded down to an integer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct SizeClass([u8; MAX_CLASS_SIZES]);
 
@@ -219,8 +219,8 @@ impl Choices {
         }
     }
 
-    /// Adds the time of a launch on trial; true if that decides the choice. While choices are ignored, times are dropped: launches
-    /// then run with other parameters.
+    /// Adds the time of a launch on trial; returns true if the time decides the choice. While choices are ignored, times are
+    /// dropped: launches then run with other parameters.
     pub(super) fn record_time(&self, TrialLaunch { key, value, .. }: TrialLaunch, micros: f64) -> bool {
         if self.is_ignored.load(Relaxed) {
             return false;

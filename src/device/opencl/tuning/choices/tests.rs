@@ -68,7 +68,7 @@ fn the_fastest_candidate_wins_if_clearly_faster() {
     assert_eq!(run_trial(64, &[128], lucky).0, 64);
 }
 
-/// A launch recorded by a graph uses the default, is not timed and not cached, and the trial goes on later.
+/// A launch recorded by a graph must use the default without a time and without caching, and the trial goes on later.
 #[test]
 fn a_launch_without_trials_uses_the_default() {
     let choices = Choices::new(Level::Fast, Chosen::new());
