@@ -72,13 +72,13 @@ impl FromStr for ReplayMode {
     }
 }
 
-/// Callbacks that each replay runs on the host: before its commands are submitted, and after.
+/// Callbacks that each replay runs on the host: `before` the commands are submitted, and `after`.
 pub(crate) struct ReplayHook {
     pub(crate) before: Box<dyn Fn() -> Result<()> + Send + Sync>,
     pub(crate) after: Box<dyn Fn() + Send + Sync>,
 }
 
-/// The capture of a thread.
+/// The state of a thread's capture.
 #[derive(Clone, Copy)]
 struct Capture {
     /// The device whose commands this thread captures.

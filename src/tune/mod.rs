@@ -26,9 +26,9 @@ use crate::device::opencl::tuning::{MAX_TIME_RATIO, ParameterRow, SizeClass, Sub
 use crate::{Device, Error, Result, Tensor};
 use workloads::{edge_workloads, timing_workload, usual_workloads};
 
-/// The maximum number of calls of one workload by [`ahead`]; trials that are still open then are abandoned.
+/// The maximum number of calls of one workload by [`ahead`]; trials that have not ended by then are abandoned.
 const MAX_CALLS: usize = 2000;
-/// The number of times that each choice is measured, in turns with the other choices.
+/// The number of times that each choice is measured, alternating with the other choices.
 const MEASUREMENT_ROUNDS: usize = 5;
 /// The minimum duration of a measurement, in microseconds.
 const MIN_SAMPLE_MICROS: f64 = 4000.0;
@@ -127,7 +127,7 @@ pub fn check(device: Device) -> Result<()> {
     })
 }
 
-/// Returns how much tuning is done during ordinary work on the device.
+/// Returns the level of tuning during ordinary work on the device.
 ///
 /// # Errors
 /// Errors of [`parameters`].
@@ -135,7 +135,7 @@ pub fn level(device: Device) -> Result<Level> {
     Ok(open(device)?.tuning().choices.level())
 }
 
-/// Sets how much tuning this process does during ordinary work on the device. The default is the value of `CLAYSTONE_TUNING`, or
+/// Sets this process's level of tuning during ordinary work on the device. The default is the value of `CLAYSTONE_TUNING`, or
 /// [`Level::None`] without it.
 ///
 /// ```
@@ -169,8 +169,8 @@ pub fn choices(device: Device) -> Result<Vec<Choice>> {
     Ok(chosen.map(choice).collect())
 }
 
-/// Returns the number of classes whose trial has begun and has not ended. A launch that ends a trial may begin another at the next call, so a step is
-/// fully tuned once this number is 0 both before and after the step.
+/// Returns the number of classes whose trial has begun and has not ended. When a trial ends, the next launch of the class may begin
+/// another, so a step is fully tuned once this number is 0 both before and after the step.
 ///
 /// # Errors
 /// Errors of [`parameters`].
@@ -230,7 +230,7 @@ fn save(cl: &ClDevice) -> Result<Option<PathBuf>> {
 /// Disables choices and trials while a device's parameters are measured, and restores the previous setting when dropped.
 struct ChoicesDisabled<'a> {
     tuning: &'a Tuning,
-    /// Whether choices were enabled before.
+    /// True if choices were enabled before.
     were_enabled: bool,
 }
 
@@ -246,7 +246,7 @@ impl Drop for ChoicesDisabled<'_> {
     }
 }
 
-/// Sets a parameter. Fails if the device's results differ from the CPU's at sizes around the block boundaries of `choice`.
+/// Sets a parameter to `choice`, and fails if results differ from the CPU's at sizes around the block boundaries of `choice`.
 fn check_choice(cl: &ClDevice, row: &ParameterRow, choice: usize) -> Result<()> {
     cl.tuning().set(row.knob, choice);
     edge_workloads(cl, row.knob).into_iter().try_for_each(|workload| workload.check(cl.device(), row.name, choice))

@@ -34,7 +34,7 @@ fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).unwrap()
 }
 
-/// The objects printed by `--json` in a successful run.
+/// Runs a replay with `--json`, which must succeed, and returns the printed objects.
 fn json(files: &[&Path], args: &[&str]) -> Vec<Value> {
     let output = replay(files, &[args, &["--json"]].concat());
     assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
@@ -45,14 +45,14 @@ fn number(row: &Value, key: &str) -> u64 {
     row[key].as_u64().unwrap_or_else(|| panic!("{key} of {row}"))
 }
 
-/// Standard error of a failing run with exit code 1.
+/// Runs a replay, which must fail with exit code 1, and returns its standard error.
 fn error_output(files: &[&Path], args: &[&str]) -> String {
     let output = replay(files, args);
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     text(&output.stderr).to_owned()
 }
 
-/// The traces in the repository.
+/// Returns the paths of the traces in the repository.
 fn traces() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("tests/data/traces");
     let mut files: Vec<PathBuf> = folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -62,7 +62,7 @@ fn traces() -> Vec<PathBuf> {
     files
 }
 
-/// Events of a trace in this crate's format: block name and bytes, 0 for a free.
+/// Reads a trace in this crate's text format. Returns the block's name and its bytes for each event; 0 bytes for a free.
 fn events(file: &Path) -> Vec<(u64, u64)> {
     let line = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();
@@ -71,7 +71,7 @@ fn events(file: &Path) -> Vec<(u64, u64)> {
     std::fs::read_to_string(file).unwrap().lines().filter(|l| !l.is_empty()).map(line).collect()
 }
 
-/// Peak of live bytes, with each block rounded up to a multiple of `unit`.
+/// Returns the peak of live bytes, with each block rounded up to a multiple of `unit` bytes.
 fn peak(events: &[(u64, u64)], unit: u64) -> u64 {
     let mut sizes = std::collections::HashMap::new();
     let (mut live, mut peak) = (0, 0);
@@ -173,10 +173,10 @@ fn min_capacity_is_minimal() {
     assert!((least..=least + least / 1000).contains(&number(&row, "min_capacity")), "{row}");
 }
 
-/// Smallest sufficient device for PyTorch's own allocator in MiB, measured as for [`PYTORCH_RESERVED_MIB`].
+/// MiB of the smallest device that suffices for PyTorch's own allocator, measured as for [`PYTORCH_RESERVED_MIB`].
 const PYTORCH_MIN_CAPACITY_MIB: [u64; 7] = [1876, 1916, 2002, 1646, 2058, 1328, 650];
 
-/// docs/notebook/allocator.md explains the first trace.
+/// docs/notebook/allocator.md explains why the first trace needs up to 1 % more than in PyTorch.
 #[test]
 fn without_compaction_one_trace_needs_more_than_in_pytorch() {
     let mut files = traces();
@@ -394,7 +394,7 @@ fn help_explains_itself() {
     assert!(devices.status.success() && text(&devices.stdout).contains("cpu: "));
 }
 
-/// A block that moves by less than its size is copied through the host. A simulated device only counts such copies of any size.
+/// Real devices copy a block through the host if it moves by less than its size. A simulated device must only count the bytes.
 #[test]
 fn simulated_memory_may_be_larger_than_the_hosts() {
     let folder = TempDir::new().unwrap();

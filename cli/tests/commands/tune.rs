@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 
 use crate::common;
 
-/// Output of the command on stdout and stderr, with the cache in the given folder.
+/// Runs the command with the cache in the given folder, and returns stdout and stderr.
 #[track_caller]
 fn tune(folder: &Path, kernels: &str, args: &[&str]) -> (String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_claystone"));
@@ -24,7 +24,7 @@ fn has_opencl() -> bool {
     common::devices().iter().any(|&device| device != Device::Cpu)
 }
 
-/// Checks every choice against the CPU, for the device's own kernels and for GPU kernels with a fence.
+/// Every choice must give the CPU's results, with the device's own kernels and with GPU kernels that use a fence.
 #[test]
 fn every_choice_gives_the_cpus_results() {
     let folder = tempfile::tempdir().unwrap();
@@ -34,7 +34,7 @@ fn every_choice_gives_the_cpus_results() {
     }
 }
 
-/// Later processes use the stored choices unless the file is damaged.
+/// Later processes must use the stored choices, unless the file is damaged.
 #[test]
 fn stored_choices_are_used() {
     if !has_opencl() {

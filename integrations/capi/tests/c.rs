@@ -8,7 +8,7 @@ use claystone::Device;
 
 const HOME: &str = env!("CARGO_MANIFEST_DIR");
 
-/// The folder that holds this test and the library.
+/// Returns the folder that holds this test program and the library.
 fn built() -> PathBuf {
     let test = std::env::current_exe().expect("this test is a file");
     test.parent().expect("in a folder").to_owned()
@@ -32,7 +32,7 @@ fn compile(source: &Path, program: &Path, flags: &[&str]) {
         .args(flags));
 }
 
-/// Writes the C program in README.md to a file.
+/// Writes the C program in README.md to a file, and returns the file's path.
 fn example(folder: &Path) -> PathBuf {
     let readme = fs::read_to_string(Path::new(HOME).join("README.md")).expect("README.md is read");
     let (_, code) = readme.split_once("```c\n").expect("README.md has a C program");

@@ -108,7 +108,7 @@ pub(crate) fn for_each_block<T: Send>(
 mod tests {
     use super::*;
 
-    /// Every element is in exactly one block, even if the sizes do not divide each other, and no block has an element between two rows.
+    /// Every element must be in exactly one block, also if the sizes do not divide each other, and elements between rows in none.
     #[test]
     fn blocks_cover_a_matrix() {
         for (rows, columns, band, height, width) in

@@ -429,7 +429,7 @@ impl ClDevice {
         }
     }
 
-    /// Like [`check_lost`](Self::check_lost), for functions that return a [`ClError`].
+    /// Returns an error if the device is lost, like [`check_lost`](Self::check_lost), but as a [`ClError`].
     pub(super) fn check_alive(&self, call: &'static str) -> Result<(), ClError> {
         if self.is_lost() { Err(ClError { lost: true, ..ClError::new(call, -36) }) } else { Ok(()) }
     }

@@ -100,7 +100,7 @@ impl DriverText {
     }
 }
 
-/// The callback of a context, which the driver calls with messages.
+/// Receives the messages that the driver passes to the callback of a context.
 pub(super) extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize, user: *mut c_void) {
     if text.is_null() || user.is_null() {
         return;

@@ -92,7 +92,7 @@ fn register() {
     unsafe { libc::atexit(at_exit) };
 }
 
-/// The exit handler.
+/// Runs when the process exits: waits for the devices and closes the driver.
 extern "C" fn at_exit() {
     if STATE.process.get() != Some(&process::id()) || STATE.is_closed.load(SeqCst) {
         return;

@@ -65,7 +65,7 @@ struct KernelSignature {
     count: usize,
     /// `None` if the driver does not report the parameters.
     parameters: Option<Vec<Parameter>>,
-    /// The size in the attribute `reqd_work_group_size`, or zeros.
+    /// The size in the kernel's attribute `reqd_work_group_size`; zeros if the kernel does not have the attribute.
     group: [usize; 3],
 }
 
@@ -397,7 +397,7 @@ impl<'a> KernelCall<'a> {
     }
 }
 
-/// Returns the largest power of two, at most `most`, that divides n.
+/// Returns the largest power of two that divides `n` and is at most `most`.
 fn power_of_two_divisor(n: usize, most: usize) -> usize {
     if n == 0 { 1 } else { (1 << n.trailing_zeros().min(62)).min(most) }
 }

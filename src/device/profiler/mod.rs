@@ -80,12 +80,12 @@ impl RecordKind {
         (RecordKind::Other, "other"),
     ];
 
-    /// The name in a trace.
+    /// Returns the name that a trace uses for this kind.
     pub fn name(self) -> &'static str {
         RecordKind::NAMES[self as usize].1
     }
 
-    /// True for work of a device, false for work of the host.
+    /// True for work on a device; false for work on the host.
     pub fn is_command(self) -> bool {
         use RecordKind::{Copy, Fill, Kernel, Read, Write};
         matches!(self, Kernel | Copy | Fill | Read | Write)

@@ -61,7 +61,7 @@ fn chunks_run_from_either_end() {
     assert_ne!(alternate_direction(), alternate_direction());
 }
 
-/// Parked helpers, and callers that park while waiting for helpers, are woken.
+/// Parked helpers must be woken, and so must callers that park while they wait for helpers.
 #[test]
 fn parked_threads_are_woken() {
     for pause in [Duration::ZERO, 2 * MAX_POLL_TIME] {
@@ -76,7 +76,7 @@ fn parked_threads_are_woken() {
     }
 }
 
-/// Concurrent callers' calls do not mix: every piece is done once, for its own caller.
+/// Concurrent callers' calls must not mix: every piece is done once, for its own caller.
 #[test]
 fn concurrent_callers_do_only_their_own_pieces() {
     let all = if cfg!(miri) { 20 } else { 20_000 };
@@ -134,7 +134,7 @@ fn pieces_may_share_work() {
     assert!(sums.iter().enumerate().all(|(i, &sum)| sum == i * 120));
 }
 
-/// If a piece were started before the pieces for which it waits, this test would not end.
+/// If a piece were started before the earlier pieces for which it waits, this test would never end.
 #[test]
 fn pieces_may_wait_for_earlier_pieces() {
     let done: Vec<AtomicBool> = (0..200).map(|_| AtomicBool::new(false)).collect();
@@ -152,7 +152,7 @@ fn a_panic_reaches_the_caller_and_the_team_lives_on() {
     let caught = catch_unwind(|| for_each_index(100, |i| assert!(i != 50, "inside")));
     assert_eq!(caught.unwrap_err().downcast_ref::<&str>(), Some(&"inside"));
     every_item_is_visited_once();
-    // A panic in a helper: the barrier makes the caller and a helper do one piece each.
+    // A piece panics on a helper: the barrier makes the caller and a helper do one piece each.
     let (pool, all) = (pool(2), Barrier::new(2));
     let call = || {
         let caller = thread::current().id();
@@ -270,7 +270,7 @@ fn a_busy_pool_is_not_waited_for() {
     assert_eq!(seen.into_inner().unwrap().len(), 1);
 }
 
-/// Helpers return their threads: to other jobs while calls keep coming, and for good when the pool is dropped.
+/// Helpers must return their threads to rayon: for other jobs while calls keep coming, and for good when the pool is dropped.
 #[test]
 fn helpers_return_their_threads() {
     let ended = Arc::new(AtomicUsize::new(0));

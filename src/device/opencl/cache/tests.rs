@@ -80,14 +80,14 @@ fn contents_load_only_under_their_own_name() {
     refused(&cache, &name(2), io::ErrorKind::InvalidData);
     assert_eq!(names(dir.path()), [""; 0], "what is damaged is removed");
 
-    // A file renamed to another kind is removed as well.
+    // A file whose extension was changed to another kind's must also be removed.
     cache.store(&name(1), b"a program").unwrap();
     let found = FileKind::Probe.name(&[1; 32]);
     fs::rename(&one, dir.path().join(&found)).unwrap();
     refused(&cache, &found, io::ErrorKind::InvalidData);
 }
 
-/// No changed file is loaded. `CLAYSTONE_MUTATIONS` sets the number of inputs.
+/// No changed file may be loaded. `CLAYSTONE_MUTATIONS` sets the number of changed files.
 #[test]
 fn no_damaged_file_is_loaded() {
     let (dir, cache) = cache();
@@ -149,7 +149,7 @@ fn temporary_files_of_killed_processes_are_removed() {
     assert_eq!([&kept, &gone].map(|paths| paths.iter().filter(|path| path.exists()).count()), [2, 0]);
 }
 
-/// Eight caches share a folder, like eight processes, and always exceed the bound.
+/// Eight caches share a folder, as eight processes would, and write more than the bound all the time: every load must stay intact.
 #[test]
 fn caches_may_shrink_a_folder_concurrently() {
     let (dir, _) = cache();
@@ -220,13 +220,13 @@ mod unix {
             assert_eq!((mode(dir.path()), names(dir.path())), (wide, files.into()), "left as it was");
         };
         [0o777, 0o1777, 0o770, 0o720, 0o702].into_iter().for_each(|wide| is_refused(wide, &[name(1)]));
-        // A folder that holds only cache files, and that others cannot write to, gets mode 0700.
+        // A folder that holds only cache files, and that other users cannot write to, must get mode 0700.
         for wide in [0o755, 0o750, 0o701] {
             set_mode(dir.path(), wide);
             assert_eq!(cache.load(&name(1)).unwrap(), b"contents");
             assert_eq!(mode(dir.path()), 0o700);
         }
-        // A folder that holds other files as well, such as a home folder, is left unchanged.
+        // A folder that holds other files as well, such as a home folder, must be left unchanged.
         fs::write(dir.path().join("letter"), "for all to read").unwrap();
         [0o755, 0o701].into_iter().for_each(|wide| is_refused(wide, &[name(1), "letter".into()]));
         set_mode(dir.path(), 0o700);

@@ -52,7 +52,7 @@ impl SizeClass {
     }
 }
 
-/// The values chosen, by subject and size class.
+/// The values chosen, by subject (a parameter or a kernel's work-group size) and size class.
 pub(crate) type Chosen = BTreeMap<(Subject, SizeClass), usize>;
 
 #[derive(Default)]
@@ -80,14 +80,14 @@ impl Default for Table {
     }
 }
 
-/// Candidates, the default first, with the times of their launches in microseconds.
+/// A trial: its candidates, the default first, each with the times of its launches in microseconds.
 #[derive(Debug)]
 struct Trial {
     candidates: Vec<(usize, Vec<f64>)>,
     is_final: bool,
 }
 
-/// A launch with a candidate.
+/// A launch that runs with one of a trial's candidates.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) struct TrialLaunch {
     key: (Subject, SizeClass),
@@ -96,7 +96,7 @@ pub(super) struct TrialLaunch {
     pub(super) is_timed: bool,
 }
 
-/// Whether the launch that this thread prepares can put a choice on trial.
+/// The kind of launch that this thread prepares: none, a launch that may put a choice on trial, or a launch with a choice on trial.
 #[derive(Clone, Copy)]
 enum LaunchPreparation {
     Nothing,
@@ -105,7 +105,7 @@ enum LaunchPreparation {
 }
 
 thread_local! {
-    /// The state of the launch that this thread prepares.
+    /// The launch that this thread prepares.
     static LAUNCH_PREPARATION: Cell<LaunchPreparation> = const { Cell::new(LaunchPreparation::Nothing) };
 }
 

@@ -329,8 +329,8 @@ mod tests {
         }
     }
 
-    /// Parsing a changed file gives values that the parameters allow, or an error. `CLAYSTONE_MUTATIONS` sets the number of inputs
-    /// for each family of devices.
+    /// Parsing a changed file must give values that the parameters allow, or an error. `CLAYSTONE_MUTATIONS` sets the number of
+    /// inputs for each family of devices.
     #[test]
     fn mutated_files_give_choices_or_errors() {
         for family in ALL.iter().copied() {
@@ -376,7 +376,7 @@ mod tests {
                 cache.store(&file, other).unwrap();
                 assert_eq!(device.stored_tuning(&cache), None);
             }
-            // The whole file of another device.
+            // The tuning file of another device, under this device's name.
             cache.store(&FileKind::Tuning.name(&[7; 32]), text.as_bytes()).unwrap();
             fs::rename(dir.path().join(FileKind::Tuning.name(&[7; 32])), &path).unwrap();
             assert_eq!(device.stored_tuning(&cache), None);
