@@ -144,7 +144,7 @@ impl Device {
         opencl::import_cache(self.opencl("import_cache", NO_PROGRAMS)?, path.as_ref())
     }
 
-    /// Opens the OpenCL device, or fails on the CPU device, for the given reason.
+    /// Opens the OpenCL device. On the CPU device, returns [`Error::Invalid`] with `reason`.
     pub(crate) fn opencl(self, op: &'static str, reason: &str) -> Result<&'static opencl::ClDevice> {
         match self {
             Device::Cpu => Err(Error::invalid(op, reason)),

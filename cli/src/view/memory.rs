@@ -85,7 +85,7 @@ struct Sites {
     frames: HashMap<(u32, u32, u32), u32>,
     /// Site numbers by context and the numbers of the frames.
     sites: HashMap<(u32, Vec<u32>), u32>,
-    /// Site numbers by context and the address of the stack: a fast lookup, because many events share one stack in memory.
+    /// Site numbers by context and the address of the stack, to look up fewer frames: many events have the same stack in memory.
     site_of_stack: HashMap<(u32, *const Frame), u32>,
 }
 
@@ -104,7 +104,7 @@ impl Sites {
         }
         let next = self.sites.len() as u32;
         let site = *self.sites.entry((context, numbers)).or_insert(next);
-        // Different empty stacks may have the same address as another stack, so their addresses identify nothing.
+        // An empty stack may have the address of another stack, so empty stacks are not stored.
         if !frames.is_empty() {
             self.site_of_stack.insert((context, frames.as_ptr()), site);
         }

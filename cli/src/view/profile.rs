@@ -460,7 +460,7 @@ impl Reader {
             let after =
                 |row: &Row| row.first + self.events[row.first..row.end].partition_point(|e| e.start <= point.at);
             if !point.around {
-                // The next event at depth 0.
+                // Without `around`, a point binds to the next event at depth 0.
                 let row = rows.first()?;
                 let before = row.first + self.events[row.first..row.end].partition_point(|e| e.start < point.at);
                 return (before < row.end).then_some(before as u32);
@@ -471,7 +471,7 @@ impl Reader {
         };
         self.points.sort_by(|a, b| a.arrow.cmp(&b.arrow).then(a.at.total_cmp(&b.at)));
         let (mut from, mut to) = (Vec::new(), Vec::new());
-        let mut last: Option<(u32, u32)> = None; // the arrow, and the event that its last point is bound to
+        let mut last: Option<(u32, u32)> = None; // the arrow, and the event to which the arrow's last point is bound
         for point in &self.points {
             let event = bound(point);
             if let (Some((arrow, begin)), Some(end)) = (last, event)

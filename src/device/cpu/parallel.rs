@@ -26,8 +26,8 @@ use smallvec::SmallVec;
 
 use super::threads;
 
-/// The minimum time for which a helper polls for work of callers inside a pool: the caller may be in the middle of a `join` whose
-/// other half is running.
+/// The minimum time for which a helper polls if the caller is a thread of the pool. Short, because the helper's thread may itself
+/// be inside a `join` that is ready to continue.
 const NESTED_MIN_POLL: Duration = Duration::from_micros(50);
 
 /// The mailboxes of one of rayon's pools, one fewer than its [`threads`], because the caller works as well.

@@ -35,7 +35,7 @@ const MAX_OVERLAP_BYTES: usize = 16 << 20;
 /// The error for a driver that accepts a command and returns no event.
 const NO_EVENT: ClError = ClError::new("clEnqueueReadBuffer", -58);
 
-/// A range that [`ClDevice::with_mapped`] maps, to be overwritten or to be read.
+/// A range of a buffer that [`ClDevice::with_mapped`] maps, either to overwrite all of it or to read it.
 pub(crate) struct MapRegion<'a> {
     pub(crate) at: ClAt<'a>,
     pub(crate) overwrite: bool,
@@ -328,7 +328,7 @@ impl ClDevice {
         }
         let mut wide = [0u8; 16];
         wide.chunks_exact_mut(n).for_each(|c| c.copy_from_slice(pattern));
-        // Drivers that fill pattern by pattern are faster with a long pattern.
+        // Drivers that write one pattern at a time are faster with a long pattern.
         let n = if off.is_multiple_of(16) && bytes.is_multiple_of(16) { 16 } else { n };
         if n == 16
             && bytes >= FILL_KERNEL_MIN_BYTES
@@ -355,7 +355,7 @@ impl ClDevice {
             })
         };
         match filled {
-            // An OpenCL 1.1 driver has no fill.
+            // An OpenCL 1.1 driver has no fill command, so the host writes the pattern.
             Err(e) if e.is_missing() => {
                 let block = pattern.repeat((1usize << 20).min(bytes) / pattern.len());
                 for_each_part("fill", (0..bytes).step_by(block.len()), |at| {

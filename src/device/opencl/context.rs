@@ -313,7 +313,7 @@ impl ClDevice {
         Ok(ClBuffer::new(mem, bytes))
     }
 
-    /// Unmaps all mapped ranges, and waits for all work, so that the host memory of a buffer may be released.
+    /// Unmaps all mapped ranges, and waits for all work, so that the caller can release a buffer's host memory.
     ///
     /// # Errors
     /// A range that cannot be unmapped; a lost device.

@@ -111,10 +111,10 @@ pub(super) extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize,
     driver_text.push(text.to_string_lossy().into_owned());
 }
 
-/// How to request a buffer larger than the driver's promised maximum.
+/// The method of requesting a buffer larger than the driver's promised maximum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LargeBuffers {
-    /// Like any other buffer.
+    /// As for any other buffer.
     Plain,
     /// With Intel's flag; programs are then built with 64-bit offsets.
     Intel,

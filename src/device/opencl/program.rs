@@ -248,7 +248,7 @@ fn key(device: &ClDevice, source: &str, options: &str) -> Key {
     hash.finalize().into()
 }
 
-/// Returns the cached result of the probe in `source`; else the result of `find`, which is cached.
+/// Returns the cached result of the probe in `source`. Without a cached result, calls `find`, and caches the result unless `None`.
 pub(super) fn cached_probe(device: &ClDevice, source: &str, find: impl FnOnce() -> Option<Vec<u8>>) -> Option<Vec<u8>> {
     let (cache, name) = (Cache::of_process(), FileKind::Probe.name(&key(device, source, &build_options(device))));
     let known = device.programs.imported(&name).or_else(|| cache?.load(&name).ok());

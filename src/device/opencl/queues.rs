@@ -320,7 +320,7 @@ impl ClDevice {
         Ok(memory)
     }
 
-    /// Records a wait of the host, until the result is dropped.
+    /// Records in the profile that the host waits, until the returned value is dropped.
     pub(super) fn waiting(&self, call: &'static str, stream: StreamId) -> Option<profiler::Span> {
         profiler::span(RecordKind::Wait, call, self.device(), stream.0, 0)
     }
@@ -523,8 +523,8 @@ impl ClDevice {
         lock(&self.queues.ids).release(stream, hints);
     }
 
-    /// Waits for the work submitted to the stream so far, and reports the faults in these slots. The driver is called only if
-    /// there is work to wait for.
+    /// Waits for the work submitted to the stream so far, and reports the faults in `slots`. The driver is called only if there is
+    /// work to wait for.
     pub(super) fn wait_and_report(&self, stream: StreamId, slots: &[&'static FaultSlot]) -> Result<()> {
         if self.queues.is_finished(stream) && !slots.iter().any(|slot| slot.is_pending()) {
             return self.check_lost().and_then(|()| self.take_failed(stream));
@@ -651,7 +651,7 @@ impl ClDevice {
         None
     }
 
-    /// Waits for all commands and marks the device as lost, at the end of the process. The result is the lock: no thread can submit.
+    /// Waits for all commands and marks the device as lost, at the end of the process. Returns the lock, so no thread can submit.
     pub(super) fn close(&'static self) -> Box<dyn Any> {
         let mut queues = self.queues.lock();
         if !self.is_lost() {

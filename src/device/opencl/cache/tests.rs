@@ -52,7 +52,7 @@ fn environment_variables_set_folder_and_size() {
     assert_eq!(of(&[]), None);
     assert_eq!(of(&[("HOME", "/home/me")]), at("/home/me/.cache/claystone"));
     assert_eq!(of(&[("HOME", "/home/me"), ("XDG_CACHE_HOME", "/x")]), at("/x/claystone"));
-    // The XDG specification ignores relative paths.
+    // The XDG specification says to ignore relative paths.
     assert_eq!(of(&[("HOME", "/home/me"), ("XDG_CACHE_HOME", "x")]), at("/home/me/.cache/claystone"));
     assert_eq!(of(&[("HOME", "."), ("XDG_CACHE_HOME", "../x")]), None);
     assert_eq!(of(&[("HOME", "/home/me"), ("CLAYSTONE_CACHE_DIR", "/c")]), at("/c"));
@@ -71,7 +71,7 @@ fn contents_load_only_under_their_own_name() {
     }
     assert_eq!(names(dir.path()), [name(1), name(2)], "no temporary");
 
-    // Exchanges the files of two kernels: each is intact, but its checksum does not match its name.
+    // Exchanges the files of two kernels: each is intact, but must be refused, because its checksum does not match its name.
     let [one, two, aside] = [name(1), name(2), "aside".into()].map(|name| dir.path().join(name));
     for (from, to) in [(&one, &aside), (&two, &one), (&aside, &two)] {
         fs::rename(from, to).unwrap();

@@ -165,7 +165,7 @@ impl CommandBuffers {
         Ok(is_there.then_some(found))
     }
 
-    /// Records commands into a command buffer for queues like `queue`, one after another. Call under the queues' lock.
+    /// Records commands, to run one after another, into a command buffer for queues like `queue`. Call under the queues' lock.
     pub(super) fn record(&self, queue: cl_command_queue, commands: &[Command]) -> Result<CommandBuffer, ClError> {
         let properties = self.properties.as_ref().map_or(ptr::null(), |list| list.as_ptr());
         let raw = create!(in self, clCreateCommandBufferKHR(1, &queue, properties))?;

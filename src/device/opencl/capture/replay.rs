@@ -173,7 +173,7 @@ impl ReplayStrategy {
         }
     }
 
-    /// Has the driver prepare the commands in parts, for queues like `queue`.
+    /// Makes the driver prepare the commands in parts, for queues like `queue`. No parts if the host enqueues every command.
     fn prepare(&self, device: &ClDevice, queue: &Queue, commands: &[Command]) -> Result<Vec<Part>, ClError> {
         let most = match self {
             ReplayStrategy::Host => return Ok(Vec::new()),
