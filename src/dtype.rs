@@ -57,7 +57,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Every dtype, once.
+    /// All dtypes.
     pub const ALL: [DType; 9] =
         [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U8, DType::U32, DType::Bool];
 

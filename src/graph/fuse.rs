@@ -91,7 +91,7 @@ thread_local! {
     static CAPTURED_FORMULAS: RefCell<Vec<Formula>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Records the formulas of this thread's capture until it is dropped.
+/// Records the formulas of this thread's capture until the recorder is dropped.
 pub(super) struct FormulaRecorder(());
 
 impl FormulaRecorder {

@@ -49,7 +49,7 @@ impl Team {
         Arc::new(Team { mailboxes: (1..threads()).map(|_| Mailbox::new()).collect(), creation_index })
     }
 
-    /// Returns the team of this thread's pool, or of the global pool for other threads. None for a thread that is ending.
+    /// Returns the team of this thread's pool, or of the global pool for other threads. `None` for a thread that is ending.
     fn current() -> Option<Arc<Team>> {
         static GLOBAL: OnceLock<Arc<Team>> = OnceLock::new();
         static NEXT: AtomicUsize = AtomicUsize::new(1);

@@ -22,7 +22,7 @@ use crate::device::{DeviceKind, count_launch};
 use crate::error::for_each_part;
 use crate::{Error, Result};
 
-/// The kernels of `kernels/memory.cl`, by their index in [`ClDevice::memory_kernels`].
+/// The index in [`ClDevice::memory_kernels`] of each kernel of `kernels/memory.cl`.
 const FILL_KERNEL: usize = 0;
 const COPY_KERNEL: usize = 1;
 /// The minimum size of a fill by kernel on GPUs, in bytes: NVIDIA's fill command reaches three quarters of the memory's bandwidth.

@@ -417,7 +417,7 @@ impl ClDevice {
         }
     }
 
-    /// Converts the error of a failed call, after deciding whether the device is lost. Not to be called under the queue lock.
+    /// Converts the error of a failed call, after deciding whether the device is lost. Not to be called under the queues' lock.
     pub(crate) fn failed(&self, e: ClError) -> Error {
         self.error(self.detect_loss(e))
     }
@@ -434,7 +434,7 @@ impl ClDevice {
         if self.is_lost() { Err(ClError { lost: true, ..ClError::new(call, -36) }) } else { Ok(()) }
     }
 
-    /// Decides whether a failed call means that the device is lost. Not to be called under the queue lock.
+    /// Decides whether a failed call means that the device is lost. Not to be called under the queues' lock.
     pub(super) fn detect_loss(&self, mut e: ClError) -> ClError {
         e.lost = e.unfinished || e.is_fatal() || e.is_suspicious() && !self.responds();
         if e.lost {

@@ -202,7 +202,7 @@ pub(super) fn describe(
     let number = |what| retry(|| device_number(id, what));
     let extensions = text(cl::CL_DEVICE_EXTENSIONS)?;
     let has = |name| extensions.split_whitespace().any(|e| e == name);
-    // As in "OpenCL C 1.2 ...".
+    // The driver's answer begins with "OpenCL C 1.2", for example.
     let opencl_c = version(text(cl::CL_DEVICE_OPENCL_C_VERSION)?.trim_start_matches("OpenCL C ")).unwrap_or((1, 1));
     let info = DeviceInfo {
         name: text(cl::CL_DEVICE_NAME)?,
@@ -212,7 +212,7 @@ pub(super) fn describe(
         compute_units,
         memory: number(cl::CL_DEVICE_GLOBAL_MEM_SIZE)?,
         largest_buffer: number(cl::CL_DEVICE_MAX_MEM_ALLOC_SIZE)?,
-        // The driver's unit is bits.
+        // The driver reports the alignment in bits.
         base_alignment: (number(cl::CL_DEVICE_MEM_BASE_ADDR_ALIGN)? / 8).max(1) as usize,
         fp16: has("cl_khr_fp16"),
         fp64: has("cl_khr_fp64") || true_if_known(number(cl::CL_DEVICE_DOUBLE_FP_CONFIG))?,

@@ -33,13 +33,13 @@ use crate::sync::lock;
 use crate::{Error, Result};
 use choice::Choice;
 
-/// A device at its index, which it keeps until the process ends.
+/// A device and its description. The position in the list is the device's index until the process ends.
 pub(super) struct Entry {
     id: cl_device_id,
     /// `platform:index`, as in CLAYSTONE_DEVICES.
     platform_index: (usize, usize),
     platform: cl_platform_id,
-    /// The kind and the number of compute units, which decide the index.
+    /// The kind and the number of compute units, by which devices are sorted.
     rank_properties: (DeviceKind, usize),
     /// The rest of the description, once the driver has answered.
     found: OnceLock<DeviceDescription>,

@@ -164,14 +164,14 @@ impl ClImage {
     }
 }
 
-/// A kernel object. Its arguments are set only under its device's queue lock, so it may be shared.
+/// A kernel object. Its arguments are set only under the queues' lock of its device, so threads can share it.
 #[derive(Debug)]
 pub(crate) struct ClKernel {
     kernel: cl_kernel,
-    /// Released after the kernel.
+    /// Dropped after the kernel has been released, because the kernel belongs to the program.
     program: Arc<Program>,
     name: &'static str,
-    /// For each argument, the bits of the number to which the argument was last set, else [`NOT_SET`]. Changed under the queue lock.
+    /// For each argument, the bits of the number to which it was last set, else [`NOT_SET`]. Changed under the queues' lock.
     numbers: Box<[AtomicU64]>,
     max_work_group: usize,
     /// True if the kernel was compiled for one group size.

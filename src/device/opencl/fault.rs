@@ -40,7 +40,7 @@ pub(crate) enum Fault {
 /// The fault words: code, index (low and high word), size of the dimension.
 pub(super) type FaultWords = [i32; 4];
 
-/// The words without a fault. Commands may read the words at any time.
+/// The words without a fault. Static, because commands may read the words at any time.
 pub(super) const NO_FAULT: &FaultWords = &[0; 4];
 
 /// The first word of a read that has not arrived; no fault has this code. If a read fails after the driver accepted it, this value
@@ -150,7 +150,7 @@ impl Drop for Reading {
 }
 
 impl Pending {
-    /// Adds a stream unless present.
+    /// Adds a stream unless the list contains it.
     fn add(&mut self, stream: StreamId) {
         if !self.writers.contains(&stream) {
             self.writers.push(stream);
@@ -267,7 +267,7 @@ impl FaultSlots {
         idle.iter().position(|slot| !slot.is_pending()).map(|at| idle.swap_remove(at))
     }
 
-    /// If many slots are idle, takes one whose streams are finished, else the oldest, which has the least to wait for.
+    /// If many slots are idle, takes a slot whose streams are finished, or else the oldest slot, which has the least to wait for.
     pub(super) fn take_unread(&self, is_finished: impl Fn(StreamId) -> bool) -> Option<&'static FaultSlot> {
         let mut idle = self.idle();
         let is_over = |slot: &FaultSlot| slot.pending().writers.iter().all(|&stream| is_finished(stream));
@@ -281,7 +281,7 @@ impl FaultSlots {
         self.shared
     }
 
-    /// Returns memory for words that no code uses. The memory is never released.
+    /// Returns the memory into which fault words are read if no code uses them. The memory is never released.
     pub(super) fn discard_memory(&self) -> *mut c_void {
         self.discard_memory.get().cast()
     }

@@ -27,7 +27,7 @@ pub(crate) enum Arg<'a> {
     Local(usize),
 }
 
-/// The maximum number of launches between two flushes: a flush per launch would cost too much.
+/// The maximum number of launches between two flushes. More than one, because a flush per launch would slow down the host.
 const MAX_UNFLUSHED_LAUNCHES: u32 = 16;
 /// The number of launches between two checkpoints. A queue holds at most about twice this many launches, because drivers slow
 /// down or run out of memory if a queue grows without bound.
@@ -55,7 +55,7 @@ pub(super) fn enqueue_kernel(
     Ok(flush_if_due(queue, 1, (!raw.is_null()).then(|| ClEvent(raw))))
 }
 
-/// Counts launches about to be enqueued. True if the last launch needs an event, as the next checkpoint.
+/// Counts launches that are about to be enqueued. Returns true if the last launch needs an event, to be the next checkpoint.
 pub(super) fn is_checkpoint(queue: &mut Queue, launches: u32) -> bool {
     queue.since_checkpoint += launches;
     queue.since_checkpoint >= LAUNCHES_PER_CHECKPOINT

@@ -50,7 +50,7 @@ const BUILTINS: &str = include_str!("../../../kernels/builtins.cl");
 /// takes five sixths of the build time.
 const WITHOUT_HEADER: &str = "-D_OPENCL_H_ ";
 
-/// A program, or none yet. The lock is held during a build, so that a second thread waits for the first thread's program.
+/// A program; `None` until it is built. The lock is held during a build, so that a second thread waits instead of building.
 type ProgramSlot = Arc<Mutex<Option<Arc<Program>>>>;
 
 #[derive(Default)]
@@ -71,8 +71,8 @@ pub(super) struct Programs {
     slow_binaries: AtomicU32,
 }
 
-/// If getting a binary takes longer, the driver compiles for the request, for work-groups of any size, which no launch runs. Such a
-/// driver (PoCL) caches the programs of launches itself, so no binary is requested after [`SLOW_BINARIES`] slow requests.
+/// A driver that takes longer to return a binary compiles the binary for the request: for work-groups of any size, which no launch
+/// runs. Such a driver (PoCL) caches launched programs itself, so after [`SLOW_BINARIES`] slow requests, no binary is requested.
 const SLOW_BINARY_TIME: Duration = Duration::from_millis(20);
 /// The number of slow binaries after which no binary is requested any more.
 const SLOW_BINARIES: u32 = 2;

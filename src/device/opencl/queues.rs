@@ -543,12 +543,12 @@ impl ClDevice {
         self.check_lost()?;
         let readings = Readings::default();
         let done = match self.info().kind {
-            // NVIDIA's driver reads the fault words in 9 us once the kernels are done, and in 14 to 40 us behind running kernels.
+            // NVIDIA's driver reads the fault words in 9 us once the kernels are done, but in 14 to 40 us behind running kernels.
             DeviceKind::DiscreteGpu => self.submit_and_wait(stream, memory, submit).and_then(|memory| {
                 if !slots.iter().any(|slot| slot.is_pending()) {
                     return Ok((readings, memory));
                 }
-                // A blocking read under the lock is allowed only if the wait is short.
+                // A blocking read under the queues' lock is allowed only if the wait is short.
                 let ready = || {
                     self.queues.is_only_submission(stream)
                         && slots.iter().all(|slot| slot.is_pending_on_no_other(stream))
@@ -637,7 +637,7 @@ impl ClDevice {
         unused.map_or(current, |slot| self.faults.own(slot))
     }
 
-    /// If many slots are idle, reads one of them and takes it, unless it holds a fault, which is left to the next finish.
+    /// If many slots are idle, reads one idle slot and takes that slot. A slot with a fault is left, for the next finish to report.
     fn take_slot_by_reading(&self) -> Option<&'static FaultSlot> {
         let slot = self.faults.take_unread(|stream| self.queues.is_finished(stream))?;
         let read = self.submit_and_wait(SERVICE_STREAM, Readings::default(), |q, readings, event| {

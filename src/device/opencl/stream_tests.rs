@@ -224,7 +224,7 @@ fn faults_on_any_stream_are_reported_once() {
         assert_fault(with_stream(&b, || device.copy((&fine, 0), (&fine, 400), 4, true)), -5);
         with_stream(&a, read).expect("told once");
 
-        // A valid index on one stream and an invalid one on the other, in both orders.
+        // A valid index on one stream and an invalid index on the other, in both orders: the fault must be reported in both.
         with_stream(&a, || check(device, &kernel, 3));
         with_stream(&b, || check(device, &kernel, 10));
         assert_fault(device.finish(), 10);
@@ -232,13 +232,13 @@ fn faults_on_any_stream_are_reported_once() {
         with_stream(&a, || check(device, &kernel, 3));
         assert_fault(with_stream(&a, read), 11);
 
-        // A wait for a stream reports that stream's fault.
+        // A wait for a stream must report that stream's fault.
         with_stream(&a, || check(device, &kernel, 12));
         b.synchronize().expect("it was not on this stream");
         assert_fault(a.synchronize(), 12);
         device.finish().expect("told once");
 
-        // Another thread's read does not report the fault.
+        // Another thread's read must not report the fault.
         with_stream(&a, || check(device, &kernel, 13));
         std::thread::scope(|s| s.spawn(|| with_stream(&a, read)).join().unwrap()).expect("another thread's");
         assert_fault(with_stream(&b, read), 13);
@@ -265,7 +265,7 @@ fn pinned_memory_is_read_and_written_through_its_pointer() {
             device.read((&x, 0), bytes).unwrap();
             assert_eq!(bytes, pattern(n));
         }
-        // Pinned memory can be dropped on any thread; size 0 is an error.
+        // Pinned memory can be dropped on any thread. A size of 0 must be an error.
         let pinned = device.create_pinned(64).unwrap();
         std::thread::spawn(move || drop(pinned)).join().unwrap();
         assert!(device.create_pinned(0).is_err());

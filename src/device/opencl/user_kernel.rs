@@ -88,7 +88,7 @@ struct Parameter {
     constant: bool,
 }
 
-/// The type of an argument in the generated kernel.
+/// The type that an argument has in the generated kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum ArgumentKind {
     Tensor,

@@ -28,7 +28,7 @@ const MAX_CLASS_SIZES: usize = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Subject {
-    /// A parameter, by its row in the table.
+    /// A parameter, by the index of its row in the table of parameters.
     TuningParameter(usize),
     /// The work-group size of a kernel, by the kernel's id, which is the same in every process.
     Group(u64),
@@ -313,7 +313,7 @@ impl Subject {
         }
     }
 
-    /// Parses [`name`](Self::name); a parameter must be accepted by `has`.
+    /// Parses the result of [`name`](Self::name). `has` says whether the device has a parameter.
     fn from_name(name: &str, has: impl Fn(&ParameterRow) -> bool) -> Option<Subject> {
         match name.strip_prefix(GROUP) {
             Some(id) => hex(id).map(Subject::Group),

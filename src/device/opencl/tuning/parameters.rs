@@ -74,7 +74,7 @@ parameters! {
     SortItems "sort_items" GPUS [8, 16, 32] [16, 16, 16] "elements that a work-item sorts by digits, in registers";
 }
 
-/// The value of every row of the table.
+/// The value of every parameter, in the order of [`PARAMETERS`].
 pub(super) type Values = [usize; PARAMETERS.len()];
 
 impl ParameterRow {
