@@ -139,7 +139,7 @@ pub(crate) fn take_hooks() -> Vec<ReplayHook> {
 
 /// Ends the capture that [`begin`] started.
 pub(super) fn end() {
-    drop(take_hooks()); // left over from a failed capture; a hook's destructor may call `is_capturing`
+    drop(take_hooks()); // hooks of a failed capture; a hook's destructor may call `is_capturing`
     CAPTURE.set(Capture { device: None, ..CAPTURE.get() });
 }
 

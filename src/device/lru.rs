@@ -39,7 +39,7 @@ impl<K: Hash + Eq + Clone, V> Lru<K, V> {
         let evicted = if full { self.evict() } else { Vec::new() };
         let entry = self.entries.entry(key).or_insert_with(|| Entry { value: make(), used: AtomicU64::new(0) });
         entry.used = AtomicU64::new(self.inserted);
-        self.inserted += 1; // every later use counts as newer
+        self.inserted += 1; // later uses store a larger number
         (&mut entry.value, evicted)
     }
 

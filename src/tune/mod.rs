@@ -108,7 +108,7 @@ pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<Pa
             }
         }
     }
-    cl.tuning().forget_choices(); // they were measured with other parameter values
+    cl.tuning().forget_choices(); // choices were measured with the previous parameter values
     save(cl)
 }
 

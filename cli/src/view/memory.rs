@@ -191,7 +191,7 @@ impl Memory {
                 let site = sites.number("", &block.frames);
                 let mut live = memory.unknown_block(block.address, block.requested_size, stream, site);
                 if block.state == BlockState::ActivePendingFree {
-                    live.requested = 0; // unknown time; corrected if the event is in the history
+                    live.requested = 0; // unknown, unless the history has the request
                 }
                 memory.live.insert(block.address, live);
             }

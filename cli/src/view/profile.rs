@@ -367,7 +367,7 @@ impl Reader {
         let start = moments.fold(f64::INFINITY, f64::min);
         let end = self.events.iter().map(Event::end).fold(start, f64::max);
         for begun in std::mem::take(&mut self.open).into_values().flatten() {
-            self.events[begun].took = end - self.events[begun].start; // the event had not ended when the profile ended
+            self.events[begun].took = end - self.events[begun].start; // an event without an end lasts until the end of the profile
         }
         self.compute_nesting();
         let order = self.track_order();

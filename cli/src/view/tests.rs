@@ -34,12 +34,12 @@ fn the_history_is_undone_from_its_end() {
     use BlockState::{ActiveAllocated, ActivePendingFree, Inactive};
     use TraceAction::{Alloc, FreeCompleted, FreeRequested, Oom, SegmentAlloc, SegmentFree};
     let trace = vec![
-        entry(FreeCompleted, 4096, 100, 10), // requested before the history
+        entry(FreeCompleted, 4096, 100, 10), // the free was requested before the history
         entry(SegmentFree, 0x9000, 4096, 11),
         entry(Alloc, 4096, 200, 12),
         entry(FreeRequested, 4096, 200, 13),
         entry(SegmentAlloc, 8192, 4096, 14),
-        entry(Alloc, 8192, 300, 9), // recorded by another thread's clock
+        entry(Alloc, 8192, 300, 9), // by another thread, whose clock is slightly behind
         entry(FreeCompleted, 4096, 200, 16),
         entry(Alloc, 4096, 400, 17),
         entry(FreeRequested, 4096, 400, 18),
@@ -93,7 +93,7 @@ fn sites_are_stored_once() {
     let stack: std::sync::Arc<[Frame]> =
         ["inner", "outer"].map(|name| Frame { filename: "f.rs".into(), line: 7, name: name.into() }).into();
     let mut trace: Vec<TraceEntry> = (0..4).map(|i| entry(TraceAction::Alloc, 512 * i, 512, i)).collect();
-    (trace[0].frames, trace[1].frames) = (stack.clone(), stack[..].into()); // shared, and a copy
+    (trace[0].frames, trace[1].frames) = (stack.clone(), stack[..].into()); // the same stack shared, and as a copy
     (trace[2].frames, trace[2].compile_context) = (stack, "forward".into());
     let blob = memory::blob(&Snapshot::new(vec![], vec![trace]), false).unwrap();
     let sites = blob.numbers("d0.block.site");

@@ -99,7 +99,7 @@ fn every_trace_replays_with_every_allocator() {
     for (row, (file, backend)) in rows.iter().zip(expected) {
         let keys: Vec<&str> = row.as_object().unwrap().keys().map(String::as_str).collect();
         let mut sorted = KEYS;
-        sorted.sort_unstable(); // parsing may lose the order of keys
+        sorted.sort_unstable(); // a JSON parser may not keep the order of keys
         let mut found = keys.clone();
         found.sort_unstable();
         assert_eq!(found, sorted);
@@ -145,7 +145,7 @@ fn plans_contain_every_block() {
         let events = events(file);
         let unit = if events.iter().all(|event| event.1 < 512) { 1 } else { 512 };
         let (planned, least) = (number(row, "planned"), peak(&events, unit));
-        assert!(least <= planned && planned < 2 * least, "{row}"); // the quality depends on the machine
+        assert!(least <= planned && planned < 2 * least, "{row}"); // a time limit makes the result depend on the machine
         if file.ends_with("mnn_1.trace") || file.ends_with("mnn_2.trace") {
             assert_eq!(planned, least, "{row}");
         }
@@ -203,7 +203,7 @@ fn other_formats_of_the_same_events_give_the_same_figures() {
     let log = CsvLog::new(std::fs::File::create(&csv).unwrap()).unwrap();
     let mut entries = Vec::new();
     for (id, bytes) in events {
-        let addr = (id + 1) << 32; // distant addresses
+        let addr = (id + 1) << 32; // addresses far apart, so that blocks do not overlap
         let entry = |action, size| TraceEntry::new(action, addr, size);
         if bytes > 0 {
             sizes.insert(addr, bytes);

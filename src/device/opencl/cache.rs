@@ -93,7 +93,7 @@ impl Cache {
     pub(super) fn of_process() -> Option<&'static Cache> {
         static CACHE: LazyLock<Option<Cache>> =
             LazyLock::new(|| Cache::from_variables(|name| std::env::var_os(name).filter(|value| !value.is_empty())));
-        let _messages = log::defer(); // a subscriber may call this function as well
+        let _messages = log::defer(); // a subscriber that calls this function would deadlock
         CACHE.as_ref()
     }
 
@@ -199,7 +199,7 @@ impl Cache {
         if let Err(error) = &checked
             && error.kind() == io::ErrorKind::PermissionDenied
         {
-            let _messages = log::defer(); // a subscriber may call this function as well
+            let _messages = log::defer(); // a subscriber that calls this function would deadlock
             self.warned.call_once(|| {
                 let (folder, error) = (self.folder.clone(), error.to_string());
                 log::emit(move || tracing::warn!(?folder, "compiled kernels are not cached: {error}; {ADVICE}"));

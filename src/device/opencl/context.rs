@@ -178,7 +178,7 @@ impl ClDevice {
     /// Creates a buffer of `bytes` (not zero). The driver may allocate the memory only at the buffer's first use: see
     /// [`commit`](Self::commit).
     pub(crate) fn create_buffer(&self, bytes: usize) -> Result<ClBuffer, ClError> {
-        self.check_alive("clCreateBuffer")?; // fails here, so that the error of a lost device starts no new test
+        self.check_alive("clCreateBuffer")?; // returns before `detect_loss`, which would test a lost device again
         self.new_buffer(CL_MEM_READ_WRITE, bytes, ptr::null_mut()).map_err(|e| self.detect_loss(e))
     }
 

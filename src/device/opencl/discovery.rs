@@ -138,7 +138,7 @@ fn discovery() -> Result<&'static Discovery, ClError> {
     if let Some(known) = DEVICES.discovered.get() {
         return Ok(known);
     }
-    let _messages = log::defer(); // a subscriber may list devices as well
+    let _messages = log::defer(); // a subscriber may list devices, which needs the lock
     let _one_at_a_time = lock(&DEVICES.changing);
     if let Some(known) = DEVICES.discovered.get() {
         return Ok(known);
@@ -174,7 +174,7 @@ fn adopted() -> impl Iterator<Item = &'static Adopted> {
 /// Returns the device adopted with these handles. The first call opens the device with `make`, at a new index.
 pub(super) fn adopt(handles: [usize; 3], make: impl FnOnce(Device) -> Result<&'static Entry>) -> Result<Device> {
     let own = discovery().map_err(|e| query_error(Device::OpenCL(0), &e))?.devices.len();
-    let _messages = log::defer(); // a subscriber may use devices as well
+    let _messages = log::defer(); // a subscriber may use devices, which needs the lock
     let _one_at_a_time = lock(&DEVICES.changing);
     if let Some(at) = adopted().position(|adopted| adopted.handles == handles) {
         return Ok(Device::OpenCL(own + at));
@@ -244,7 +244,7 @@ pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
     if let Some(device) = entry.opened.get() {
         return Ok(device);
     }
-    let _messages = log::defer(); // a subscriber may use the device as well
+    let _messages = log::defer(); // a subscriber may use the device, which needs the lock
     let _one_at_a_time = lock(&entry.opening);
     if let Some(device) = entry.opened.get() {
         return Ok(device);

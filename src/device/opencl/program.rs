@@ -108,7 +108,7 @@ impl Programs {
         });
         let (slot, evicted) = loaded.get_or_insert(key, ProgramSlot::default);
         let slot = Arc::clone(slot);
-        drop(loaded); // before the driver releases programs
+        drop(loaded); // releases the lock before the evicted programs are dropped
         drop(evicted);
         slot
     }
@@ -183,7 +183,7 @@ pub(super) fn build_cached(
     device.check_lost()?;
     let options = build_options(device) + more_options;
     let key = key(device, source, &options);
-    let _messages = log::defer(); // a subscriber may build the same program
+    let _messages = log::defer(); // a subscriber may build the same program, which needs the lock
     let slot = device.programs.slot(key, by);
     let program = {
         let mut slot = lock(&slot);

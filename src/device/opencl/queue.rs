@@ -265,7 +265,7 @@ impl Queue {
             // SAFETY: `event` is the caller's pointer for an event, to which a driver would write as well.
             unsafe { *event = raw };
             if call!(clRetainEvent(raw)).is_err() {
-                profiler::push(record); // the event now belongs to the caller alone
+                profiler::push(record); // not retained: the event belongs to the caller alone
                 return Ok(());
             }
         }

@@ -499,7 +499,7 @@ impl ClDevice {
     pub(crate) fn acquire_stream(&self, wanted: StreamHints) -> Result<StreamId> {
         self.check_lost()?;
         let hints = hints::supported(self.device(), wanted);
-        let _messages = log::defer(); // until the lock is released
+        let _messages = log::defer(); // emits messages after the lock is released
         lock(&self.queues.ids).acquire(hints, |_| {
             let queue = Queue::create(self.context, self.id(), hints);
             let queue = queue.map_err(|e| self.failed(e))?;

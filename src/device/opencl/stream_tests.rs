@@ -217,7 +217,7 @@ fn faults_on_any_stream_are_reported_once() {
         let read = || device.read((&fine, 0), &mut [0; 4]);
 
         with_stream(&a, || check(device, &kernel, 99));
-        assert_fault(read(), 99); // on the default stream
+        assert_fault(read(), 99); // the read is on the default stream
         read().expect("told once");
 
         with_stream(&a, || check(device, &kernel, -5));

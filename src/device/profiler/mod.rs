@@ -422,7 +422,7 @@ pub(crate) fn record_memory(device: Device, bytes: i64, now: impl FnOnce() -> [u
         }
         None => return,
     }
-    let [allocated, reserved] = now(); // takes the allocator's locks
+    let [allocated, reserved] = now(); // outside the ring's lock, because this takes the allocator's locks
     if let Some(ring) = &mut *lock(&RING) {
         match ring.devices.iter_mut().find(|known| known.device == device) {
             Some(known) => known.changes = changes,

@@ -104,7 +104,7 @@ fn written_choices_read_back_and_others_fail() {
             "group_0 0000000000000000 64".into(),
             "group_0000000000000000 0000000000000000 0".into(),
             "group_0000000000000000 0000000000000000 1025".into(),
-            text.lines().last().unwrap().into(), // a duplicate
+            text.lines().last().unwrap().into(), // a duplicate line
             String::new(),
         ];
         for wrong in wrong {
