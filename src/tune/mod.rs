@@ -1,19 +1,21 @@
 //! Tuning of kernel parameters for a device: `claystone tune`.
 //!
-//! A parameter has a few choices, and a default for each class of devices. [`tune`] times the choices of every parameter. Before a choice is timed,
-//! its results must match the CPU's at sizes around its block boundaries, and exactly for whole numbers. A choice replaces the current value if it is
-//! at least 3 % faster. The results are saved beside the cached programs, where later processes load them.
+//! A parameter has a few choices, and a default for each class of devices. [`tune`] times the choices of every parameter. A choice
+//! is timed only if the device's results with the choice match the CPU's at sizes around the choice's block boundaries, exactly for
+//! whole numbers. A choice replaces the current value if the choice is at least 3 % faster. The results are saved beside the cached
+//! programs, where later processes load them.
 //!
-//! The best value for a device is not the best for each kernel at each size. With a [`Level`] above `none`, set by [`set_level`] or the environment
-//! variable `CLAYSTONE_TUNING`, ordinary launches are tuned as well. A class is a kernel with a range of sizes: all numbers of work-items with the
-//! same integer logarithm to base 2. The first launches of a class try other work-group sizes, or other values of the kernel's parameter. Each launch
-//! computes its result once, with one candidate, and is timed alone. These launches wait, and their sums of floats may be rounded differently from
-//! later ones. A candidate is chosen if it is at least 3 % faster than the default, in the median of 15 launches that alternate with the default's.
+//! The best value for a device is not the best for each kernel at each size. With a [`Level`] above `none`, set by [`set_level`] or
+//! the environment variable `CLAYSTONE_TUNING`, ordinary launches are tuned as well, in classes. A class is a kernel with a range
+//! of sizes: all numbers of work-items whose base-2 logarithms round down to the same integer. The first launches of a class try
+//! other work-group sizes, or other values of the kernel's parameter. Each launch computes its result once, with one candidate, and
+//! is timed alone. Trial launches wait for the device, and may round sums of floats differently than later launches. A candidate is
+//! chosen if it is at least 3 % faster than the default, in the median of 15 launches that alternate with launches of the default.
 //! The device should be otherwise idle. [`ahead`] runs these trials for usual sizes.
 //!
-//! Choices are kept in the same file, are part of [`Device::export_cache`], and are used at every level until [`tune`] or
-//! [`forget`]. A class that has a choice is not measured again. The driver's own work-group size is not a candidate, because
-//! it depends on the divisors of one size and a class has many sizes.
+//! Choices are kept in the same file as the parameters, are part of [`Device::export_cache`], and are used at every level until a
+//! call of [`tune`] or [`forget`]. A class that has a choice is not measured again. The driver's preferred work-group size is not a
+//! candidate, because that size depends on the divisors of one size and a class has many sizes.
 
 mod workloads;
 

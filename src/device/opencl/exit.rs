@@ -1,11 +1,12 @@
 //! The end of the process.
 //!
-//! A driver that compiles and runs kernels in threads of the process, such as PoCL, crashes if its teardown interrupts them. So an
-//! exit handler waits for builds and calls, finishes the queues, and stops all calls of the driver: later calls fail as on a lost
-//! device. Handlers run in reverse order of their registration, and a driver registers its own when it is loaded and when it
-//! compiles, in a build or a launch. So this handler is registered again after each of these, and when a thread ends or calls `exit`
-//! meanwhile: destructors of the thread run before the handlers. PoCL may still crash if a thread that has used no device calls
-//! `exit`, or is the main thread and ends, while PoCL is loaded or compiles its first kernels.
+//! A driver that compiles and runs kernels in threads of the process, such as PoCL, crashes if its teardown interrupts these
+//! threads. So an exit handler waits for builds and calls, finishes the queues, and stops all calls of the driver: later calls fail
+//! as on a lost device. Handlers run in reverse order of their registration, and a driver registers its own handler when it is
+//! loaded and when it compiles, in a build or a launch. So this handler is registered again after each load, build and first
+//! launch, and when a thread meanwhile ends or calls `exit`: destructors of the thread run before the handlers. PoCL may still
+//! crash if a thread that has used no device calls `exit`, or is the main thread and ends, while PoCL is loaded or compiles its
+//! first kernels.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
