@@ -57,11 +57,11 @@ pub enum DType {
 }
 
 impl DType {
-    /// Every dtype, once.
+    /// All dtypes.
     pub const ALL: [DType; 9] =
         [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U8, DType::U32, DType::Bool];
 
-    /// The OpenCL C type that holds an element's bits.
+    /// Returns the OpenCL C type that holds an element's bits.
     pub(crate) const fn cl_storage(self) -> &'static str {
         match self {
             DType::F64 => "double",
@@ -74,7 +74,7 @@ impl DType {
         }
     }
 
-    /// The size of an element in bytes.
+    /// Returns the size of an element in bytes.
     pub const fn size(self) -> usize {
         match self {
             DType::F64 | DType::I64 => 8,
@@ -89,7 +89,7 @@ impl DType {
         matches!(self, DType::F32 | DType::F16 | DType::BF16 | DType::F64)
     }
 
-    /// The name in messages, kernels and on the command line: `f32`, `bf16`, `bool`, ...
+    /// Returns the name in messages, kernels and on the command line: `f32`, `bf16`, `bool`, ...
     pub const fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
@@ -118,7 +118,7 @@ impl DType {
         if self.is_float() { Ok(()) } else { Err(Error::UnsupportedDType { op, dtype: self, expected: "floats" }) }
     }
 
-    /// The type that arithmetic on this dtype uses.
+    /// Returns the type in which arithmetic on this dtype is computed.
     pub(crate) const fn compute(self) -> Compute {
         match self {
             DType::F32 | DType::F16 | DType::BF16 => Compute::F32,
@@ -147,7 +147,7 @@ impl std::str::FromStr for DType {
 
 crate::error::serde_as_text!(DType);
 
-/// The three types that arithmetic uses on every device. Ordered: operands of several types compute in the greatest.
+/// The three types in which arithmetic is computed on every device. Operands of several types are computed in the greatest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Compute {
     I64,
@@ -156,7 +156,7 @@ pub(crate) enum Compute {
 }
 
 impl Compute {
-    /// The type's name in OpenCL C.
+    /// Returns the type's name in OpenCL C.
     pub(crate) const fn cl_name(self) -> &'static str {
         match self {
             Compute::I64 => "long",
@@ -165,7 +165,7 @@ impl Compute {
         }
     }
 
-    /// The dtype that stores this type exactly.
+    /// Returns the dtype that stores values of this type exactly.
     pub(crate) const fn dtype(self) -> DType {
         match self {
             Compute::I64 => DType::I64,
@@ -226,7 +226,7 @@ pub enum Scalar {
 }
 
 impl Scalar {
-    /// The value as f64.
+    /// Returns the value as f64.
     pub fn to_f64(self) -> f64 {
         match self {
             Scalar::Float(x) => x,
@@ -234,7 +234,7 @@ impl Scalar {
         }
     }
 
-    /// The value as i64: truncated towards zero and saturating, 0 for NaN (Rust's `as`).
+    /// Returns the value as i64: truncated towards zero and saturating, 0 for NaN (Rust's `as`).
     pub fn to_i64(self) -> i64 {
         match self {
             Scalar::Float(x) => x as i64,
@@ -242,8 +242,8 @@ impl Scalar {
         }
     }
 
-    /// Writes one element of `dtype` with this value to `out`, which has exactly its size. Converts as the kernels do: halves are rounded
-    /// from f32, floats saturate to integers, integers wrap, and every number except 0 is true.
+    /// Writes this value as one element of `dtype` to `out`, whose length is the dtype's size in bytes. Converts as the kernels do:
+    /// halves are rounded from f32, floats saturate to integers, integers wrap, and every number except 0 is true.
     #[inline(always)] // where the dtype is known, the match disappears
     pub(crate) fn encode(self, dtype: DType, out: &mut [u8]) {
         macro_rules! int {
@@ -304,7 +304,7 @@ scalars!(f64 => Float(|x| x), f32 => Float(f64::from), f16 => Float(f64::from), 
     i64 => Int(|x| x), i32 => Int(i64::from), i16 => Int(i64::from), i8 => Int(i64::from), isize => Int(|x| x as i64),
     u32 => Int(i64::from), u16 => Int(i64::from), u8 => Int(i64::from), bool => Int(i64::from));
 
-/// A number above `i64::MAX` becomes the nearest float.
+/// A number above `i64::MAX` is converted to the nearest float.
 impl From<u64> for Scalar {
     fn from(x: u64) -> Scalar {
         i64::try_from(x).map_or(Scalar::Float(x as f64), Scalar::Int)

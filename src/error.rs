@@ -199,7 +199,7 @@ pub fn for_each_part<T>(
         .try_for_each(|(i, item)| f(item).map_err(|e| if i > 0 { e.into_partial(op) } else { e }))
 }
 
-/// Text from a file or a user, shortened for error messages: control characters are escaped, and at most 80 characters are printed.
+/// Text from a file or a user, for error messages: control characters are escaped, and at most 80 characters are printed.
 ///
 /// ```
 /// use claystone::internal::Excerpt;
@@ -257,12 +257,12 @@ fn shorten_reason(reason: String) -> String {
     format!("{} ... ({} bytes left out) ... {}", &reason[..head], tail - head, &reason[tail..])
 }
 
-/// Formats a size in bytes; `usize::MAX` stands for a size that overflowed.
+/// Formats a size in bytes; `usize::MAX` means a size that overflowed.
 fn requested_bytes(bytes: usize) -> String {
     if bytes == usize::MAX { "more than usize::MAX bytes".into() } else { format!("{:#}", Size(bytes as u64)) }
 }
 
-/// The valid range of a dimension argument.
+/// Returns the valid range of a dimension argument, as text for error messages.
 fn valid_dims(rank: usize) -> String {
     if rank == 0 { "the tensor is a scalar".into() } else { format!("give one in -{rank}..{rank}") }
 }
@@ -324,7 +324,7 @@ mod tests {
         assert_eq!(format!("{:.1} {}", Size(150_119_776_256), Size(150_119_776_256)), "139.8 GiB 139.81 GiB");
     }
 
-    /// A `main` that returns an error prints its Debug text.
+    /// A `main` that returns an error prints its Debug text, so this text must be the sentence too.
     #[test]
     fn debug_prints_the_display_text() {
         let error = Error::OutOfMemory { device: Device::OpenCL(0), requested: 20_000_000, detail: "no more".into() };

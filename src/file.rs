@@ -28,7 +28,7 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
         file.read_to_end(&mut bytes)?;
         return Ok(bytes);
     }
-    // The whole capacity is reserved at once: growing a vector needs the old and the new memory together.
+    // Reserves the whole capacity at once, because a vector that grows needs the old and the new memory together.
     let mut bytes = Vec::with_capacity(MAX_STREAM_BYTES as usize + 2);
     file.take(MAX_STREAM_BYTES + 1).read_to_end(&mut bytes)?;
     match bytes.len() as u64 > MAX_STREAM_BYTES {
@@ -68,14 +68,14 @@ enum Target {
 }
 
 impl NewFile {
-    /// Creates the temporary file. It gets the mode and the owner of the file that it replaces, or the default mode.
-    /// A symbolic link is kept, and its target is replaced. Pipes and devices are written to directly.
+    /// Creates the temporary file, which gets the mode and the owner of the file that it replaces, or the default mode. A symbolic
+    /// link is kept, and its target is replaced. Pipes and devices are written to directly.
     ///
     /// # Errors
     /// The path is a folder or a file without write permission; the folder does not accept new files.
     pub fn create(path: &Path) -> io::Result<NewFile> {
         let target = resolve_symlinks(path);
-        // Folders and files without write permission are refused, as if they were opened for overwriting.
+        // Opening for writing makes folders and files without write permission fail, as if they were overwritten in place.
         let old = match OpenOptions::new().write(true).open(&target) {
             Ok(old) => Some(old),
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
@@ -96,7 +96,7 @@ impl NewFile {
             #[cfg(unix)]
             {
                 use std::os::unix::fs::MetadataExt;
-                // Only root may give files away. For other users the new file belongs to the user.
+                // Only root may give files to other users. The call fails for other users, who then own the new file.
                 let _ = std::os::unix::fs::fchown(file.as_file(), Some(attributes.uid()), Some(attributes.gid()));
             }
             file.as_file().set_permissions(attributes.permissions())?;

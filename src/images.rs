@@ -6,11 +6,11 @@ use crate::storage::{Image, ImageDesc, ImageFormat};
 impl Tensor {
     /// Copies the elements to an RGBA image on their OpenCL device, in MNN's NC4HW4 layout, for kernels that read images.
     ///
-    /// `[N, C, H, W]` gives an image of `ceil(C / 4) * W` pixels in width and `N * H` in height. Each pixel holds four channels, padded
-    /// with zeros, and the blocks of four channels are side by side. `[C, H, W]` has a batch of one, `[N, C]` images of one element,
-    /// and `[C]` both. f32 and bf16 become float images and f16 half images. All values are exact, except that OpenCL lets devices flush
-    /// subnormal numbers to zero and change the bits of a NaN. Any strides; one launch, which is not counted as one of the program's. Not
-    /// recorded by autograd.
+    /// `[N, C, H, W]` gives an image of `ceil(C / 4) * W` pixels in width and `N * H` in height. Each pixel holds four channels,
+    /// padded with zeros, and the blocks of four channels are side by side. `[C, H, W]` is converted as `[1, C, H, W]`, `[N, C]` as
+    /// `[N, C, 1, 1]`, and `[C]` as `[1, C, 1, 1]`. f32 and bf16 become float images and f16 half images. All values are exact,
+    /// except that OpenCL lets devices flush subnormal numbers to zero and change the bits of a NaN. The tensor may have any
+    /// strides. The one launch is not counted by [`count_launches`](crate::device::count_launches). Not recorded by autograd.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -42,8 +42,8 @@ impl Tensor {
         })
     }
 
-    /// Copies an [image](Tensor::to_image) back to a contiguous tensor of this shape: f32 for a float image, f16 for a half image. One
-    /// launch. Fails with [`Error::Invalid`] if a tensor of this shape has an image of another size.
+    /// Copies an [image](Tensor::to_image) back to a contiguous tensor of this shape, in one launch: f32 for a float image, f16 for
+    /// a half image. Fails with [`Error::Invalid`] if the image of a tensor of this shape would have another size.
     #[track_caller]
     pub fn from_image(image: &Image, shape: impl Into<Shape>) -> Result<Tensor> {
         let _caller = Caller::enter();

@@ -1,5 +1,5 @@
-//! Scope guards, and locking of locks that may be poisoned: no code of the crate can panic while it holds one of these locks with the data half
-//! updated.
+//! Scope guards, and locks that ignore poisoning, which is safe because no code of the crate can panic while the data under these
+//! locks is half updated.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 

@@ -31,9 +31,9 @@ pub struct Measured {
     pub alignment: usize,
 }
 
-/// Page size of the simulated device in units of its alignment, for segments that grow in place.
+/// Page size of the simulated device as a multiple of the block alignment. Expandable segments grow by whole pages.
 const PAGE_ALIGNMENTS: usize = 8;
-/// Time limit and maximum number of passes for measuring the time of an allocation and its release.
+/// Time limit and maximum number of passes for measuring the time of one allocation and its release.
 const TIMING_BUDGET: Duration = Duration::from_millis(30);
 const MAX_TIMED_PASSES: usize = 1000;
 
@@ -53,7 +53,7 @@ pub fn measure(setup: &Setup, trace: &Trace, passes: u32) -> Result<Measured, St
     })
 }
 
-/// Measures the nanoseconds of an allocation and its release, after `passes` passes. `None` if the timed passes run out of memory.
+/// Measures the nanoseconds of one allocation and its release, after `passes` passes. `None` if a timed pass runs out of memory.
 pub fn ns_per_pair(setup: &Setup, trace: &Trace, passes: u32) -> Result<Option<f64>, String> {
     let mut run = Replay::new(setup, trace).map_err(|error| error.to_string())?;
     run.run_passes(passes).map_err(|failed| failed.to_string())?;
@@ -95,7 +95,7 @@ pub fn peak_when_planned(setup: &Setup, trace: &Trace, passes: u32) -> Result<u6
 /// Out of memory, also for the history.
 pub fn record_snapshot(setup: &Setup, trace: &Trace) -> Result<Snapshot, String> {
     let mut run = Replay::new(setup, trace).map_err(|error| error.to_string())?;
-    // A block takes three events and a segment two, and a block needs at most one segment.
+    // Each block records up to three events and each segment two, and a trace needs at most one segment per block.
     let max_entries = 3 * trace.events.len() + 1000;
     let options = HistoryOptions::default().max_entries(max_entries);
     run.allocator.record_memory_history(options).map_err(|error| error.to_string())?;
@@ -139,7 +139,7 @@ impl<'a> Replay<'a> {
             Driver::Sim => {
                 let default = SimOptions {
                     alignment: setup.alignment,
-                    page: PAGE_ALIGNMENTS * setup.alignment, // the same number of alignments per page as on the host
+                    page: PAGE_ALIGNMENTS * setup.alignment, // as on a host with 4096-byte pages and 512-byte alignment
                     ..SimOptions::default()
                 };
                 let capacity = setup.capacity.unwrap_or(default.capacity);
@@ -209,7 +209,7 @@ impl<'a> Replay<'a> {
         self.blocks.iter_mut().filter_map(Option::take).for_each(|block| allocator.deallocate(block));
     }
 
-    /// Returns the nanoseconds of an allocation and its release: the median over passes.
+    /// Returns the median time of one allocation and its release, in nanoseconds; `None` if a pass runs out of memory.
     fn ns_per_pair(&mut self) -> Option<f64> {
         let begin = Instant::now();
         let mut times = Vec::new();

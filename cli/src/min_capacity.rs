@@ -16,7 +16,7 @@ pub fn min_capacity(setup: &Setup, trace: &Trace, passes: u32) -> Result<u64, St
     search(trace.peak_requested, enough, survives)
 }
 
-/// Searches upwards from `least`, below which nothing can survive; `enough` is the first capacity that is assumed to survive.
+/// Searches for the smallest sufficient capacity, between `least`, below which every run fails, and `enough`, assumed to suffice.
 fn search(least: u64, enough: u64, mut survives: impl FnMut(u64) -> Result<bool, String>) -> Result<u64, String> {
     let mut most = enough.max(least);
     while !survives(most)? {
@@ -26,7 +26,7 @@ fn search(least: u64, enough: u64, mut survives: impl FnMut(u64) -> Result<bool,
     let (mut fails, mut answer) = (least.saturating_sub(1), most);
     loop {
         while answer - fails > tolerance && answer > least {
-            // Test the peak itself first, so that the answer is exact if no more is needed.
+            // Test `least` itself first, so that the answer is exact if the peak of the requested bytes suffices.
             let middle = if fails < least { least } else { fails + (answer - fails) / 2 };
             match survives(middle)? {
                 true => answer = middle,

@@ -25,7 +25,7 @@ fn check_placement(lifetimes: &[Lifetime], offsets: &[u64], arena: u64, alignmen
         .flat_map(|(life, block)| [(life.start, true, block), (life.end, false, block)])
         .collect();
     moments.sort_unstable();
-    let mut live: BTreeMap<u64, usize> = BTreeMap::new(); // by offset
+    let mut live: BTreeMap<u64, usize> = BTreeMap::new(); // the live blocks, by offset
     for (_, starts, block) in moments {
         let (from, to) = (offsets[block], offsets[block].saturating_add(lifetimes[block].bytes));
         if !starts {

@@ -170,12 +170,12 @@ pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
     let runs: Vec<_> = traces.iter().flat_map(|trace| args.backends().iter().map(move |&b| (trace, b))).collect();
     let counted: Vec<_> = match args.driver {
         Driver::Sim => runs.par_iter().map(|&(trace, backend)| args.row(trace, backend)).collect(),
-        // One at a time, because all runs on a real device share its memory.
+        // One replay at a time, because all replays on a real device share its memory.
         Driver::Real(_) => runs.iter().map(|&(trace, backend)| args.row(trace, backend)).collect(),
     };
     let mut rows = Vec::new();
     for (&(trace, backend), counted) in runs.iter().zip(counted) {
-        // One at a time, because concurrent runs would slow each other down.
+        // One timing at a time, because concurrent replays would slow each other down.
         match counted.and_then(|row| args.with_time(trace, backend, row)) {
             Ok(row) if args.json => {
                 serde_json::to_writer(&mut *out, &row)?;

@@ -19,7 +19,7 @@ pub struct Row {
     utilisation: f64,
     segments: u64,
     driver_calls: u64,
-    /// Measured last, one trace at a time.
+    /// Nanoseconds of one allocation and its release. Measured after all other figures, one trace at a time.
     pub ns_per_pair: Option<f64>,
     planned: Option<u64>,
     min_capacity: Option<u64>,

@@ -32,8 +32,8 @@ pub struct Capabilities {
     pub cache: Option<u64>,
     /// The size of a cache line, in bytes.
     pub cache_line: Option<u64>,
-    /// The number of work-items that run in lockstep (a warp, a wavefront); work-group sizes should be multiples of this number.
-    /// Reported by OpenCL 3, or by NVIDIA's and AMD's extensions.
+    /// The number of work-items that run in lockstep (a warp, a wavefront); work-group sizes should be multiples of it. Reported by
+    /// OpenCL 3, or by NVIDIA's and AMD's extensions.
     pub wave_size: Option<u64>,
     /// The largest work-group in each dimension, in work-items.
     pub work_item_sizes: Vec<u64>,
@@ -101,18 +101,18 @@ pub struct FloatSupport {
     pub correct_division: bool,
 }
 
-/// The kinds of shared virtual memory that a device supports.
+/// The kinds of shared virtual memory: each field is true if the device supports that kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct SharedVirtualMemory {
-    /// Shared buffers that the host has to map.
+    /// Shared buffers that the host must map before it accesses them.
     pub coarse_grain_buffer: bool,
-    /// Shared buffers that host and device use at the same time.
+    /// Shared buffers that host and device may access at the same time without mapping.
     pub fine_grain_buffer: bool,
-    /// All of the host's memory is shared.
+    /// All of the host's memory is shared with the device.
     pub fine_grain_system: bool,
-    /// Atomic operations between host and device.
+    /// Atomic operations that synchronise host and device.
     pub atomics: bool,
 }
 
@@ -121,15 +121,15 @@ pub struct SharedVirtualMemory {
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct ImageLimits {
-    /// Width and height of an image of two dimensions.
+    /// Maximum width and height of a two-dimensional image.
     pub size_2d: Option<[u64; 2]>,
-    /// Width, height and depth of an image of three dimensions.
+    /// Maximum width, height and depth of a three-dimensional image.
     pub size_3d: Option<[u64; 3]>,
     /// The maximum number of pixels of an image made from a buffer.
     pub buffer: Option<u64>,
-    /// The maximum number of images that a kernel reads.
+    /// The maximum number of images that one kernel can read.
     pub read_arguments: Option<u64>,
-    /// The maximum number of images that a kernel writes.
+    /// The maximum number of images that one kernel can write.
     pub write_arguments: Option<u64>,
 }
 
@@ -182,7 +182,7 @@ fn parse_number(text: &str) -> Option<u64> {
     }
 }
 
-/// Returns the sizes of the first processor's largest cache and of its lines, in bytes, if Linux reports them.
+/// Returns the size and the line size of the first processor's largest cache, in bytes; `None` if Linux does not report the size.
 fn largest_cache() -> (Option<u64>, Option<u64>) {
     let read = |index, what| read_number(&format!("/sys/devices/system/cpu/cpu0/cache/index{index}/{what}"));
     let caches = (0..8).filter_map(|index| Some((read(index, "size")?, read(index, "coherency_line_size"))));

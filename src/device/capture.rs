@@ -72,13 +72,13 @@ impl FromStr for ReplayMode {
     }
 }
 
-/// Callbacks that each replay runs on the host: before its commands are submitted, and after.
+/// Callbacks that each replay runs on the host: `before` the commands are submitted, and `after`.
 pub(crate) struct ReplayHook {
     pub(crate) before: Box<dyn Fn() -> Result<()> + Send + Sync>,
     pub(crate) after: Box<dyn Fn() + Send + Sync>,
 }
 
-/// The capture of a thread.
+/// The state of a thread's capture.
 #[derive(Clone, Copy)]
 struct Capture {
     /// The device whose commands this thread captures.
@@ -139,7 +139,7 @@ pub(crate) fn take_hooks() -> Vec<ReplayHook> {
 
 /// Ends the capture that [`begin`] started.
 pub(super) fn end() {
-    drop(take_hooks()); // left over from a failed capture; a hook's destructor may call `is_capturing`
+    drop(take_hooks()); // hooks of a failed capture; a hook's destructor may call `is_capturing`
     CAPTURE.set(Capture { device: None, ..CAPTURE.get() });
 }
 

@@ -57,7 +57,7 @@ pub struct DeviceInfo {
     /// The size of the memory, in bytes; 0 if unknown.
     pub memory: u64,
     /// The maximum size of a buffer, in bytes, that the driver promises (`CL_DEVICE_MAX_MEM_ALLOC_SIZE`). The allocator requests
-    /// larger buffers all the same: NVIDIA's driver promises a quarter of the memory and grants all of it.
+    /// larger buffers nevertheless: NVIDIA's driver promises a quarter of the memory and grants all of it.
     pub largest_buffer: u64,
     /// Alignment of the start of a buffer, in bytes.
     pub base_alignment: usize,

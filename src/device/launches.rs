@@ -11,8 +11,8 @@ pub(crate) fn count_launch() {
     LAUNCHES.set(LAUNCHES.get() + 1);
 }
 
-/// Runs `f` and returns its result with the number of launches by this thread in between: kernels on OpenCL devices, and
-/// operations on the CPU. Copies, fills, reads and writes are not counted. Tests assert with this how many launches fusion saves.
+/// Runs `f` and returns its result with the number of launches by this thread while `f` ran: kernels on OpenCL devices, and
+/// operations on the CPU. Copies, fills, reads and writes are not counted. For tests of fusion.
 ///
 /// ```
 /// let (sum, launches) = claystone::device::count_launches(|| 1 + 1);

@@ -18,8 +18,8 @@ thread_local! {
     static DEFERRED_MESSAGES: RefCell<DeferredMessages> = RefCell::default();
 }
 
-/// A guard that defers this thread's messages: dropping the thread's last guard emits them. Create the guard before taking
-/// the lock, so that the guard is dropped after the lock is released.
+/// A guard that defers this thread's messages: dropping the thread's last guard emits them. Create the guard before taking such a
+/// lock, so that the guard is dropped after the lock is released.
 pub(crate) struct Deferred(PhantomData<*const ()>);
 
 /// Defers this thread's messages until the guard is dropped.
@@ -39,7 +39,7 @@ impl Drop for Deferred {
     }
 }
 
-/// Calls `message`, which calls the subscriber: now, or when the thread's last [`Deferred`] guard is dropped.
+/// Calls `message`, which passes a message to the subscriber: now, or when the thread's last [`Deferred`] guard is dropped.
 pub(crate) fn emit(message: impl FnOnce() + 'static) {
     let mut message = Some(message);
     let _ = DEFERRED_MESSAGES.try_with(|held| {

@@ -13,7 +13,7 @@ pub(crate) struct Lru<K, V> {
     inserted: u64,
 }
 
-/// A value, and the number of insertions at its last use.
+/// A value, and the number of insertions at the value's last use.
 struct Entry<V> {
     value: V,
     used: AtomicU64,
@@ -28,18 +28,18 @@ impl<K: Hash + Eq + Clone, V> Lru<K, V> {
     pub(crate) fn get(&self, key: &K) -> Option<&V> {
         let entry = self.entries.get(key)?;
         if entry.used.load(Relaxed) != self.inserted {
-            entry.used.store(self.inserted, Relaxed); // stored only on a change, because threads share the cache line
+            entry.used.store(self.inserted, Relaxed); // stores only a changed number, because threads share the cache line
         }
         Some(&entry.value)
     }
 
-    /// Returns the value of a key, made if absent, and the evicted values, which the caller should drop after releasing its lock.
+    /// Returns the value of a key, made if absent, and the evicted values, which the caller should drop after it releases its lock.
     pub(crate) fn get_or_insert(&mut self, key: K, make: impl FnOnce() -> V) -> (&mut V, Vec<V>) {
         let full = self.entries.len() >= self.capacity && !self.entries.contains_key(&key);
         let evicted = if full { self.evict() } else { Vec::new() };
         let entry = self.entries.entry(key).or_insert_with(|| Entry { value: make(), used: AtomicU64::new(0) });
         entry.used = AtomicU64::new(self.inserted);
-        self.inserted += 1; // every later use counts as newer
+        self.inserted += 1; // later uses store a larger number
         (&mut entry.value, evicted)
     }
 
@@ -53,7 +53,7 @@ impl<K: Hash + Eq + Clone, V> Lru<K, V> {
         self.entries.remove(key);
     }
 
-    /// Evicts the least recently used sixteenth of the entries, so that the scan of all entries costs 16 entries per evicted entry.
+    /// Evicts the least recently used sixteenth of the entries at once, because finding them scans all entries.
     fn evict(&mut self) -> Vec<V> {
         let excess = self.entries.len() + 1 - self.capacity.max(1);
         let count = excess.max(self.capacity / 16).min(self.entries.len());
@@ -96,7 +96,7 @@ impl Hasher for KeyHasher {
     }
 
     fn finish(&self) -> u64 {
-        // The map takes its bucket from the low bits, which a multiplication mixes least.
+        // The map takes its bucket from the low bits, which the multiplication mixes least, so the high bits are added.
         self.0 ^ (self.0 >> 32)
     }
 }
@@ -111,7 +111,7 @@ mod tests {
             let mut lru = Lru::new(capacity);
             let (mut made, mut gone) = (0, 0);
             for i in 0..1000u64 {
-                // Entry 0 is used in every iteration.
+                // Entry 0 is used in every iteration, so it must never be evicted, except at capacity 1.
                 let kept = lru.get(&0).is_some();
                 assert!(kept || i == 0 || capacity == 1, "{i} of {capacity}");
                 let (value, evicted) = lru.get_or_insert(i, || {

@@ -144,7 +144,7 @@ impl Device {
         opencl::import_cache(self.opencl("import_cache", NO_PROGRAMS)?, path.as_ref())
     }
 
-    /// Opens the OpenCL device, or fails on the CPU device, for the given reason.
+    /// Opens the OpenCL device. On the CPU device, returns [`Error::Invalid`] with `reason`.
     pub(crate) fn opencl(self, op: &'static str, reason: &str) -> Result<&'static opencl::ClDevice> {
         match self {
             Device::Cpu => Err(Error::invalid(op, reason)),
@@ -166,9 +166,9 @@ impl Device {
     /// Buffers of the context become tensors by [`Storage::import_cl`](crate::storage::Storage::import_cl),
     /// and kernels of the other code read tensors' buffers by [`Storage::export_cl`](crate::storage::Storage::export_cl).
     ///
-    /// Commands of both sides run in the order in which they were enqueued, without a wait on the host. Other streams of the
-    /// device are ordered with the queue as [`Stream`] says. [`Stream::synchronize`] and [`Device::synchronize`] promise to wait
-    /// for this crate's commands only. While profiling, commands of the default stream have times if the queue was created with
+    /// Commands of this crate and of the other code run in enqueue order, without a wait on the host. Other streams of the device
+    /// are ordered with the queue as [`Stream`] says. [`Stream::synchronize`] and [`Device::synchronize`] promise to wait for this
+    /// crate's commands only. While profiling, commands of the default stream have times if the queue was created with
     /// `CL_QUEUE_PROFILING_ENABLE`. The device has its own allocator, which does not count other memory in the context.
     ///
     /// The context and the queue are retained until the process ends: the caller may release its handles at any time.

@@ -36,7 +36,7 @@ impl Device {
         }
     }
 
-    /// True for the CPU. Rooms above the backends ask for a property instead.
+    /// True for the CPU. Modules above the backends test a property instead, such as [`is_host`](Self::is_host).
     pub(crate) fn is_cpu(self) -> bool {
         self == Device::Cpu
     }

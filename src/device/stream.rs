@@ -100,8 +100,8 @@ impl Stream {
         Ok(Stream(Arc::new(Inner { device, id, hints })))
     }
 
-    /// Returns the device's default stream, which all threads use unless told otherwise.
-    /// PyTorch's `torch.cuda.default_stream`.
+    /// Returns the device's default stream, which a thread uses unless it has set another stream. PyTorch's
+    /// `torch.cuda.default_stream`.
     ///
     /// # Errors
     /// [`Error::NoDevice`] if there is no such device.
@@ -304,7 +304,7 @@ pub fn with_stream<R>(stream: &Stream, f: impl FnOnce() -> R) -> R {
     struct Restore;
     impl Drop for Restore {
         fn drop(&mut self) {
-            // Dropped after the borrow of the stack has ended.
+            // The pop happens after `f`, and the popped stream is dropped after the borrow of the stack has ended.
             let _last = CURRENT_STREAMS.try_with(|stack| stack.borrow_mut().pop());
         }
     }
@@ -314,8 +314,8 @@ pub fn with_stream<R>(stream: &Stream, f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// Makes `stream` this thread's current stream of its device, until the next call or the end of the enclosing
-/// [`with_stream`]. For callers whose scopes are not Rust's. Does not wait. PyTorch's `torch.cuda.set_stream`.
+/// Makes `stream` this thread's current stream of its device, until the next call or the end of the enclosing [`with_stream`]. For
+/// callers without Rust's scopes, such as bindings of other languages. Does not wait. PyTorch's `torch.cuda.set_stream`.
 ///
 /// ```
 /// use claystone::{Device, Stream, device::set_stream};
@@ -331,7 +331,7 @@ pub fn set_stream(stream: &Stream) {
         let mut stack = stack.borrow_mut();
         match stack.iter_mut().rev().find(|set| set.device == stream.device()) {
             Some(set) => Some(std::mem::replace(set, stream.as_current())),
-            // Below the streams of all enclosing `with_stream`s, which pop the top.
+            // Insert below the streams of all enclosing `with_stream`s, because each of these pops the top of the stack.
             None => {
                 stack.insert(0, stream.as_current());
                 None

@@ -82,7 +82,7 @@ thread_local! {
     pub(super) static CURRENT_STREAMS: RefCell<Vec<CurrentStream>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Calls `f` with this thread's current stream of the device; none for the default stream.
+/// Calls `f` with this thread's current stream of the device; returns `None` for the default stream, without a call.
 pub(super) fn with_current<R>(device: Device, f: impl FnOnce(&CurrentStream) -> R) -> Option<R> {
     let find = |stack: &RefCell<Vec<CurrentStream>>| stack.borrow().iter().rev().find(|s| s.device == device).map(f);
     CURRENT_STREAMS.try_with(find).ok().flatten()

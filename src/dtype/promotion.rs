@@ -1,6 +1,6 @@
 //! Type promotion: PyTorch's rules where dtypes alone decide, and the default dtype.
 //!
-//! There are three categories: bool, integer and float. The operands of the highest category decide the result's dtype.
+//! There are three categories: bool, integer and float. Only operands of the highest category decide the result's dtype.
 //! `ops::dispatch::promote` adds the rules for scalars and tensors without dims.
 
 use std::sync::atomic::AtomicU8;
@@ -24,7 +24,7 @@ pub fn set_default_dtype(dtype: DType) -> Result<()> {
     Ok(())
 }
 
-/// The dtype that [`set_default_dtype`] set last (PyTorch's `get_default_dtype`).
+/// Returns the dtype that [`set_default_dtype`] set last, initially f32 (PyTorch's `get_default_dtype`).
 pub fn get_default_dtype() -> DType {
     DType::ALL[usize::from(DEFAULT.load(Relaxed))]
 }
@@ -45,7 +45,7 @@ pub(crate) fn category(dtype: DType) -> Category {
     }
 }
 
-/// The smallest dtype that both convert to without leaving the higher category (PyTorch's `promote_types`).
+/// Returns the smallest dtype that both dtypes convert to without leaving the higher category (PyTorch's `promote_types`).
 ///
 /// ```
 /// use claystone::{DType, promote_types};

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use crate::{DType, Error, Result, Scalar};
 
 impl DType {
-    /// The least and greatest number of an integer dtype; None for floats and bool.
+    /// Returns the least and the greatest number of an integer dtype; `None` for floats and bool.
     const fn integers(self) -> Option<(i128, i128)> {
         match self {
             DType::I64 => Some((i64::MIN as i128, i64::MAX as i128)),
@@ -16,7 +16,7 @@ impl DType {
         }
     }
 
-    /// The greatest finite number of a float dtype.
+    /// Returns the greatest finite number of a float dtype.
     pub(crate) fn greatest(self) -> f64 {
         match self {
             DType::F16 => f16::MAX.to_f64(),
@@ -26,7 +26,7 @@ impl DType {
         }
     }
 
-    /// The smallest positive number that every device computes with. Some devices flush subnormals of f32 to 0.
+    /// Returns the smallest positive number that every device computes with. Some devices flush subnormals of f32 to 0.
     pub(crate) fn smallest(self) -> f64 {
         match self {
             DType::F16 => f16::MIN_POSITIVE_SUBNORMAL.to_f64(),
@@ -45,7 +45,7 @@ impl DType {
         }
     }
 
-    /// The greatest number of a float dtype that is at most `x`, or less than `x` if `open`.
+    /// Returns the greatest number of a float dtype that is at most `x`, or less than `x` if `open`.
     pub(crate) fn at_most(self, x: f64, open: bool) -> f64 {
         let (nearest, smallest) = (self.rounded(x), self.smallest());
         match self {
@@ -64,15 +64,15 @@ impl DType {
         }
     }
 
-    /// The least number of a float dtype that is at least `x`.
+    /// Returns the least number of a float dtype that is at least `x`.
     pub(crate) fn at_least(self, x: f64) -> f64 {
         -self.at_most(-x, false)
     }
 }
 
 impl Scalar {
-    /// Returns the number that an element of `dtype` holds after storing this one. Follows PyTorch except for fractions: unsigned dtypes
-    /// wrap integers from `-MAX` to -1, and bool is true for all numbers except 0. Floats round, and keep NaN and infinities.
+    /// Returns the number that `dtype` holds after storing this number. Follows PyTorch except for fractions: unsigned dtypes wrap
+    /// integers from `-MAX` to -1, and bool is true for all numbers except 0. Floats round, and keep NaN and infinities.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a fraction into integers or bool, and for any other number out of the dtype's range. A finite number that
@@ -102,7 +102,7 @@ impl Scalar {
         }
     }
 
-    /// Like [`Scalar::stored`], but an integer that would wrap is an error. For bounds.
+    /// Returns an error if [`Scalar::stored`] fails, or if an integer would wrap. For the bounds of ranges.
     pub(crate) fn check_within(self, op: &'static str, dtype: DType) -> Result<()> {
         let stored = self.stored(op, dtype)?;
         let wrapped = dtype.integers().is_some() && stored.to_i64() != self.to_i64();
@@ -132,7 +132,7 @@ impl Scalar {
 mod tests {
     use super::*;
 
-    /// Compares with each float dtype's own rounding from f64.
+    /// The results must agree with each float dtype's own rounding from f64.
     #[test]
     fn the_nearest_numbers_below_and_above() {
         for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {

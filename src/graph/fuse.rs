@@ -1,11 +1,12 @@
 //! Fusion of elementwise launches in a captured graph, and removal of launches whose results are unused.
 //!
-//! A formula (the first) is fused into a later one (the second) if
-//! - the first has one result, and the second reads it as the same view, with the shape of its own results;
+//! A formula ("the first") is fused into a later formula ("the second") if
+//! - the first has one result, and the second reads it as the same view, with the shape of the second's results;
 //! - nothing else can read that result: either no other command uses its storage afterwards and no handle on the storage is left at
-//!   the end of the capture, or the second formula overwrites it;
-//! - the inputs of the first keep their values: no command in between writes to them, and the second at most element by element;
-//! - storing the result does not round it: both formulas and the fused formula compute in its dtype;
+//!   the end of the capture, or the second formula overwrites the result;
+//! - the inputs of the first keep their values: no command in between writes them, and the second writes them at most element by
+//!   element;
+//! - storing the result does not round it: both formulas and the fused formula compute in the result's dtype;
 //! - both draw random numbers from the same generator, if both draw any, and the first is not a constant;
 //! - the first records no faults, and the fused formula is not too large ([`MAX_OPERANDS`], [`MAX_NODES`]).
 //!
@@ -90,7 +91,7 @@ thread_local! {
     static CAPTURED_FORMULAS: RefCell<Vec<Formula>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Records the formulas of this thread's capture until it is dropped.
+/// Records the formulas of this thread's capture until the recorder is dropped.
 pub(super) struct FormulaRecorder(());
 
 impl FormulaRecorder {
@@ -202,11 +203,11 @@ impl Formula {
     }
 }
 
-/// The kind of a captured command.
+/// The kind of a captured command, with its index in the list of that kind.
 #[derive(Clone, Copy, PartialEq)]
 enum CommandKind {
     Formula(usize),
-    /// One of a run of consecutive commands that are not formulas. Holds the number of the run.
+    /// A command that is not a formula. Consecutive such commands form a run, given by its index.
     Others(usize),
     Removed,
 }
@@ -223,7 +224,7 @@ struct CapturedCommands<'a> {
 }
 
 impl FormulaRecorder {
-    /// Returns the changes to the recorded commands, whose storages are given by `uses`.
+    /// Returns the changes that fusion and removal make to the recorded commands. `uses` lists the storages of each command.
     pub(super) fn changes(&self, recorder: &Recorder, uses: &StorageUses) -> Changes {
         let mut changes = Changes::default();
         let Some(mut capture) = CapturedCommands::new(CAPTURED_FORMULAS.take(), uses, capture::command_count()) else {
@@ -236,7 +237,7 @@ impl FormulaRecorder {
             if !stays || formula.fused.is_empty() {
                 continue;
             }
-            // A fused formula that cannot be launched is dropped, and the original commands stay.
+            // If a fused formula cannot be launched, the original commands stay.
             if let Some(command) = recorder.capture_single(|| formula.launch()) {
                 changes.replaced_commands.push((formula.command, command));
                 changes.removed_commands.extend(&formula.fused);
@@ -247,7 +248,7 @@ impl FormulaRecorder {
 }
 
 impl CapturedCommands<'_> {
-    /// Returns None if the storages of a command are not known.
+    /// Returns `None` if the storages of a command are not known.
     fn new(formulas: Vec<Formula>, uses: &StorageUses, commands: usize) -> Option<CapturedCommands<'_>> {
         let mut command_kinds = vec![CommandKind::Removed; commands];
         formulas.iter().enumerate().for_each(|(i, formula)| command_kinds[formula.command] = CommandKind::Formula(i));
@@ -301,7 +302,7 @@ impl CapturedCommands<'_> {
         }
     }
 
-    /// Fuses formulas into those that read their results, from the first to the last, so that a chain becomes one formula.
+    /// Fuses each formula into the formula that reads its result, from the first to the last, so that a chain becomes one formula.
     fn fuse_formulas(&mut self) {
         for second in 0..self.formulas.len() {
             let command = self.formulas[second].command;
@@ -323,7 +324,7 @@ impl CapturedCommands<'_> {
         }
     }
 
-    /// Returns a formula that can be fused into formula `second`, with the fused formula.
+    /// Returns the index of a formula that can be fused into formula `second`, and the fused formula.
     fn find_fusion_into(&self, second: usize) -> Option<(usize, Formula)> {
         let of = &self.formulas[second];
         of.inputs.iter().find_map(|read| {
@@ -371,7 +372,7 @@ impl CapturedCommands<'_> {
         (exact && fits && varies && first.compute() == compute && fused.compute() == compute).then_some(fused)
     }
 
-    /// True if an input of the first formula still has its value when the fused formula runs.
+    /// True if an input of the first formula, which is command `from`, still has its value when the fused formula runs.
     fn keeps_value(&self, input: &Operand, from: usize, second: &Formula) -> bool {
         let bytes = input.bytes();
         let written = |slot: &CommandKind| match slot {

@@ -60,13 +60,13 @@ use fuse::FormulaRecorder;
 ///
 /// If a kernel finds an invalid operand (such as a label out of range), the thread that captured the graph gets the error when it waits.
 pub struct Graph {
-    /// Dropped first: this waits for replays that are still running, because their memory is about to be reused.
+    /// Dropped first: the drop waits for replays that are still running, because their memory is about to be reused.
     replayer: Replayer,
     memory: CapturedMemory,
     hooks: Vec<ReplayHook>,
-    /// Locked during a replay that has hooks, so that its commands read the values that these hooks wrote.
+    /// Locked during a replay that has hooks, so that the commands read the values that the hooks of the same replay wrote.
     replay_lock: Mutex<()>,
-    /// Keeps the stream from being handed out again.
+    /// Keeps the stream from being reused by another [`Stream::new`].
     stream: Stream,
 }
 
@@ -255,28 +255,28 @@ impl Graph {
         Graph::is_capturing(device).then(capture::capture_id)
     }
 
-    /// The device of the captured stream.
+    /// Returns the device of the captured stream.
     pub fn device(&self) -> Device {
         self.stream.device()
     }
 
-    /// The stream to which replays are submitted.
+    /// Returns the stream to which replays are submitted.
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// The number of commands that a replay submits: kernels, fills and copies.
+    /// Returns the number of commands that a replay submits: kernels, fills and copies.
     pub fn commands(&self) -> usize {
         self.replayer.len()
     }
 
-    /// The graph's memory pool, which other graphs can [share](Self::capture_in) (PyTorch's `CUDAGraph.pool`). Replays overwrite
-    /// memory that is allocated from the pool outside of captures.
+    /// Returns the graph's memory pool, which other graphs can [share](Self::capture_in) (PyTorch's `CUDAGraph.pool`). Replays
+    /// overwrite memory that is allocated from the pool outside of captures.
     pub fn pool(&self) -> &MemPool {
         self.memory.pool()
     }
 
-    /// The number of bytes of device memory that the pool has reserved, including memory for other graphs that share the pool.
+    /// Returns the bytes of device memory that the pool has reserved, including memory for other graphs that share the pool.
     pub fn reserved_bytes(&self) -> u64 {
         self.pool().stats().reserved_bytes
     }

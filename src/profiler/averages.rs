@@ -15,7 +15,7 @@ use crate::{Device, Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum SortBy {
-    /// Time on devices; on the CPU device, the time of the operations themselves.
+    /// Time on devices; on the CPU device, the time of its operations without nested events.
     #[default]
     DeviceTime,
     /// The host's time without nested events.
@@ -71,29 +71,29 @@ pub struct Average {
     pub bytes: u64,
     /// Floating-point operations; 0 if unknown.
     pub flops: u64,
-    /// The copy rate of the device in bytes a second; `None` if it was not measured.
+    /// The copy rate of the device in bytes per second; `None` if the rate was not measured.
     pub copy_bytes_per_s: Option<f64>,
 }
 
 impl Average {
-    /// Bytes read and written a second of device time; `None` if either is 0.
+    /// Returns the bytes read and written per second of device time; `None` if either is 0.
     pub fn bytes_per_s(&self) -> Option<f64> {
         (self.bytes > 0 && self.device_us > 0.0).then(|| self.bytes as f64 / self.device_us * 1e6)
     }
 
-    /// [`bytes_per_s`](Self::bytes_per_s) divided by the device's own copy rate. A value near 1 means that the kernel is bound by
-    /// memory bandwidth: only less memory traffic would make it faster.
+    /// Returns [`bytes_per_s`](Self::bytes_per_s) divided by the device's own copy rate. A value near 1 means that the kernel is
+    /// bound by memory bandwidth: only less memory traffic would make it faster.
     pub fn share_of_copy_rate(&self) -> Option<f64> {
         Some(self.bytes_per_s()? / self.copy_bytes_per_s?)
     }
 
-    /// Floating-point operations a second of device time; `None` if either is 0.
+    /// Returns the floating-point operations per second of device time; `None` if either is 0.
     pub fn flops_per_s(&self) -> Option<f64> {
         (self.flops > 0 && self.device_us > 0.0).then(|| self.flops as f64 / self.device_us * 1e6)
     }
 }
 
-/// A profile summed up by name. Displayed as a table with a summary of each device below.
+/// The sums of a profile's events by name. Display prints a table, with a summary of each device below.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Averages {
     rows: Vec<Average>,
@@ -111,7 +111,7 @@ impl Profile {
         self.averages(false)
     }
 
-    /// [`key_averages`](Self::key_averages) with a row for each combination of shapes (PyTorch's `group_by_input_shape`).
+    /// Like [`key_averages`](Self::key_averages), with a row for each combination of shapes (PyTorch's `group_by_input_shape`).
     pub fn key_averages_by_shape(&self) -> Averages {
         self.averages(true)
     }
@@ -204,17 +204,17 @@ fn end_us(event: &Event) -> f64 {
 }
 
 impl Averages {
-    /// The rows.
+    /// Returns the rows, in the current order.
     pub fn rows(&self) -> &[Average] {
         &self.rows
     }
 
-    /// The total time on devices, in microseconds.
+    /// Returns the total time on devices, in microseconds.
     pub fn device_us(&self) -> f64 {
         self.device_us
     }
 
-    /// Sorts the rows.
+    /// Sorts the rows by a column: the largest first, or names in alphabetical order.
     pub fn sorted_by(mut self, by: SortBy) -> Averages {
         match by {
             SortBy::DeviceTime => self.rows.sort_by(|a, b| b.device_us.total_cmp(&a.device_us)),

@@ -41,7 +41,7 @@ pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profi
     of_kernels
         .filter_map(|record| record.operation.as_ref())
         .for_each(|execution| *kernels.entry(execution.number).or_default() += 1);
-    // If records were dropped, the oldest kernel may not be its operation's only kernel: count one more for the operation.
+    // If records were dropped, the oldest kernel's operation may have had more kernels: count one more for the operation.
     let oldest = recorded.records.iter().find(|record| record.kind == Category::Kernel);
     if let (Some(execution), true) = (oldest.and_then(|record| record.operation.as_ref()), recorded.dropped > 0) {
         *kernels.entry(execution.number).or_default() += 1;
@@ -152,7 +152,7 @@ struct Annotation {
     outer: Arc<str>,
 }
 
-/// Interns the texts and operations that several events share.
+/// Makes events share equal texts and operations.
 #[derive(Default)]
 pub(super) struct Interner {
     texts: HashSet<Arc<str>>,

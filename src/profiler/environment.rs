@@ -9,7 +9,7 @@ use crate::Device;
 use crate::device::profiler as recorder;
 use crate::device::set_profiling;
 
-/// The file of the profile, the time of its start, and the process that it belongs to.
+/// The profile of the whole program: its file, its start, and the process that writes it.
 struct EnvironmentProfile {
     file: PathBuf,
     began: u64,
@@ -18,8 +18,8 @@ struct EnvironmentProfile {
 
 static ENVIRONMENT_PROFILE: OnceLock<Option<EnvironmentProfile>> = OnceLock::new();
 
-/// Begins the profile that `CLAYSTONE_PROFILE` asks for, unless it has begun. Returns true if the variable asks for a profile. Call this before a
-/// device is opened.
+/// Begins the profile that `CLAYSTONE_PROFILE` requests, unless it has begun. Returns true if the variable requests a profile. Call
+/// before a device is opened.
 pub(crate) fn begin_from_environment() -> bool {
     let wanted = ENVIRONMENT_PROFILE.get_or_init(|| {
         let file = PathBuf::from(env::var_os("CLAYSTONE_PROFILE").filter(|file| !file.is_empty())?);

@@ -78,7 +78,7 @@ pub struct Event {
     pub start_us: f64,
     /// The duration.
     pub duration_us: f64,
-    /// The times at which a command was queued and submitted to the device.
+    /// The times at which a command was queued and submitted to the device; `None` for other events.
     pub queued_us: Option<[f64; 2]>,
     /// The number of bytes of a copy, fill, transfer or segment. For an operation, and for a kernel that is the operation's only
     /// kernel: the bytes read and written, with broadcast operands counted once.
@@ -87,9 +87,9 @@ pub struct Event {
     pub flops: u64,
     /// The active annotations, outermost first, joined by slashes; empty for none.
     pub annotation: Arc<str>,
-    /// The operation that this event is or is part of.
+    /// The operation that this event is or belongs to.
     pub operation: Option<Arc<OperationInfo>>,
-    /// A number shared by a launch on the host and its command on the device; 0 for other events.
+    /// A number that a launch on the host shares with its command on the device; 0 for other events.
     pub launch: u64,
 }
 
@@ -101,9 +101,9 @@ pub struct MemorySample {
     pub device: Device,
     /// Microseconds since the profile began.
     pub time_us: f64,
-    /// Bytes of blocks that tensors hold in the device's allocator, without pinned tensors and vectors that tensors took over.
+    /// Bytes of blocks that tensors use in the device's allocator, without pinned tensors and without vectors that became tensors.
     pub allocated: u64,
-    /// Bytes that the allocator holds from the driver.
+    /// Bytes that the allocator has reserved from the driver.
     pub reserved: u64,
 }
 
@@ -115,8 +115,8 @@ pub struct ProfiledDevice {
     pub device: Device,
     /// The driver's name for the device.
     pub name: String,
-    /// The rate at which the device copies within its memory, in bytes read and written a second. Rates of kernels are compared with
-    /// this rate. `None` if it was not measured.
+    /// The rate at which the device copies within its memory, in bytes read and written per second, for comparison with the rates
+    /// of kernels. `None` if the rate was not measured.
     pub copy_bytes_per_s: Option<f64>,
 }
 
@@ -132,32 +132,32 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// All events, in order of their start.
+    /// Returns all events, in order of their start.
     pub fn events(&self) -> &[Event] {
         &self.events
     }
 
-    /// Memory in use in order of time, with a sample for each allocation and release.
+    /// Returns the memory in use in order of time, with a sample for each allocation and release.
     pub fn memory(&self) -> &[MemorySample] {
         &self.memory
     }
 
-    /// The devices that appear in the profile.
+    /// Returns the devices that appear in the profile.
     pub fn devices(&self) -> &[ProfiledDevice] {
         &self.devices
     }
 
-    /// Numbers and names of the threads that appear in the profile.
+    /// Returns the numbers and names of the threads that appear in the profile.
     pub fn threads(&self) -> &[(u32, String)] {
         &self.threads
     }
 
-    /// Microseconds from start to stop, by the host's clock.
+    /// Returns the microseconds from start to stop, by the host's clock.
     pub fn duration_us(&self) -> f64 {
         self.duration_us
     }
 
-    /// The number of older commands and spans that were dropped to make room for later ones.
+    /// Returns the number of older commands and spans that were dropped to make room for later ones.
     pub fn dropped_events(&self) -> u64 {
         self.dropped_events
     }
@@ -290,14 +290,14 @@ pub fn profile<R>(f: impl FnOnce() -> R) -> Result<(R, Profile)> {
     Ok((result, profiler.stop()))
 }
 
-/// The measured rates at which devices copy within their memory, in bytes read and written a second.
+/// The measured rates at which devices copy within their memory, in bytes read and written per second.
 static RATES: Mutex<Vec<(Device, f64)>> = Mutex::new(Vec::new());
 
 fn measured_rate(device: Device) -> Option<f64> {
     lock(&RATES).iter().find(|(of, _)| *of == device).map(|&(_, rate)| rate)
 }
 
-/// Measures the rate. Returns `None` if there is not enough memory or the driver refuses.
+/// Measures the device's copy rate and stores it in [`RATES`]. Returns `None` if there is not enough memory or the driver refuses.
 fn measure_rate(device: Device) -> Option<f64> {
     device.copy_rate().inspect(|&rate| lock(&RATES).push((device, rate)))
 }

@@ -12,11 +12,11 @@ use crate::Device;
 pub struct Gaps {
     /// The device.
     pub device: Device,
-    /// When the first event began, since the profile began.
+    /// The start of the first event, in microseconds since the profile began.
     pub from_us: f64,
     /// The time from the start of the first event to the end of the last.
     pub span_us: f64,
-    /// The time during which the device worked. Overlapping events of several streams or threads count once.
+    /// The time during which the device worked. Events that overlap, on several streams or threads, count once.
     pub busy_us: f64,
     /// The rest of the span: the sum of the gaps between events.
     pub idle_us: f64,
@@ -48,7 +48,7 @@ impl Gaps {
 }
 
 impl Profile {
-    /// Returns how busy each device was, and the gaps between its events.
+    /// Returns for each device how busy the device was, and the gaps between its events.
     pub fn gaps(&self) -> Vec<Gaps> {
         let mut by_device: BTreeMap<String, Gaps> = BTreeMap::new();
         for event in self.events.iter().filter(|event| is_work(event)) {
@@ -96,7 +96,7 @@ impl fmt::Display for Timings<'_> {
     }
 }
 
-/// The text below the table of averages.
+/// Returns the text below the table of averages.
 pub(super) fn summary_text(profile: &Profile) -> String {
     let mut text = String::new();
     let _ = writeln!(text, "\n{} from start to stop", format_micros(profile.duration_us));

@@ -122,13 +122,13 @@ impl Profile {
         names
     }
 
-    /// The process number of a device in the trace: 0 for the CPU.
+    /// Returns the process number of a device in the trace: 0 for the CPU.
     fn process_number(&self, device: Device) -> u64 {
         let opencl = self.devices.iter().filter(|of| of.device.has_queues());
         opencl.zip(1..).find(|(of, _)| of.device == device).map_or(0, |(_, number)| number)
     }
 
-    /// The process and thread numbers of a lane in the trace.
+    /// Returns the process and thread numbers of a lane in the trace.
     fn track(&self, lane: Lane) -> (u64, u64) {
         match lane {
             Lane::Thread(number) => (0, number.into()),
@@ -136,7 +136,7 @@ impl Profile {
         }
     }
 
-    /// Reads a trace that [`save`](Self::save) wrote, or a trace in this format of another program, such as PyTorch's profiler. From another
+    /// Reads a trace that [`save`](Self::save) or another program, such as PyTorch's profiler, wrote in this format. From another
     /// program's trace, only events with a start and a duration are kept.
     ///
     /// # Errors
@@ -161,7 +161,7 @@ impl Profile {
     }
 }
 
-/// The `args` of an event in the trace.
+/// Returns the `args` of an event in the trace.
 fn event_arguments(event: &Event) -> Value {
     let mut arguments = Map::new();
     let mut set = |key: &str, value: Value| _ = arguments.insert(key.into(), value);
@@ -289,7 +289,7 @@ impl TraceReader {
             shapes: shapes.filter_map(|shape| shape.as_array()?.iter().map(size).collect()).collect(),
             dtype: arguments["dtype"].as_str().and_then(|dtype| dtype.parse().ok()),
         };
-        // The launches and commands of an operation are close together in the trace.
+        // An operation's launches and commands are close together in the trace, so the last 32 operations are compared.
         let near = self.operations.iter().rev().take(32).find(|known| ***known == info);
         let shared = near.map_or_else(|| Arc::new(info), Arc::clone);
         if self.operations.last().is_none_or(|last| !Arc::ptr_eq(last, &shared)) {

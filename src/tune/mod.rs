@@ -1,19 +1,21 @@
 //! Tuning of kernel parameters for a device: `claystone tune`.
 //!
-//! A parameter has a few choices, and a default for each class of devices. [`tune`] times the choices of every parameter. Before a choice is timed,
-//! its results must match the CPU's at sizes around its block boundaries, and exactly for whole numbers. A choice replaces the current value if it is
-//! at least 3 % faster. The results are saved beside the cached programs, where later processes load them.
+//! A parameter has a few choices, and a default for each class of devices. [`tune`] times the choices of every parameter. A choice
+//! is timed only if the device's results with the choice match the CPU's at sizes around the choice's block boundaries, exactly for
+//! whole numbers. A choice replaces the current value if the choice is at least 3 % faster. The results are saved beside the cached
+//! programs, where later processes load them.
 //!
-//! The best value for a device is not the best for each kernel at each size. With a [`Level`] above `none`, set by [`set_level`] or the environment
-//! variable `CLAYSTONE_TUNING`, ordinary launches are tuned as well. A class is a kernel with a range of sizes: all numbers of work-items with the
-//! same integer logarithm to base 2. The first launches of a class try other work-group sizes, or other values of the kernel's parameter. Each launch
-//! computes its result once, with one candidate, and is timed alone. These launches wait, and their sums of floats may be rounded differently from
-//! later ones. A candidate is chosen if it is at least 3 % faster than the default, in the median of 15 launches that alternate with the default's.
+//! The best value for a device is not the best for each kernel at each size. With a [`Level`] above `none`, set by [`set_level`] or
+//! the environment variable `CLAYSTONE_TUNING`, ordinary launches are tuned as well, in classes. A class is a kernel with a range
+//! of sizes: all numbers of work-items whose base-2 logarithms round down to the same integer. The first launches of a class try
+//! other work-group sizes, or other values of the kernel's parameter. Each launch computes its result once, with one candidate, and
+//! is timed alone. Trial launches wait for the device, and may round sums of floats differently than later launches. A candidate is
+//! chosen if it is at least 3 % faster than the default, in the median of 15 launches that alternate with launches of the default.
 //! The device should be otherwise idle. [`ahead`] runs these trials for usual sizes.
 //!
-//! Choices are kept in the same file, are part of [`Device::export_cache`], and are used at every level until [`tune`] or
-//! [`forget`]. A class that has a choice is not measured again. The driver's own work-group size is not a candidate, because
-//! it depends on the divisors of one size and a class has many sizes.
+//! Choices are kept in the same file as the parameters, are part of [`Device::export_cache`], and are used at every level until a
+//! call of [`tune`] or [`forget`]. A class that has a choice is not measured again. The driver's preferred work-group size is not a
+//! candidate, because that size depends on the divisors of one size and a class has many sizes.
 
 mod workloads;
 
@@ -26,9 +28,9 @@ use crate::device::opencl::tuning::{MAX_TIME_RATIO, ParameterRow, SizeClass, Sub
 use crate::{Device, Error, Result, Tensor};
 use workloads::{edge_workloads, timing_workload, usual_workloads};
 
-/// The maximum number of calls of one workload by [`ahead`]; trials that are still open then are abandoned.
+/// The maximum number of calls of one workload by [`ahead`]; trials that have not ended by then are abandoned.
 const MAX_CALLS: usize = 2000;
-/// The number of times that each choice is measured, in turns with the other choices.
+/// The number of times that each choice is measured, alternating with the other choices.
 const MEASUREMENT_ROUNDS: usize = 5;
 /// The minimum duration of a measurement, in microseconds.
 const MIN_SAMPLE_MICROS: f64 = 4000.0;
@@ -108,7 +110,7 @@ pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<Pa
             }
         }
     }
-    cl.tuning().forget_choices(); // they were measured with other parameter values
+    cl.tuning().forget_choices(); // choices were measured with the previous parameter values
     save(cl)
 }
 
@@ -127,7 +129,7 @@ pub fn check(device: Device) -> Result<()> {
     })
 }
 
-/// Returns how much tuning is done during ordinary work on the device.
+/// Returns the level of tuning during ordinary work on the device.
 ///
 /// # Errors
 /// Errors of [`parameters`].
@@ -135,7 +137,7 @@ pub fn level(device: Device) -> Result<Level> {
     Ok(open(device)?.tuning().choices.level())
 }
 
-/// Sets how much tuning this process does during ordinary work on the device. The default is the value of `CLAYSTONE_TUNING`, or
+/// Sets this process's level of tuning during ordinary work on the device. The default is the value of `CLAYSTONE_TUNING`, or
 /// [`Level::None`] without it.
 ///
 /// ```
@@ -169,8 +171,8 @@ pub fn choices(device: Device) -> Result<Vec<Choice>> {
     Ok(chosen.map(choice).collect())
 }
 
-/// Returns the number of classes whose trial has begun and has not ended. A launch that ends a trial may begin another at the next call, so a step is
-/// fully tuned once this number is 0 both before and after the step.
+/// Returns the number of classes whose trial has begun and has not ended. When a trial ends, the next launch of the class may begin
+/// another, so a step is fully tuned once this number is 0 both before and after the step.
 ///
 /// # Errors
 /// Errors of [`parameters`].
@@ -230,7 +232,7 @@ fn save(cl: &ClDevice) -> Result<Option<PathBuf>> {
 /// Disables choices and trials while a device's parameters are measured, and restores the previous setting when dropped.
 struct ChoicesDisabled<'a> {
     tuning: &'a Tuning,
-    /// Whether choices were enabled before.
+    /// True if choices were enabled before.
     were_enabled: bool,
 }
 
@@ -246,7 +248,7 @@ impl Drop for ChoicesDisabled<'_> {
     }
 }
 
-/// Sets a parameter. Fails if the device's results differ from the CPU's at sizes around the block boundaries of `choice`.
+/// Sets a parameter to `choice`, and fails if results differ from the CPU's at sizes around the block boundaries of `choice`.
 fn check_choice(cl: &ClDevice, row: &ParameterRow, choice: usize) -> Result<()> {
     cl.tuning().set(row.knob, choice);
     edge_workloads(cl, row.knob).into_iter().try_for_each(|workload| workload.check(cl.device(), row.name, choice))

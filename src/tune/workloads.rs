@@ -11,23 +11,23 @@ use crate::{ConvOptions, DType, Device, Error, MaxPoolOptions, Result, Tensor};
 pub(super) enum Workload {
     /// Adds two tensors with this many elements.
     Add(usize),
-    /// Like `Add`, with an offset that is not aligned to vectors.
+    /// Like `Add`, with operands that start at an offset not aligned to vectors.
     AddUnaligned(usize),
     /// Copies a transposed matrix with this many rows and columns.
     CopyTransposed(usize, usize, DType),
-    /// Multiplies `[m, k]` by `[k, n]`; the flags say which matrices are transposed in memory.
+    /// Multiplies `[m, k]` by `[k, n]`; the flags say whether the first and the second matrix are transposed in memory.
     MatMul([usize; 3], [bool; 2], DType),
-    /// Convolves `[n, c, side, side]` into `o` channels: `[n, c, o, side]`, then the side of the kernel.
+    /// Convolves `[n, c, side, side]` into `o` channels. The sizes are `[n, c, o, side]`, then the side of the kernel.
     Convolution([usize; 4], usize),
     /// Max-pools `[n, c, side, side]` with windows of 2 x 2.
     Pooling([usize; 3]),
     /// Adds two tensors `[n, c, side, side]`.
     AddImages([usize; 3]),
-    /// Computes attention of `[heads, queries, width]`, with one key a query.
+    /// Computes attention of `[heads, queries, width]`, with as many keys as queries.
     Attention([usize; 3]),
     /// Computes a depthwise convolution of `[n, c, side, side]`; the last number is the side of the kernel.
     Depthwise([usize; 3], usize),
-    /// Sorts lines: `[lines, elements a line]`.
+    /// Sorts each line of a `[lines, elements]` tensor.
     Sort([usize; 2], DType),
 }
 
@@ -57,7 +57,7 @@ pub(super) fn timing_workload(knob: TuningParameter) -> Workload {
         PoolingImages => Workload::Pooling([16, 32, 64]),
         ProductImages => Workload::MatMul([512; 3], [false; 2], DType::F32),
         ElementwiseImages => Workload::AddImages([16, 32, 64]),
-        // k is too small for tensor cores.
+        // k = 64 is too small for tensor cores, so the tiled kernel runs.
         Tile => Workload::MatMul([2048, 2048, 64], [false; 2], DType::F32),
         MmaColumns => Workload::MatMul([1024, 2048, 1024], [false; 2], DType::F16),
         ThinGroups => Workload::MatMul([1, 4096, 4096], [false, true], DType::F32),
@@ -72,7 +72,7 @@ pub(super) fn edge_workloads(cl: &ClDevice, knob: TuningParameter) -> Vec<Worklo
     use TuningParameter::*;
     let value = cl.tuned(knob);
     match knob {
-        // A work-item computes four elements.
+        // A work-item computes four elements, so a group of `value` work-items computes `4 * value` elements.
         MapGroup => [1, value, 4 * value - 1, 4 * value, 4 * value + 1].map(Workload::Add).into(),
         MapLoads => [1, 255 * value, 256 * value, 256 * value + 1].map(Workload::AddUnaligned).into(),
         TransposeTile | TransposeLine => {
@@ -116,7 +116,7 @@ pub(super) fn edge_workloads(cl: &ClDevice, knob: TuningParameter) -> Vec<Worklo
             sizes.into_iter().flat_map(|s| [false, true].map(|t| Workload::MatMul(s, [false, t], DType::F32))).collect()
         }
         AttentionRows => {
-            // Heads of more than 128 elements do not use tensor cores.
+            // Heads with a width of more than 128 do not use tensor cores.
             let sizes = [[1, value - 1, 32], [2, value, 160], [3, value + 1, 33], [1, 2 * value + 1, 256]];
             sizes.map(Workload::Attention).into()
         }
@@ -172,7 +172,7 @@ impl Workload {
     }
 
     pub(super) fn run(self, [a, b]: &[Tensor; 2]) -> Result<Tensor> {
-        // Runs in mode Auto whatever the process's mode, because choices apply to this mode.
+        // Runs in memory mode Auto, whatever the process's mode, because choices apply to this mode.
         with_memory_mode(MemoryMode::Auto, || match self {
             Workload::Add(_) | Workload::AddUnaligned(_) | Workload::AddImages(_) => a.add(b),
             Workload::CopyTransposed(..) => a.contiguous(),
@@ -185,7 +185,7 @@ impl Workload {
         })
     }
 
-    /// The largest accepted difference from the CPU's results: 0 for whole numbers, more for averages with rounded weights.
+    /// Returns the largest accepted difference from the CPU's results: 0 for whole numbers, more for averages with rounded weights.
     fn tolerance(self) -> f32 {
         if matches!(self, Workload::Attention(_)) { 1e-5 } else { 0.0 }
     }

@@ -50,9 +50,9 @@ pub struct OpenCl {
     /// The ICD files, which list drivers for the loader.
     pub icd_files: Vec<String>,
     pub platforms: Vec<Platform>,
-    /// Why there are no platforms.
+    /// The reason why `platforms` is empty; `None` if there are platforms.
     pub error: Option<String>,
-    /// Whether the error is a failing driver rather than a lack of OpenCL.
+    /// True if `error` reports a failing driver, false if OpenCL is not installed.
     #[serde(skip)]
     fails: bool,
 }
@@ -63,7 +63,7 @@ pub struct DeviceReport {
     pub device: String,
     pub info: Option<DeviceInfo>,
     pub capabilities: Option<Capabilities>,
-    /// Empty if no self-test was requested.
+    /// The outcomes of the self-test; empty if the self-test was skipped.
     pub self_test: Vec<Outcome>,
     pub error: Option<String>,
 }
@@ -94,7 +94,7 @@ pub struct ConfigEntry {
     pub source: ValueSource,
 }
 
-/// The source of a value.
+/// Whether a value is the default or was set by an environment variable.
 #[derive(Serialize, Clone, Copy, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
 pub enum ValueSource {
@@ -107,7 +107,7 @@ pub enum ValueSource {
 pub struct Cache {
     pub folder: Option<String>,
     pub max_bytes: Option<u64>,
-    /// Counts and sizes by kind of contents.
+    /// For each kind of contents (programs, probes, tunings): the number and the total size of the files.
     pub files: BTreeMap<String, Files>,
     pub error: Option<String>,
 }
@@ -279,7 +279,7 @@ fn allocator_keys(config: &Config) -> Vec<ConfigEntry> {
     Config::KEYS.iter().map(key).collect()
 }
 
-/// Kinds of cache files by file extension.
+/// The file extensions of the cache's files, each with the kind of contents: a key of [`Cache::files`].
 const CACHE_FILE_KINDS: [(&str, &str); 3] = [("clbin", "programs"), ("found", "probes"), ("tuning", "tunings")];
 
 impl Cache {

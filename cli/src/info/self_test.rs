@@ -47,7 +47,7 @@ pub fn run_self_tests(device: Device) -> Vec<Outcome> {
     TESTS.into_iter().map(run).collect()
 }
 
-/// Describes the first wrong element in a sentence; `None` if there is none.
+/// Describes the first element whose error exceeds [`TOLERANCE`], in a sentence; `None` if there is no such element.
 fn describe_difference(is: &[f32], expected: &[f64]) -> Option<String> {
     if is.len() != expected.len() {
         return Some(format!("it gives {} elements, not {}", is.len(), expected.len()));

@@ -32,7 +32,7 @@ pub(super) fn events(text: &str) -> impl Iterator<Item = (usize, Result<CsvEvent
 
 fn add_event(trace: &mut Builder, event: CsvEvent) -> Result<(), String> {
     match event.action {
-        _ if event.addr == 0 => Ok(()), // the null pointer stands for an allocation of zero bytes
+        _ if event.addr == 0 => Ok(()), // a null pointer is an allocation of zero bytes
         CsvAction::Allocate => trace.allocate(event.addr, event.bytes, event.stream, BlockAddress(event.addr)),
         CsvAction::Free => trace.free(event.addr, BlockAddress(event.addr)),
         CsvAction::AllocateFailure => Ok(()),

@@ -1,8 +1,7 @@
 //! Memory snapshots with history, in the format of PyTorch's `torch.cuda.memory._snapshot()` and claystone's `Snapshot`.
 //!
-//! A snapshot has the last events of each device, and the segments at the end. Blocks that were live before the first event have
-//! no allocation event: an event frees such a block, or a segment has it, without an earlier allocation. The trace begins by
-//! allocating these blocks.
+//! A snapshot has each device's latest events, and its segments at the time of the snapshot. A block that was live before the first
+//! event has no allocation event, but an event that frees it, or an entry in a segment. The trace begins by allocating such blocks.
 
 use std::collections::{HashMap, HashSet};
 
@@ -52,7 +51,7 @@ fn trace(snapshot: &Snapshot, segments: &[&SegmentInfo], device: u32, name: Stri
 /// Returns the blocks that were live before the first step, each once.
 fn live_before_history(segments: &[&SegmentInfo], steps: &[Step]) -> Vec<BlockRequest> {
     let mut before = Vec::new();
-    let mut seen = HashSet::new(); // only the first step of an address can show that a block is older
+    let mut seen = HashSet::new(); // after an address's first step, the block there is not older than the history
     for step in steps {
         if seen.insert(step.request.address) && step.frees {
             before.push(step.request);

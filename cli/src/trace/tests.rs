@@ -69,7 +69,7 @@ fn every_format_gives_the_same_trace() {
         TraceEntry::new(FreeRequested, 4096, 1000),
         TraceEntry::new(FreeCompleted, 4096, 1000),
         TraceEntry::new(Alloc, 4096, 300),
-        TraceEntry::new(FreeRequested, 8192, 600), // still in use by another stream
+        TraceEntry::new(FreeRequested, 8192, 600), // another stream still uses the block
     ];
     assert_eq!(from_snapshot(&snapshot(entries, &[(4096, 300)])), text);
 }
@@ -78,7 +78,7 @@ fn every_format_gives_the_same_trace() {
 fn blocks_older_than_the_history_are_allocated_first() {
     use TraceAction::{Alloc, FreeCompleted, FreeRequested};
     let entries = vec![
-        TraceEntry::new(FreeCompleted, 1024, 111), // requested before the history
+        TraceEntry::new(FreeCompleted, 1024, 111), // the free was requested before the history
         TraceEntry::new(Alloc, 1024, 50),
         TraceEntry::new(FreeRequested, 2048, 222),
         TraceEntry::new(FreeCompleted, 2048, 222),
@@ -225,7 +225,7 @@ proptest! {
             traces.iter().for_each(check);
         }
         let at = at.index(pickle.len());
-        pickle[at] = byte; // damaged
+        pickle[at] = byte; // damages one byte
         let _ = Trace::read(&pickle, "t");
     }
 }

@@ -23,7 +23,7 @@ pub struct Blob {
 
 /// An element of a column: a number type that JavaScript's typed arrays have.
 pub trait Number: Copy {
-    /// The script's name of the type.
+    /// The name of the type in the page's script.
     const KIND: &'static str;
 
     /// Appends the number in little-endian order.
@@ -81,7 +81,7 @@ pub fn base64(bytes: &[u8]) -> String {
     STANDARD.encode(bytes)
 }
 
-/// Interns texts as numbers.
+/// Assigns a number to each distinct text.
 #[derive(Default)]
 pub struct TextTable(HashMap<String, u32>);
 

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::blob::{Blob, TextTable};
 
-/// The start of something that existed before the first event. Indices of events begin with 0.
+/// The start of a block or extent that existed before the first event, whose index is 0.
 const BEFORE_HISTORY: i32 = -1;
 
 /// Maximum number of events of a device: indices of events are i32.
@@ -85,7 +85,7 @@ struct Sites {
     frames: HashMap<(u32, u32, u32), u32>,
     /// Site numbers by context and the numbers of the frames.
     sites: HashMap<(u32, Vec<u32>), u32>,
-    /// Site numbers by context and the address of the stack, because events share stacks.
+    /// Site numbers by context and the address of the stack, to look up fewer frames: many events have the same stack in memory.
     site_of_stack: HashMap<(u32, *const Frame), u32>,
 }
 
@@ -104,7 +104,7 @@ impl Sites {
         }
         let next = self.sites.len() as u32;
         let site = *self.sites.entry((context, numbers)).or_insert(next);
-        // Empty stacks may share an address.
+        // An empty stack may have the address of another stack, so empty stacks are not stored.
         if !frames.is_empty() {
             self.site_of_stack.insert((context, frames.as_ptr()), site);
         }
@@ -132,14 +132,14 @@ impl Sites {
     }
 }
 
-/// A block from its allocation until it is free. Times are indices of events; the number of events stands for "never".
+/// A block from its allocation until it is free. Times are indices of events; the number of events means "never".
 #[derive(Clone, Copy)]
 struct Block {
     addr: u64,
     size: u64,
     stream: u64,
     start: i32,
-    /// The event that requested the free, and the event after which no stream used the block any more.
+    /// The event that requested the free, then (`done`) the event after which no stream used the block.
     requested: u32,
     done: u32,
     site: u32,
@@ -172,7 +172,7 @@ struct Memory {
     extents: Vec<Extent>,
     live: HashMap<u64, Block>,
     held: BTreeMap<u64, Extent>,
-    /// The number of events, which stands for "never".
+    /// The number of events, which as a time means "never".
     never: u32,
     /// The site of allocations and frees of unknown origin.
     unknown_site: u32,
@@ -191,7 +191,7 @@ impl Memory {
                 let site = sites.number("", &block.frames);
                 let mut live = memory.unknown_block(block.address, block.requested_size, stream, site);
                 if block.state == BlockState::ActivePendingFree {
-                    live.requested = 0; // unknown time; corrected if the event is in the history
+                    live.requested = 0; // unknown, unless the history has the request
                 }
                 memory.live.insert(block.address, live);
             }
@@ -207,7 +207,7 @@ impl Memory {
         memory
     }
 
-    /// Returns a block of which only its current existence is known.
+    /// Returns a block that exists at the current event, with unknown start, end and sites.
     fn unknown_block(&self, addr: u64, size: u64, stream: u64, site: u32) -> Block {
         let Memory { never, unknown_site, .. } = *self;
         Block { addr, size, stream, start: BEFORE_HISTORY, requested: never, done: never, site, freed: unknown_site }
@@ -241,7 +241,7 @@ impl Memory {
         }
     }
 
-    /// Undoes the creation of memory at `event`: extents in this range begin with the event.
+    /// Undoes the creation of memory at `event`: marks the extents in this range as starting at the event.
     fn undo_creation(&mut self, event: u32, start: u64, size: u64, stream: u64, pages: bool) {
         let end = start.saturating_add(size);
         let mut overlaps = false;

@@ -110,7 +110,7 @@ fn read(bytes: &[u8], name: &str) -> Result<(&'static Page, Blob), String> {
     let Some(trace) = traces.first() else { return Err(format!("{name}: there is no trace in it")) };
     let setup = Setup { config: Config::default(), driver: Driver::Sim, capacity: None, alignment: trace.alignment() };
     let snapshot = record_snapshot(&setup, trace).map_err(|what| format!("{name}: {what}"))?;
-    of_snapshot(&snapshot, false) // the times are those of the replay
+    of_snapshot(&snapshot, false) // false, because a replay's times are not the program's
 }
 
 const DAY_US: u64 = 24 * 3600 * 1_000_000;

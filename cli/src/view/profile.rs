@@ -178,7 +178,7 @@ impl Event {
     }
 }
 
-/// A point of an arrow.
+/// A point of an arrow between events: its start, its end, or a step in between.
 struct ArrowPoint {
     arrow: u32,
     at: f64,
@@ -367,7 +367,7 @@ impl Reader {
         let start = moments.fold(f64::INFINITY, f64::min);
         let end = self.events.iter().map(Event::end).fold(start, f64::max);
         for begun in std::mem::take(&mut self.open).into_values().flatten() {
-            self.events[begun].took = end - self.events[begun].start; // the event had not ended when the profile ended
+            self.events[begun].took = end - self.events[begun].start; // an event without an end lasts until the end of the profile
         }
         self.compute_nesting();
         let order = self.track_order();
@@ -460,7 +460,7 @@ impl Reader {
             let after =
                 |row: &Row| row.first + self.events[row.first..row.end].partition_point(|e| e.start <= point.at);
             if !point.around {
-                // The next event at depth 0.
+                // Without `around`, a point binds to the next event at depth 0.
                 let row = rows.first()?;
                 let before = row.first + self.events[row.first..row.end].partition_point(|e| e.start < point.at);
                 return (before < row.end).then_some(before as u32);
@@ -471,7 +471,7 @@ impl Reader {
         };
         self.points.sort_by(|a, b| a.arrow.cmp(&b.arrow).then(a.at.total_cmp(&b.at)));
         let (mut from, mut to) = (Vec::new(), Vec::new());
-        let mut last: Option<(u32, u32)> = None; // the arrow, and the event that its last point is bound to
+        let mut last: Option<(u32, u32)> = None; // the arrow, and the event to which the arrow's last point is bound
         for point in &self.points {
             let event = bound(point);
             if let (Some((arrow, begin)), Some(end)) = (last, event)

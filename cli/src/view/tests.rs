@@ -34,12 +34,12 @@ fn the_history_is_undone_from_its_end() {
     use BlockState::{ActiveAllocated, ActivePendingFree, Inactive};
     use TraceAction::{Alloc, FreeCompleted, FreeRequested, Oom, SegmentAlloc, SegmentFree};
     let trace = vec![
-        entry(FreeCompleted, 4096, 100, 10), // requested before the history
+        entry(FreeCompleted, 4096, 100, 10), // the free was requested before the history
         entry(SegmentFree, 0x9000, 4096, 11),
         entry(Alloc, 4096, 200, 12),
         entry(FreeRequested, 4096, 200, 13),
         entry(SegmentAlloc, 8192, 4096, 14),
-        entry(Alloc, 8192, 300, 9), // recorded by another thread's clock
+        entry(Alloc, 8192, 300, 9), // by another thread, whose clock is slightly behind
         entry(FreeCompleted, 4096, 200, 16),
         entry(Alloc, 4096, 400, 17),
         entry(FreeRequested, 4096, 400, 18),
@@ -93,7 +93,7 @@ fn sites_are_stored_once() {
     let stack: std::sync::Arc<[Frame]> =
         ["inner", "outer"].map(|name| Frame { filename: "f.rs".into(), line: 7, name: name.into() }).into();
     let mut trace: Vec<TraceEntry> = (0..4).map(|i| entry(TraceAction::Alloc, 512 * i, 512, i)).collect();
-    (trace[0].frames, trace[1].frames) = (stack.clone(), stack[..].into()); // shared, and a copy
+    (trace[0].frames, trace[1].frames) = (stack.clone(), stack[..].into()); // the same stack shared, and as a copy
     (trace[2].frames, trace[2].compile_context) = (stack, "forward".into());
     let blob = memory::blob(&Snapshot::new(vec![], vec![trace]), false).unwrap();
     let sites = blob.numbers("d0.block.site");
@@ -136,7 +136,7 @@ fn a_page_contains_no_scripts_but_its_own() {
     assert!(!page.contains("alert(1)") && !page.contains("http:") && !page.contains("https:"));
 }
 
-/// Two kernels of one operation, out of order, and events in the style of other programs; see the assertions.
+/// Two kernels of one operation, in the wrong order, and events as other programs write them.
 const PROFILE: &str = r#"[
 {"ph":"M","name":"process_name","pid":"gpu","args":{"name":"device"}},
 {"ph":"X","cat":"kernel","name":"gemm","pid":"gpu","tid":7,"ts":150,"dur":20,"args":{"operation":"matmul","bytes":100,"shapes":[[1,2]],"flops":5}},
@@ -150,13 +150,13 @@ null, {"ph":"C","name":"memory","pid":0,"ts":110,"args":{"allocated":1,"reserved
 
 #[test]
 fn a_profile_has_a_row_for_each_track_and_depth() {
-    let blob = profile::blob(PROFILE).unwrap(); // the list has no end
+    let blob = profile::blob(PROFILE).unwrap(); // PROFILE has no closing bracket, as after an early exit
     let of = |name: &str| blob.numbers(name);
     let text = |number: f64| blob.metadata("texts")[number as usize].as_str().unwrap().to_owned();
     let names: Vec<String> = of("name").into_iter().map(text).collect();
     assert_eq!(names, ["gemm", "gemm", "matmul", "gemm", "step", "open"]);
     assert_eq!(of("start"), [30.0, 60.0, 10.0, 15.0, 0.0, 40.0]);
-    assert_eq!(of("took"), [20.0, 20.0, 30.0, 10.0, 5.0, 40.0]); // the last event is open until the end
+    assert_eq!(of("took"), [20.0, 20.0, 30.0, 10.0, 5.0, 40.0]); // the last event has no end
     assert_eq!(of("own"), [20.0, 20.0, 20.0, 10.0, 5.0, 40.0]);
     assert_eq!((of("row.end"), of("row.track")), (vec![2.0, 3.0, 4.0, 6.0], vec![0.0, 1.0, 1.0, 2.0]));
     assert_eq!((of("arrow.from"), of("arrow.to")), (vec![3.0], vec![0.0]));

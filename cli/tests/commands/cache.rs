@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-/// `claystone cache` prints the location and size of the files, removes them, and explains why a folder is not used.
+/// `claystone cache` must print the location and size of the files, remove them, and explain why a folder is not used.
 #[test]
 fn cache_command_shows_and_empties_the_cache() {
     let dir = tempfile::tempdir().unwrap();

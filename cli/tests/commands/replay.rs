@@ -34,7 +34,7 @@ fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).unwrap()
 }
 
-/// The objects printed by `--json` in a successful run.
+/// Runs a replay with `--json`, which must succeed, and returns the printed objects.
 fn json(files: &[&Path], args: &[&str]) -> Vec<Value> {
     let output = replay(files, &[args, &["--json"]].concat());
     assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
@@ -45,14 +45,14 @@ fn number(row: &Value, key: &str) -> u64 {
     row[key].as_u64().unwrap_or_else(|| panic!("{key} of {row}"))
 }
 
-/// Standard error of a failing run with exit code 1.
+/// Runs a replay, which must fail with exit code 1, and returns its standard error.
 fn error_output(files: &[&Path], args: &[&str]) -> String {
     let output = replay(files, args);
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     text(&output.stderr).to_owned()
 }
 
-/// The traces in the repository.
+/// Returns the paths of the traces in the repository.
 fn traces() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("tests/data/traces");
     let mut files: Vec<PathBuf> = folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -62,7 +62,7 @@ fn traces() -> Vec<PathBuf> {
     files
 }
 
-/// Events of a trace in this crate's format: block name and bytes, 0 for a free.
+/// Reads a trace in this crate's text format. Returns the block's name and its bytes for each event; 0 bytes for a free.
 fn events(file: &Path) -> Vec<(u64, u64)> {
     let line = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();
@@ -71,7 +71,7 @@ fn events(file: &Path) -> Vec<(u64, u64)> {
     std::fs::read_to_string(file).unwrap().lines().filter(|l| !l.is_empty()).map(line).collect()
 }
 
-/// Peak of live bytes, with each block rounded up to a multiple of `unit`.
+/// Returns the peak of live bytes, with each block rounded up to a multiple of `unit` bytes.
 fn peak(events: &[(u64, u64)], unit: u64) -> u64 {
     let mut sizes = std::collections::HashMap::new();
     let (mut live, mut peak) = (0, 0);
@@ -99,7 +99,7 @@ fn every_trace_replays_with_every_allocator() {
     for (row, (file, backend)) in rows.iter().zip(expected) {
         let keys: Vec<&str> = row.as_object().unwrap().keys().map(String::as_str).collect();
         let mut sorted = KEYS;
-        sorted.sort_unstable(); // parsing may lose the order of keys
+        sorted.sort_unstable(); // a JSON parser may not keep the order of keys
         let mut found = keys.clone();
         found.sort_unstable();
         assert_eq!(found, sorted);
@@ -121,8 +121,7 @@ fn every_trace_replays_with_every_allocator() {
     }
 }
 
-/// MiB reserved by PyTorch's own allocator for the MiniMalloc traces and `mnn_2`. It was compiled with a driver that only
-/// counts.
+/// MiB reserved by PyTorch's own allocator for the MiniMalloc traces and `mnn_2`, measured with a driver that only counts bytes.
 const PYTORCH_RESERVED_MIB: [u64; 7] = [2444, 3006, 4094, 1726, 3106, 1516, 976];
 
 #[test]
@@ -146,7 +145,7 @@ fn plans_contain_every_block() {
         let events = events(file);
         let unit = if events.iter().all(|event| event.1 < 512) { 1 } else { 512 };
         let (planned, least) = (number(row, "planned"), peak(&events, unit));
-        assert!(least <= planned && planned < 2 * least, "{row}"); // the quality depends on the machine
+        assert!(least <= planned && planned < 2 * least, "{row}"); // a time limit makes the result depend on the machine
         if file.ends_with("mnn_1.trace") || file.ends_with("mnn_2.trace") {
             assert_eq!(planned, least, "{row}");
         }
@@ -168,16 +167,16 @@ fn min_capacity_is_minimal() {
     let smaller = with(capacity - capacity / 100);
     assert_eq!(smaller.status.code(), Some(1), "{row}");
     assert!(text(&smaller.stderr).contains("out of memory"), "{smaller:?}");
-    // Without caching, the peak of live bytes suffices.
+    // Without caching, a capacity equal to the peak of live bytes suffices.
     let row = json(&[file], &["--min-capacity", "--backend", "direct"]).remove(0);
     let least = peak(&events(file), 512);
     assert!((least..=least + least / 1000).contains(&number(&row, "min_capacity")), "{row}");
 }
 
-/// Smallest sufficient device for PyTorch's own allocator in MiB, measured as for [`PYTORCH_RESERVED_MIB`].
+/// MiB of the smallest device that suffices for PyTorch's own allocator, measured as for [`PYTORCH_RESERVED_MIB`].
 const PYTORCH_MIN_CAPACITY_MIB: [u64; 7] = [1876, 1916, 2002, 1646, 2058, 1328, 650];
 
-/// docs/notebook/allocator.md explains the first trace.
+/// docs/notebook/allocator.md explains why the first trace needs up to 1 % more than in PyTorch.
 #[test]
 fn without_compaction_one_trace_needs_more_than_in_pytorch() {
     let mut files = traces();
@@ -204,7 +203,7 @@ fn other_formats_of_the_same_events_give_the_same_figures() {
     let log = CsvLog::new(std::fs::File::create(&csv).unwrap()).unwrap();
     let mut entries = Vec::new();
     for (id, bytes) in events {
-        let addr = (id + 1) << 32; // distant addresses
+        let addr = (id + 1) << 32; // addresses far apart, so that blocks do not overlap
         let entry = |action, size| TraceEntry::new(action, addr, size);
         if bytes > 0 {
             sizes.insert(addr, bytes);
@@ -222,7 +221,7 @@ fn other_formats_of_the_same_events_give_the_same_figures() {
     let (pickle, plain) = (folder.path().join("b.pickle"), folder.path().join("c.json"));
     std::fs::write(&pickle, snapshot.to_pickle().unwrap()).unwrap();
     std::fs::write(&plain, snapshot.to_json().unwrap()).unwrap();
-    // This history began late: it contains the first block's free but not its allocation.
+    // Removes the first event, the allocation of the first block, as if the recording had begun after it.
     snapshot.device_traces[0].remove(0);
     let late = folder.path().join("d.pickle");
     std::fs::write(&late, snapshot.to_pickle().unwrap()).unwrap();
@@ -260,7 +259,7 @@ fn expandable_segments_reserve_whole_pages() {
         assert!(reserved >= peak && number(&row, "segments") <= 2, "{row}");
         assert!(reserved.is_multiple_of(if peak < 512 { 8 } else { 4096 }), "{row}");
     }
-    // With compaction, a device of little more than the peak suffices.
+    // With compaction of segments, a capacity little above the peak of live bytes suffices.
     let row = &json(&[&files[7]], &["--config", "expandable_segments:True", "--min-capacity"])[0];
     let (peak, least) = (number(row, "peak_requested"), number(row, "min_capacity"));
     assert!(least <= peak + peak / 20, "{row}");
@@ -395,13 +394,13 @@ fn help_explains_itself() {
     assert!(devices.status.success() && text(&devices.stdout).contains("cpu: "));
 }
 
-/// A block that moves by less than its size is copied through the host. A simulated device only counts such copies of any size.
+/// Real devices copy a block through the host if it moves by less than its size. A simulated device must only count the bytes.
 #[test]
 fn simulated_memory_may_be_larger_than_the_hosts() {
     let folder = TempDir::new().unwrap();
     let (file, unit) = (folder.path().join("huge.trace"), 64usize << 30);
     let (part, most) = (unit / 128, 3 * unit);
-    // Repeats until segments are cut into blocks, and then frees the blocks on both sides of a live block.
+    // Repeats an allocation until the allocator splits segments, and then frees the blocks on both sides of a live block.
     let mut trace: String = (0..200).map(|i| format!("a {i} {most}\nf {i}\n")).collect();
     let (rest, double) = (2 * unit - part, 2 * unit);
     trace += &format!("a 200 {part}\na 201 {rest}\na 202 {unit}\nf 200\nf 201\na 203 {double}\nf 202\nf 203\n");

@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 
 use crate::common;
 
-/// Output of the command on stdout and stderr, with the cache in the given folder.
+/// Runs the command with the cache in the given folder, and returns stdout and stderr.
 #[track_caller]
 fn tune(folder: &Path, kernels: &str, args: &[&str]) -> (String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_claystone"));
@@ -24,7 +24,7 @@ fn has_opencl() -> bool {
     common::devices().iter().any(|&device| device != Device::Cpu)
 }
 
-/// Checks every choice against the CPU, for the device's own kernels and for GPU kernels with a fence.
+/// Every choice must give the CPU's results, with the device's own kernels and with GPU kernels that use a fence.
 #[test]
 fn every_choice_gives_the_cpus_results() {
     let folder = tempfile::tempdir().unwrap();
@@ -34,7 +34,7 @@ fn every_choice_gives_the_cpus_results() {
     }
 }
 
-/// Later processes use the stored choices unless the file is damaged.
+/// Later processes must use the stored choices, unless the file is damaged.
 #[test]
 fn stored_choices_are_used() {
     if !has_opencl() {
@@ -56,8 +56,8 @@ fn stored_choices_are_used() {
     assert!(measured.len() >= 2 * (values.len() - 1) && measured.iter().all(|line| line.contains(" us")), "{message}");
     assert_eq!(shown().lines().collect::<Vec<_>>(), values[..values.len() - 1], "{message}");
 
-    // A changed choice is used if its seal is valid. The file starts with 16 bytes of format name and a checksum of 32 bytes, which
-    // covers the file's name and text.
+    // A changed choice is used if the file's checksum matches. A file starts with 16 bytes of format name and a checksum of 32
+    // bytes, which covers the file's name and text.
     let sealed = std::fs::read(&file).unwrap();
     let (head, text) = (&sealed[..16], String::from_utf8(sealed[48..].to_vec()).unwrap());
     let seal = |text: &str| {

@@ -20,7 +20,7 @@ pub(crate) fn device(number: i32) -> Result<Device, Fault> {
     }
 }
 
-/// The number of a device in the C API.
+/// Returns the number of a device in the C API.
 pub(crate) fn number(device: Device) -> i32 {
     match device {
         Device::Cpu => CLAYSTONE_CPU,

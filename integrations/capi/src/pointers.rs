@@ -68,7 +68,7 @@ pub(crate) unsafe fn bytes<'a>(pointer: *mut u8, count: usize, what: &str) -> Re
     Ok(unsafe { slice::from_raw_parts_mut(outputs.as_mut_ptr().cast(), count) })
 }
 
-/// The destination of an optional result: `None` for null.
+/// Returns the destination of an optional result, or `None` for a null pointer.
 ///
 /// # Safety
 /// As for [`outputs`], with one entry.
@@ -77,7 +77,7 @@ pub(crate) unsafe fn optional<'a, T>(pointer: *mut T) -> Option<&'a mut MaybeUni
     unsafe { pointer.cast::<MaybeUninit<T>>().as_mut() }
 }
 
-/// The destination of one result.
+/// Returns the destination of one result; a null pointer is an error.
 ///
 /// # Safety
 /// As for [`outputs`], with one entry.
@@ -117,7 +117,7 @@ pub(crate) unsafe fn retain<T>(pointer: *const T, what: &str) -> Result<(), Faul
     Ok(())
 }
 
-/// A handle's reference count.
+/// Returns a handle's reference count.
 ///
 /// # Safety
 /// As for [`retain`].

@@ -10,7 +10,7 @@ use crate::status::{ClaystoneStatus, Fault, guard};
 /// take a generator use the process's default generator for null.
 pub struct ClaystoneGenerator(pub(crate) Generator);
 
-/// The generator of a handle, or the default generator for null.
+/// Returns the generator of a handle, or the default generator for null.
 ///
 /// # Safety
 /// `pointer` is null or a live handle.

@@ -161,7 +161,7 @@ pub unsafe extern "C" fn claystone_recurrent(
         };
         match recording {
             Some(place) => _ = place.write(kept),
-            // SAFETY: `kept` was made above and nothing else holds it.
+            // SAFETY: `kept` was created above, and no other code has the handle.
             None => unsafe { release("claystone_recurrent", kept) },
         }
         write_results(made.into_iter().map(Some).chain([None]), outputs);

@@ -37,7 +37,7 @@ pub enum ClaystoneStatus {
     Kernel = 11,
 }
 
-/// Why a call failed.
+/// The reason why a call failed.
 pub(crate) enum Fault {
     /// C passed an invalid argument.
     Argument(String),
@@ -89,7 +89,7 @@ fn set_last_error(sentence: String) {
     _ = LAST_ERROR.try_with(|last| last.replace(text));
 }
 
-/// The error message for a panic in the function `name`.
+/// Returns the error message for a panic in the function `name`.
 fn panic_message(name: &str, panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
     format!("{name} panicked, which is a bug in claystone: {}", text.unwrap_or("no message"))
@@ -109,7 +109,7 @@ pub(crate) fn guard(name: &str, body: impl FnOnce() -> Result<(), Fault>) -> Cla
         }
         Err(panic) => {
             set_last_error(panic_message(name, &*panic));
-            // Dropping the panic's payload might panic again.
+            // Leak the panic's payload, because dropping it might panic again.
             std::mem::forget(panic);
             ClaystoneStatus::Panic
         }

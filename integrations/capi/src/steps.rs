@@ -1,5 +1,5 @@
-//! Single optimiser steps on tensors of the caller, who keeps the state and counts the steps on the device, like the steps of
-//! PyTorch's optimisers with `fused=True`. No step waits for the device. [`multi`](crate::multi) has the C functions.
+//! Single optimizer steps on the caller's tensors: the caller owns the optimizer state and counts the steps on the device, as with
+//! `fused=True` in PyTorch. No step waits for the device. [`multi`](crate::multi) has the C functions.
 
 use claystone::ops::{TensorSet, foreach_into, map_each};
 use claystone::optim::{AdagradConfig, AdamConfig, AdamWConfig, Rule, SgdConfig};
@@ -12,11 +12,11 @@ pub struct FusedStep<'a> {
     pub parameters: &'a [&'a Tensor],
     /// The gradients, one for each parameter.
     pub gradients: &'a [&'a Tensor],
-    /// The learning rate as a tensor of one element on the device, instead of the config's.
+    /// The learning rate as a one-element tensor on the device; `None` for the config's learning rate.
     pub lr: Option<&'a Tensor>,
-    /// A tensor of one element by which the gradients are first divided in place: the factor of a loss scaler.
+    /// A one-element tensor by which the gradients are first divided in place: the factor of a loss scaler.
     pub grad_scale: Option<&'a Tensor>,
-    /// A tensor of one element that is 1 if gradients overflowed; then nothing is changed.
+    /// A one-element tensor that is 1 if gradients overflowed; the step then changes nothing.
     pub found_inf: Option<&'a Tensor>,
     /// Whether to ascend the gradient instead of descending it.
     pub maximize: bool,
@@ -66,14 +66,14 @@ pub fn fused_adamw_(step: &FusedStep, state: &FusedAdamState, config: &AdamWConf
     adam(step, state, config, [config.beta1, config.beta2, config.weight_decay], config.amsgrad, true)
 }
 
-/// Index of the step size among the numbers of the Adam rule.
+/// Index of the step size among the scalars of the Adam formula.
 const STEP_SIZE_INDEX: usize = 4;
-/// Index of the bias correction of the squares.
+/// Index of the bias correction of the squared gradients among these scalars.
 const CORRECTION_INDEX: usize = 5;
-/// Index of the weight decay.
+/// Index of the weight decay among these scalars.
 const DECAY_INDEX: usize = 7;
 
-/// The step of Adam and AdamW. If `decoupled`, the rule applies the weight decay to the weights instead of the gradient.
+/// Computes one step of Adam, or with `decoupled` of AdamW, which applies the weight decay to the parameters directly.
 fn adam(
     step: &FusedStep,
     state: &FusedAdamState,
@@ -101,7 +101,7 @@ fn adam(
     })
 }
 
-/// Evaluates `formula` of each parameter's step count, the learning rate and `others` on the device.
+/// Evaluates `formula` on the device, once for each parameter, with its step count, the learning rate and the scalars `others`.
 fn step_numbers<const N: usize>(
     op: &'static str,
     step: &FusedStep,
@@ -162,7 +162,7 @@ pub fn fused_adagrad_(
 }
 
 /// Computes one step of stochastic gradient descent (PyTorch's `torch._fused_sgd_`). `momentum_buffers` has one tensor for each
-/// parameter, or none without momentum. At the `first` step their values are ignored.
+/// parameter, or is empty without momentum. If `first`, the values of the buffers are ignored.
 ///
 /// ```
 /// use claystone::optim::SgdConfig;
@@ -193,13 +193,13 @@ pub fn fused_sgd_(step: &FusedStep, momentum_buffers: &[&Tensor], first: bool, c
     )
 }
 
-/// A step of a rule over lists of tensors.
+/// One optimizer step over lists of tensors.
 struct RuleStep<'a> {
     step: &'a FusedStep<'a>,
     state: &'a [&'a [&'a Tensor]],
-    /// Numbers that differ between parameters, as tensors of one element.
+    /// Scalars of the formula that differ between parameters: each list has a one-element tensor for each parameter.
     numbers: &'a [&'a [Tensor]],
-    /// Whether to ignore the values of the state and use zeros.
+    /// Whether to use zeros instead of the state's values.
     zero_state: bool,
 }
 
@@ -208,8 +208,8 @@ impl RuleStep<'_> {
         self.launch_at(rule, 1, numbers)
     }
 
-    /// Launches the rule's formula with its numbers of step `at`. `override_numbers` replaces numbers by values from tensors: the
-    /// parameter's `numbers`, followed by the learning rate if it is a tensor.
+    /// Launches the rule's formula with the hyperparameters of optimizer step `at`. `override_numbers(scalars, inputs)` replaces
+    /// scalars by tensor inputs: the parameter's entries of `self.numbers`, then the learning rate if it is a tensor.
     fn launch_at<R: Rule>(&self, rule: &R, at: i32, override_numbers: impl Fn(&mut [Expr], &[Expr])) -> Result<()> {
         let FusedStep { parameters, gradients, lr, grad_scale, found_inf, maximize } = *self.step;
         let count = parameters.len();
@@ -264,7 +264,7 @@ impl RuleStep<'_> {
     }
 }
 
-/// Number of one-element tensors that one launch of [`unscale_`] reads.
+/// The maximum number of norms (one-element tensors) that one launch of [`unscale_`] reads.
 const NORMS_PER_LAUNCH: usize = 24;
 
 /// Multiplies gradients by `inv_scale` in place, and sets `found_inf` to 1 if a gradient is infinite or NaN. `inv_scale` and
@@ -291,7 +291,7 @@ pub fn unscale_(gradients: &[&Tensor], found_inf: &Tensor, inv_scale: &Tensor) -
         let dtype = if wide { DType::F64 } else { DType::F32 };
         let non_empty = gradients.iter().filter(|g| g.numel() > 0);
         let greatest = non_empty.map(|g| g.vector_norm(f64::INFINITY, (), false)?.to_dtype(dtype));
-        // A formula over several norms is one launch; stacking them would take a copy of each.
+        // One launch reads several norms directly; stacking the norms into one tensor would copy each norm.
         for some in greatest.collect::<Result<Vec<_>>>()?.chunks(NORMS_PER_LAUNCH) {
             let inputs: Vec<&Tensor> = std::iter::once(found_inf).chain(some).collect();
             Tensor::map_into(&inputs, &[], &[found_inf], |x, _| {

@@ -209,7 +209,8 @@ pub unsafe extern "C" fn claystone_tensor_copy_non_blocking(
 /// The signature of `Tensor::copy_` and `Tensor::copy_non_blocking_`.
 type Copy = for<'a> fn(&'a Tensor, &Tensor) -> claystone::Result<&'a Tensor>;
 
-/// Copies with `copy`. A source on another device is first converted to the dtype of `to` and moved, unless both tensors are alike.
+/// Copies with `copy`. A source on another device is first converted to the dtype of `to` and moved, unless both tensors are
+/// contiguous with the same shape and dtype.
 fn copy(to: &Tensor, from: &Tensor, copy: Copy) -> Result<(), Fault> {
     let plain = |t: &Tensor| (t.dtype(), t.shape().dims().to_vec(), t.is_contiguous());
     if to.device() == from.device() || plain(to) == plain(from) && to.is_contiguous() {

@@ -8,7 +8,7 @@ use claystone::Device;
 
 const HOME: &str = env!("CARGO_MANIFEST_DIR");
 
-/// The folder that holds this test and the library.
+/// Returns the folder that holds this test program and the library.
 fn built() -> PathBuf {
     let test = std::env::current_exe().expect("this test is a file");
     test.parent().expect("in a folder").to_owned()
@@ -32,7 +32,7 @@ fn compile(source: &Path, program: &Path, flags: &[&str]) {
         .args(flags));
 }
 
-/// Writes the C program in README.md to a file.
+/// Writes the C program in README.md to a file, and returns the file's path.
 fn example(folder: &Path) -> PathBuf {
     let readme = fs::read_to_string(Path::new(HOME).join("README.md")).expect("README.md is read");
     let (_, code) = readme.split_once("```c\n").expect("README.md has a C program");
@@ -60,7 +60,7 @@ fn c_programs_run_on_every_device_under_sanitizers() {
     compile(&Path::new(HOME).join("tests/api.c"), &api, &linked);
     compile(&example(folder.path()), &shown, &linked);
 
-    // Memory that compilers inside OpenCL drivers keep until the process ends is not a leak of this API: such a leak has an API frame.
+    // Compilers inside OpenCL drivers leak memory. Only a leak with a function of this API in its call stack fails the test.
     let suppressions = folder.path().join("suppressions");
     fs::write(&suppressions, "leak:libpocl\nleak:libLLVM\nleak:libOpenCL\n").unwrap();
     let options = format!("suppressions={}:print_suppressions=0", suppressions.display());

@@ -15,13 +15,13 @@ use claystone_capi::tensor::*;
 
 use ClaystoneStatus as Status;
 
-/// The last error of this thread.
+/// Returns the last error of this thread.
 fn last_error() -> String {
     // SAFETY: a string that lives until the next failing call.
     unsafe { CStr::from_ptr(claystone_last_error()) }.to_str().unwrap().to_owned()
 }
 
-/// A storage on the CPU device.
+/// Allocates a storage on the CPU device.
 fn storage(nbytes: usize) -> *mut ClaystoneStorage {
     let mut storage = null_mut();
     // SAFETY: the result pointer is valid.
@@ -29,7 +29,7 @@ fn storage(nbytes: usize) -> *mut ClaystoneStorage {
     storage
 }
 
-/// The status of `claystone_tensor_new`, and the tensor if it succeeded.
+/// Returns the status of `claystone_tensor_new`, and the tensor if the call succeeded.
 fn view(
     storage: *mut ClaystoneStorage,
     dtype: i32,
@@ -46,7 +46,7 @@ fn view(
     (status, tensor)
 }
 
-/// An f32 tensor with these values.
+/// Makes an f32 tensor with these values on the CPU device.
 fn tensor(values: &[f32]) -> *mut ClaystoneTensor {
     let bytes = size_of_val(values);
     let storage = storage(bytes);
@@ -68,7 +68,7 @@ fn values<const N: usize>(tensor: *const ClaystoneTensor) -> [f32; N] {
     values
 }
 
-/// The status of `claystone_call`, and the first result if it succeeded.
+/// Returns the status of `claystone_call`, and the first result if the call succeeded.
 fn call(
     name: &str,
     tensors: &[*const ClaystoneTensor],

@@ -14,7 +14,7 @@ fn each_device(f: impl Fn(Device)) {
     }
 }
 
-/// The elements in f64.
+/// Returns the elements as f64.
 fn values(t: &Tensor) -> Vec<f64> {
     t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_vec().unwrap()
 }
@@ -59,7 +59,7 @@ fn number(value: f64, device: Device, dtype: DType) -> Tensor {
     Tensor::full((), value, (dtype, device)).unwrap()
 }
 
-/// Parameters after five steps of an optimizer object, with the gradient multiplied by `sign`.
+/// Returns the parameters after five steps of an optimizer object, with the gradient multiplied by `sign`.
 fn optimizer_results<R: Rule>(rule: R, dtype: DType, device: Device, sign: f64) -> Vec<f64> {
     let parameters = Tensors::new(dtype, device, start);
     let mut leaves: Vec<Tensor> = parameters.0.into_iter().map(|p| p.requires_grad_(true).unwrap()).collect();
@@ -144,7 +144,8 @@ fn functional_adam_matches_the_optimizer() {
                         }
                     }
                     assert_close(&parameters.values(), &want, within);
-                    // One launch computes the numbers of all tensors, and one launch updates each shape. For f64, the steps are converted first.
+                    // One launch computes all scalars, and one launch updates each shape. For f64, the step counts are first
+                    // converted.
                     assert_eq!(launched, if dtype == DType::F64 { 6 } else { 3 }, "{device}");
                 }
             }

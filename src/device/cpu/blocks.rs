@@ -76,7 +76,7 @@ impl Block<'_, u8> {
 /// and on its team, or only on this thread if `single_threaded`.
 ///
 /// # Panics
-/// As [`parallel::for_each_index`]; if a number of the partition is 0, or rows of the matrix overlap.
+/// As [`parallel::for_each_index`]; if a size in the partition is 0, or rows of the matrix overlap.
 pub(crate) fn for_each_block<T: Send>(
     data: &mut [T],
     cut: BlockPartition,
@@ -108,7 +108,7 @@ pub(crate) fn for_each_block<T: Send>(
 mod tests {
     use super::*;
 
-    /// Every element is in exactly one block, even if the sizes do not divide each other, and no block has an element between two rows.
+    /// Every element must be in exactly one block, also if the sizes do not divide each other, and elements between rows in none.
     #[test]
     fn blocks_cover_a_matrix() {
         for (rows, columns, band, height, width) in

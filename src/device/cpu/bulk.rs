@@ -60,7 +60,7 @@ pub(crate) fn to_vec<T: AnyBitPattern + Send + Sync>(src: &[T]) -> Vec<T> {
     out
 }
 
-/// Repeats a pattern whose length divides [`PIECE_BYTES`].
+/// Fills `dst` with repetitions of a pattern whose length divides [`PIECE_BYTES`].
 pub(crate) fn fill(dst: &mut [u8], pattern: &[u8]) {
     if dst.len() < PARALLEL_MIN_BYTES {
         return fill_piece(dst, pattern);
@@ -68,7 +68,7 @@ pub(crate) fn fill(dst: &mut [u8], pattern: &[u8]) {
     parallel::for_each_chunk(dst, PIECE_BYTES, |_, d| fill_piece(d, pattern));
 }
 
-/// Fills by doubling the filled part, at the speed of memcpy.
+/// Fills a piece by copying the filled part to its end, again and again, at the speed of memcpy.
 fn fill_piece(dst: &mut [u8], pattern: &[u8]) {
     if pattern.iter().all(|&b| b == pattern[0]) {
         return dst.fill(pattern[0]);

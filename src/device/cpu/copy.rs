@@ -1,18 +1,18 @@
-//! Copies of a few KiB. C libraries often use a single instruction with a slow start (`rep movsb`): a plain loop over vectors takes
-//! half as long.
+//! Copies of a few KiB. C libraries often copy with a single instruction that is slow to start (`rep movsb`): a plain loop over
+//! vectors takes half as long.
 
-/// The sizes that are copied by the loop, in bytes. Smaller copies take equally long either way. The source and destination of
-/// larger copies exceed the L1 cache, and there `rep movsb` is faster.
+/// The range of sizes that are copied by the loop, in bytes. Smaller copies take equally long either way. The source and
+/// destination of larger copies exceed the L1 cache, where `rep movsb` is faster.
 #[cfg(target_arch = "x86_64")]
 const VECTOR_COPY_BYTES: std::ops::RangeInclusive<usize> = 1 << 10..=16 << 10;
 
-/// Does `to.copy_from_slice(from)`.
+/// Copies `from` to `to`, which must have the same length.
 #[inline]
 pub(crate) fn copy(to: &mut [u8], from: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     if VECTOR_COPY_BYTES.contains(&from.len()) && to.len() == from.len() {
         if crate::device::cpu::has_avx512() {
-            // SAFETY: the processor has the vectors.
+            // SAFETY: the processor has these vector instructions.
             return unsafe { wide(to, from) };
         }
         if is_x86_feature_detected!("avx") {

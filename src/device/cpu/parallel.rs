@@ -7,7 +7,8 @@
 //! microseconds and operations follow each other closely. A caller that finds a mailbox without a helper spawns a job for it,
 //! which is the only step that allocates.
 //!
-//! Pieces may share work in turn, but must not enter rayon: its waits run other jobs, while locks of the caller may be held.
+//! A piece may itself share work with these functions, but must not enter rayon: rayon's waits run other jobs, and the caller may
+//! hold locks that these jobs need.
 
 mod hand_over;
 #[cfg(all(test, loom))]
@@ -25,8 +26,8 @@ use smallvec::SmallVec;
 
 use super::threads;
 
-/// The minimum time for which a helper polls for work of callers inside a pool: the caller may be in the middle of a `join` whose
-/// other half is running.
+/// The minimum time for which a helper polls if the caller is a thread of the pool. Short, because the helper's thread may itself
+/// be inside a `join` that is ready to continue.
 const NESTED_MIN_POLL: Duration = Duration::from_micros(50);
 
 /// The mailboxes of one of rayon's pools, one fewer than its [`threads`], because the caller works as well.
@@ -37,8 +38,8 @@ struct Team {
 }
 
 thread_local! {
-    /// The team of this thread's pool. Rayon does not say to which pool a thread belongs, so a helper gets the team from the job that
-    /// starts it. If threads of one pool have made several teams at the same time, the oldest team replaces the others.
+    /// The team of this thread's pool. Rayon does not say to which pool a thread belongs, so a helper gets the team from the job
+    /// that starts it. If threads of one pool have created several teams at the same time, the oldest team replaces the others.
     static TEAM: RefCell<Option<Arc<Team>>> = const { RefCell::new(None) };
 }
 
@@ -48,7 +49,7 @@ impl Team {
         Arc::new(Team { mailboxes: (1..threads()).map(|_| Mailbox::new()).collect(), creation_index })
     }
 
-    /// Returns the team of this thread's pool, or of the global pool for other threads. None for a thread that is ending.
+    /// Returns the team of this thread's pool, or of the global pool for other threads. `None` for a thread that is ending.
     fn current() -> Option<Arc<Team>> {
         static GLOBAL: OnceLock<Arc<Team>> = OnceLock::new();
         static NEXT: AtomicUsize = AtomicUsize::new(1);
@@ -78,7 +79,7 @@ impl Team {
             self.adopt_team();
             let patience = match asked_by {
                 None => MAX_POLL_TIME,
-                // No other thread ran the job while the caller worked, and the caller now has other jobs to run.
+                // The job runs on the caller's thread, so the call is over, and this thread has other jobs to run.
                 Some(_) if asked_by == rayon::current_thread_index() => Duration::ZERO,
                 Some(_) => NESTED_MIN_POLL,
             };
@@ -87,7 +88,7 @@ impl Team {
     }
 }
 
-/// The start of elements that threads share: each makes references to elements that no other thread accesses.
+/// A pointer to elements that threads share: each thread makes references only to elements that no other thread accesses.
 pub(crate) struct SharedPtr<T>(pub(crate) *mut T);
 
 // SAFETY: as above.

@@ -8,7 +8,7 @@ use bytemuck::Pod;
 /// The minimum size of results that are streamed, in bytes: more than the last-level cache of most processors.
 pub(crate) const STREAMING_MIN_BYTES: usize = 24 << 20;
 
-/// True if a result of `result` bytes should be streamed because the caches cannot hold the `all` bytes of result and operands.
+/// True if a result of `result` bytes should bypass the caches, because they cannot hold the `all` bytes of result and operands.
 pub(crate) fn should_stream(result: usize, all: usize) -> bool {
     result >= STREAMING_MIN_BYTES || (result >= STREAMING_MIN_BYTES / 2 && all >= 2 * STREAMING_MIN_BYTES)
 }
@@ -24,7 +24,7 @@ impl Streaming {
         Streaming(())
     }
 
-    /// Does `to.copy_from_slice(from)`, bypassing the cache if the processor can.
+    /// Copies `from` to `to`, which must have the same length, bypassing the cache if the processor can.
     #[inline]
     pub(crate) fn copy<T: Pod>(&self, to: &mut [T], from: &[T]) {
         assert_eq!(to.len(), from.len());
@@ -40,7 +40,7 @@ impl Streaming {
         unsafe { copy(to.as_mut_ptr().cast(), from.as_ptr().cast(), size_of_val(from)) };
     }
 
-    /// Does `*to = from`, bypassing the cache if the processor can and `to` is aligned to 16 bytes.
+    /// Stores `from` in `to`, bypassing the cache if the processor can and `to` is aligned to 16 bytes.
     #[inline(always)]
     pub(crate) fn line<T: Pod>(&self, to: &mut [T; LINE], from: [T; LINE]) {
         #[cfg(target_arch = "x86_64")]
@@ -104,7 +104,7 @@ unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
 #[cfg(not(target_arch = "x86_64"))]
 #[inline]
 unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's promise is that of `copy_nonoverlapping`.
     unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
 }
 

@@ -31,21 +31,21 @@ pub(super) type Key = [u8; 32];
 /// Contents of files, by name.
 pub(super) type Entries = BTreeMap<String, Vec<u8>>;
 
-/// The default bound on the size of the folder, in bytes: the same as CUDA's cache.
+/// The default bound on the size of the folder, in bytes: as for CUDA's cache.
 pub(super) const MAX_SIZE: u64 = 256 << 20;
 /// The folder is scanned each time 1/16 of the bound has been written, and shrunk to 15/16 of the bound. So a single process
 /// stays within the bound without a scan after every file.
 const SHRINK_DIVISOR: u64 = 16;
 /// A temporary file not written to for this long was left by a killed process.
 const STALE_AFTER: Duration = Duration::from_secs(600);
-/// Marks a cache file. A checksum follows, because a driver may crash on a damaged binary.
+/// The first bytes of every cache file. A checksum follows, because a driver may crash on a damaged binary.
 const MAGIC: &[u8; 16] = b"claystone binary";
 /// The advice in errors about a refused folder.
 const ADVICE: &str = "make the folder private (chmod 700), or set CLAYSTONE_CACHE_DIR to a private folder, or to off";
-/// The end of the names of temporary files.
+/// The extension of temporary files.
 const TEMPORARY: &str = ".tmp";
 
-/// The kind of a file's contents, which is the extension of its name.
+/// The kind of a file's contents, given by the extension of the file's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FileKind {
     /// A compiled program.
@@ -93,11 +93,11 @@ impl Cache {
     pub(super) fn of_process() -> Option<&'static Cache> {
         static CACHE: LazyLock<Option<Cache>> =
             LazyLock::new(|| Cache::from_variables(|name| std::env::var_os(name).filter(|value| !value.is_empty())));
-        let _messages = log::defer(); // a subscriber may call this as well
+        let _messages = log::defer(); // a subscriber that calls this function would deadlock
         CACHE.as_ref()
     }
 
-    /// Configures a cache from environment variables; none if it is off.
+    /// Configures a cache from environment variables; `None` if they disable the cache.
     fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Option<Cache> {
         let folder = match variable("CLAYSTONE_CACHE_DIR") {
             Some(folder) if folder == "off" => return None,
@@ -140,7 +140,7 @@ impl Cache {
     /// Stores contents under a name. Other threads and processes get the whole file or none.
     ///
     /// # Errors
-    /// A folder to which others have access, contents above the bound on the whole folder, and errors of writing.
+    /// A folder to which other users have access, contents larger than the bound on the whole folder, and errors of writing.
     pub(super) fn store(&self, name: &str, contents: &[u8]) -> io::Result<PathBuf> {
         let sealed = seal(name, contents);
         let size = sealed.len() as u64;
@@ -175,7 +175,7 @@ impl Cache {
     fn shrink(&self, folder: &Folder) -> io::Result<()> {
         let mut files = folder.files()?;
         files.retain(|file| {
-            // A file with a time in the future was written before the clock was set back.
+            // A file with a time in the future was written before the clock was set back, so it counts as stale.
             let stale = file.kind.is_none() && !file.modified.elapsed().is_ok_and(|age| age < STALE_AFTER);
             !(stale && fs::remove_file(folder.at.join(&file.name)).is_ok())
         });
@@ -199,7 +199,7 @@ impl Cache {
         if let Err(error) = &checked
             && error.kind() == io::ErrorKind::PermissionDenied
         {
-            let _messages = log::defer(); // a subscriber may call this as well
+            let _messages = log::defer(); // a subscriber that calls this function would deadlock
             self.warned.call_once(|| {
                 let (folder, error) = (self.folder.clone(), error.to_string());
                 log::emit(move || tracing::warn!(?folder, "compiled kernels are not cached: {error}; {ADVICE}"));
@@ -210,7 +210,7 @@ impl Cache {
 }
 
 struct CachedFile {
-    /// None for a temporary file.
+    /// `None` for a temporary file.
     kind: Option<FileKind>,
     /// The time of the last use.
     modified: SystemTime,
@@ -274,8 +274,8 @@ fn open_private_file(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// The folder, after the check of its owner and mode. Files are accessed through the folder's descriptor if the system has
-/// paths for descriptors, because the folder's own path may refer to another folder by then.
+/// The folder, after the check of its owner and mode. Files are accessed through the folder's descriptor if the system has paths
+/// for descriptors, because the folder's path may refer to another folder after the check.
 struct Folder {
     at: PathBuf,
     #[cfg(unix)]
@@ -290,7 +290,7 @@ impl Folder {
         use std::os::fd::AsRawFd;
         use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 
-        check_owner(&fs::symlink_metadata(path)?, 0)?; // may be a link, but only one of this user
+        check_owner(&fs::symlink_metadata(path)?, 0)?; // the path may be a link, but only a link of this user
         let open = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
         let metadata = open.metadata()?;
         if !metadata.is_dir() {
@@ -317,7 +317,7 @@ impl Folder {
         }
     }
 
-    /// Lists the cache files in the folder, whichever process made them.
+    /// Lists the cache files in the folder, including files of other processes.
     fn files(&self) -> io::Result<Vec<CachedFile>> {
         let listed = |entry: fs::DirEntry| {
             let (kind, metadata) = (kind_of(&entry.file_name())?, entry.metadata().ok()?);
@@ -372,7 +372,7 @@ pub struct ProgramCache {
 }
 
 impl ProgramCache {
-    /// Returns the current state of this process's cache; none if the cache is off.
+    /// Returns the current state of this process's cache; `None` if the cache is off.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a folder that cannot be read, or is refused because other users have access to it.

@@ -93,7 +93,7 @@ const WAVEFRONT_WIDTH_AMD: u32 = 0x4043;
 /// `CL_DEVICE_HALF_FP_CONFIG` of the extension `cl_khr_fp16`.
 const HALF_FP_CONFIG: u32 = 0x1033;
 
-/// Returns the number that a query returns, of any width; none if the query is refused or empty.
+/// Returns the number, of any width, that a query returns; `None` if the query is refused or empty.
 fn device_number(id: cl_device_id, what: u32) -> Option<u64> {
     info!(clGetDeviceInfo(id, what)).ok().filter(|bytes| !bytes.is_empty()).map(|bytes| decode_number(&bytes))
 }
@@ -104,7 +104,7 @@ fn numbers(id: cl_device_id, what: u32) -> Vec<u64> {
     bytes.chunks_exact(size_of::<usize>()).map(decode_number).collect()
 }
 
-/// Decodes a floating-point configuration; none if it is 0, as for an unsupported type.
+/// Decodes a floating-point configuration; `None` if it is 0, as for an unsupported type.
 fn floats(bits: u64) -> Option<FloatSupport> {
     (bits != 0).then_some(FloatSupport {
         denormals: bits & 1 != 0,

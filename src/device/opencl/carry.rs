@@ -99,8 +99,8 @@ fn cache_identity(device: &ClDevice) -> String {
     format!("{}, {}, {}", device.identity(), device.info().vendor, device.description.platform_version)
 }
 
-/// Reads a file like a tuning file: checks the seal, and parses the sealed contents. A file without a valid seal is parsed
-/// unchanged. For tests and fuzzing.
+/// Reads a file as a tuning file: checks the checksum, and parses the contents. A file without a valid checksum is parsed as a
+/// whole. For tests and fuzzing.
 #[doc(hidden)]
 pub fn read_cache_file(path: &Path) -> Result<()> {
     let error = |error: &dyn std::fmt::Display| Error::invalid("read_cache_file", error.to_string());
@@ -131,7 +131,7 @@ mod tests {
         assert!(other.contains("on \"a device\", and this is \"another\""), "{other}");
     }
 
-    /// `CLAYSTONE_MUTATIONS` sets the number of damaged files.
+    /// No file that was changed at random may be imported. `CLAYSTONE_MUTATIONS` sets the number of changed files.
     #[test]
     fn no_damaged_file_is_read() {
         let whole = [write("a device", &entries()), write("a device", &Entries::new()), b"something else".to_vec()];
@@ -142,7 +142,7 @@ mod tests {
                 assert!(read(&blob, "a device").is_err());
             }
         }
-        // Files with a valid checksum but a truncated rest, which random damage would never produce.
+        // Files with a valid checksum but truncated contents, which random changes would never produce.
         let rest: Vec<u8> = [&8u64.to_le_bytes()[..], b"a device", &u64::MAX.to_le_bytes()].concat();
         for end in 0..=rest.len() {
             let blob = [&MAGIC[..], &Sha256::digest(&rest[..end]), &rest[..end]].concat();

@@ -22,7 +22,7 @@ use crate::device::{DeviceKind, count_launch};
 use crate::error::for_each_part;
 use crate::{Error, Result};
 
-/// The kernels of `kernels/memory.cl`, by their index in [`ClDevice::memory_kernels`].
+/// The index in [`ClDevice::memory_kernels`] of each kernel of `kernels/memory.cl`.
 const FILL_KERNEL: usize = 0;
 const COPY_KERNEL: usize = 1;
 /// The minimum size of a fill by kernel on GPUs, in bytes: NVIDIA's fill command reaches three quarters of the memory's bandwidth.
@@ -35,7 +35,7 @@ const MAX_OVERLAP_BYTES: usize = 16 << 20;
 /// The error for a driver that accepts a command and returns no event.
 const NO_EVENT: ClError = ClError::new("clEnqueueReadBuffer", -58);
 
-/// A range that [`ClDevice::with_mapped`] maps, to be overwritten or to be read.
+/// A range of a buffer that [`ClDevice::with_mapped`] maps, either to overwrite all of it or to read it.
 pub(crate) struct MapRegion<'a> {
     pub(crate) at: ClAt<'a>,
     pub(crate) overwrite: bool,
@@ -205,7 +205,7 @@ impl ClDevice {
         self.read_on(self.current_stream(), &[self.slot()], src, dst)
     }
 
-    /// Reads on a stream into host memory, waits, and reports the faults in these slots.
+    /// Reads on a stream into host memory, waits, and reports the faults recorded in `slots`.
     fn read_on<M: HostMemory>(
         &self,
         stream: StreamId,
@@ -328,7 +328,7 @@ impl ClDevice {
         }
         let mut wide = [0u8; 16];
         wide.chunks_exact_mut(n).for_each(|c| c.copy_from_slice(pattern));
-        // Drivers that fill pattern by pattern are faster with a long pattern.
+        // Drivers that write one pattern at a time are faster with a long pattern.
         let n = if off.is_multiple_of(16) && bytes.is_multiple_of(16) { 16 } else { n };
         if n == 16
             && bytes >= FILL_KERNEL_MIN_BYTES
@@ -355,7 +355,7 @@ impl ClDevice {
             })
         };
         match filled {
-            // An OpenCL 1.1 driver has no fill.
+            // An OpenCL 1.1 driver has no fill command, so the host writes the pattern.
             Err(e) if e.is_missing() => {
                 let block = pattern.repeat((1usize << 20).min(bytes) / pattern.len());
                 for_each_part("fill", (0..bytes).step_by(block.len()), |at| {
@@ -367,7 +367,7 @@ impl ClDevice {
     }
 
     /// Starts to read `bytes` bytes of a buffer to the host on a stream. The read is complete when the event is done. Faults of
-    /// kernels are not reported: see [`report_faults`](Self::report_faults).
+    /// kernels are not reported: call [`report_faults`](Self::report_faults).
     ///
     /// # Safety
     /// Until the event is done, `to..to + bytes` stays valid for writes and no other code accesses it.
@@ -414,8 +414,8 @@ impl ClDevice {
         queue.transfers.push_back((call, Arc::clone(transfer)));
     }
 
-    /// Submits a command that sets the event. After an error, no command uses the caller's memory any more, or the device is
-    /// lost.
+    /// Submits the command that `submit` enqueues, and returns its event. After an error, no command uses the caller's memory any
+    /// more, or the device is lost.
     fn submit_async(
         &self,
         stream: StreamId,
@@ -429,7 +429,7 @@ impl ClDevice {
             let event = (!raw.is_null()).then(|| ClEvent(raw));
             let submitted = match submitted {
                 Ok(()) if event.is_none() => queue.wait_until_over(None, NO_EVENT).and(Err(NO_EVENT)),
-                // A failed flush leaves the command on the queue: how the command ends decides.
+                // If the flush fails, the command stays on the queue, and the result is the outcome of the command.
                 Ok(()) => queue.flush().or_else(|e| queue.wait_until_over(event.as_ref(), e)),
                 Err(refused) => queue.wait_until_over(None, refused).and(Err(refused)),
             };
@@ -438,7 +438,7 @@ impl ClDevice {
         submitted.and(event.ok_or(NO_EVENT)).map_err(|e| self.failed(e))
     }
 
-    /// Returns `fill` or `copy` of `kernels/memory.cl`; none for processors, and if the kernels do not build.
+    /// Returns `fill` or `copy` of `kernels/memory.cl`; `None` on processors, and if the kernels do not build.
     fn memory_kernel(&self, which: usize) -> Option<&ClKernel> {
         if self.info().kind == DeviceKind::Cpu {
             return None;
@@ -452,7 +452,7 @@ impl ClDevice {
         self.memory_kernels[which + 2 * usize::from(self.has_wide_offsets())].get(build)?.as_ref()
     }
 
-    /// Copies between disjoint ranges by kernel on the current stream; false if no kernel can copy these ranges.
+    /// Copies between disjoint ranges with a kernel on the current stream; returns false if no kernel can copy these ranges.
     fn copy_by_kernel(&self, src: ClAt<'_>, dst: ClAt<'_>, bytes: usize) -> Result<bool> {
         if !src.1.is_multiple_of(16) || !dst.1.is_multiple_of(16) {
             return Ok(false);
@@ -469,7 +469,7 @@ fn copy(q: &mut Queue, src: ClAt<'_>, dst: ClAt<'_>, n: usize, event: *mut cl_ev
     q.copy((src.0.mem(), src.1), (dst.0.mem(), dst.1), n, event)
 }
 
-/// Checks a range before the driver is called.
+/// Returns an error if the range is not inside the buffer, before the driver is called.
 pub(super) fn check_range(op: &'static str, (buffer, off): ClAt<'_>, bytes: usize) -> Result<()> {
     if off.checked_add(bytes).is_some_and(|end| end <= buffer.bytes()) {
         return Ok(());

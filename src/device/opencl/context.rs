@@ -178,11 +178,11 @@ impl ClDevice {
     /// Creates a buffer of `bytes` (not zero). The driver may allocate the memory only at the buffer's first use: see
     /// [`commit`](Self::commit).
     pub(crate) fn create_buffer(&self, bytes: usize) -> Result<ClBuffer, ClError> {
-        self.check_alive("clCreateBuffer")?; // the error of a lost device must not be tested again
+        self.check_alive("clCreateBuffer")?; // returns before `detect_loss`, which would test a lost device again
         self.new_buffer(CL_MEM_READ_WRITE, bytes, ptr::null_mut()).map_err(|e| self.detect_loss(e))
     }
 
-    /// Creates a buffer with these flags, over `host` unless null.
+    /// Creates a buffer with these flags, over the host memory at `host` unless null.
     fn new_buffer(&self, flags: cl_mem_flags, bytes: usize, host: *mut c_void) -> Result<ClBuffer, ClError> {
         self.check_alive("clCreateBuffer")?;
         let (promised, how) = (self.info().largest_buffer, self.description.large_buffers);
@@ -197,7 +197,7 @@ impl ClDevice {
             _ => plain(flags),
         };
         let mem = match asked {
-            // Another driver for the same device may lack the flag and the property.
+            // The flag and the property may be unknown to another driver of the device.
             Err(e) if is_beyond && how != LargeBuffers::Plain && e.classify() == Class::Other => plain(flags),
             asked => asked,
         }?;
@@ -313,7 +313,7 @@ impl ClDevice {
         Ok(ClBuffer::new(mem, bytes))
     }
 
-    /// Unmaps all mapped ranges, and waits for all work, so that the host memory of a buffer may be released.
+    /// Unmaps all mapped ranges, and waits for all work, so that the caller can release a buffer's host memory.
     ///
     /// # Errors
     /// A range that cannot be unmapped; a lost device.
@@ -417,7 +417,7 @@ impl ClDevice {
         }
     }
 
-    /// Converts the error of a failed call, after deciding whether the device is lost. Not to be called under the queue lock.
+    /// Converts the error of a failed call, after deciding whether the device is lost. Not to be called under the queues' lock.
     pub(crate) fn failed(&self, e: ClError) -> Error {
         self.error(self.detect_loss(e))
     }
@@ -429,12 +429,12 @@ impl ClDevice {
         }
     }
 
-    /// Like [`check_lost`](Self::check_lost), for functions that return a [`ClError`].
+    /// Returns an error if the device is lost, like [`check_lost`](Self::check_lost), but as a [`ClError`].
     pub(super) fn check_alive(&self, call: &'static str) -> Result<(), ClError> {
         if self.is_lost() { Err(ClError { lost: true, ..ClError::new(call, -36) }) } else { Ok(()) }
     }
 
-    /// Decides whether a failed call means that the device is lost. Not to be called under the queue lock.
+    /// Decides whether a failed call means that the device is lost. Not to be called under the queues' lock.
     pub(super) fn detect_loss(&self, mut e: ClError) -> ClError {
         e.lost = e.unfinished || e.is_fatal() || e.is_suspicious() && !self.responds();
         if e.lost {
@@ -448,11 +448,11 @@ impl ClDevice {
     }
 
     /// True if sixteen bytes can still be read, by a read command or by mapping. A device that only ran out of a resource recovers
-    /// within the pauses; a dead device does not.
+    /// within the pauses between attempts; a dead device does not.
     fn responds(&self) -> bool {
         self.test_read()
             || PAUSES.iter().any(|&pause| {
-                thread::sleep(pause); // outside the lock
+                thread::sleep(pause); // without the queues' lock
                 self.test_read()
             })
     }
@@ -487,13 +487,13 @@ pub(crate) struct MappedBuffer {
 send_and_sync!(MappedBuffer);
 
 impl MappedBuffer {
-    /// Takes ownership of a buffer mapped at `start`; none if the address is null.
+    /// Takes ownership of a buffer mapped at `start`; `None` if the address is null.
     fn new(device: &'static ClDevice, buffer: ClBuffer, stream: StreamId, start: *mut c_void) -> Option<MappedBuffer> {
         let start = NonNull::new(start.cast())?;
         Some(MappedBuffer { device, buffer: ManuallyDrop::new(buffer), stream, start })
     }
 
-    /// Returns the address of the first byte. Users synchronise their accesses.
+    /// Returns the address of the first byte. Callers must synchronise their accesses.
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.start
     }

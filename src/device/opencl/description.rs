@@ -62,7 +62,7 @@ pub(super) struct DriverText {
     is_unlogged: AtomicBool,
 }
 
-/// The driver's last message, for the next error, and the messages to log.
+/// The driver's last message, which the next error quotes, and the messages to log.
 #[derive(Default)]
 struct Messages {
     last: String,
@@ -100,7 +100,7 @@ impl DriverText {
     }
 }
 
-/// The callback of a context, which the driver calls with messages.
+/// Receives the messages that the driver passes to the callback of a context.
 pub(super) extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize, user: *mut c_void) {
     if text.is_null() || user.is_null() {
         return;
@@ -111,10 +111,10 @@ pub(super) extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize,
     driver_text.push(text.to_string_lossy().into_owned());
 }
 
-/// How to request a buffer larger than the driver's promised maximum.
+/// The method of requesting a buffer larger than the driver's promised maximum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LargeBuffers {
-    /// Like any other buffer.
+    /// As for any other buffer.
     Plain,
     /// With Intel's flag; programs are then built with 64-bit offsets.
     Intel,
@@ -184,7 +184,7 @@ fn has_unified_memory(id: cl_device_id) -> Result<bool, ClError> {
     true_if_known(retry(|| device_number(id, cl::CL_DEVICE_HOST_UNIFIED_MEMORY)))
 }
 
-/// True if the answer is not zero; false if an older driver does not know the query.
+/// True if the answer is not zero; false if an older driver does not know the query. A transient error is returned.
 fn true_if_known(answer: Result<u64, ClError>) -> Result<bool, ClError> {
     match answer {
         Err(e) if e.is_transient() => Err(e),
@@ -202,7 +202,7 @@ pub(super) fn describe(
     let number = |what| retry(|| device_number(id, what));
     let extensions = text(cl::CL_DEVICE_EXTENSIONS)?;
     let has = |name| extensions.split_whitespace().any(|e| e == name);
-    // As in "OpenCL C 1.2 ...".
+    // The driver's answer begins with "OpenCL C 1.2", for example.
     let opencl_c = version(text(cl::CL_DEVICE_OPENCL_C_VERSION)?.trim_start_matches("OpenCL C ")).unwrap_or((1, 1));
     let info = DeviceInfo {
         name: text(cl::CL_DEVICE_NAME)?,
@@ -212,7 +212,7 @@ pub(super) fn describe(
         compute_units,
         memory: number(cl::CL_DEVICE_GLOBAL_MEM_SIZE)?,
         largest_buffer: number(cl::CL_DEVICE_MAX_MEM_ALLOC_SIZE)?,
-        // The driver's unit is bits.
+        // The driver reports the alignment in bits.
         base_alignment: (number(cl::CL_DEVICE_MEM_BASE_ADDR_ALIGN)? / 8).max(1) as usize,
         fp16: has("cl_khr_fp16"),
         fp64: has("cl_khr_fp64") || true_if_known(number(cl::CL_DEVICE_DOUBLE_FP_CONFIG))?,

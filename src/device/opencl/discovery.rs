@@ -33,13 +33,13 @@ use crate::sync::lock;
 use crate::{Error, Result};
 use choice::Choice;
 
-/// A device at its index, which it keeps until the process ends.
+/// A device and its description. The position in the list is the device's index until the process ends.
 pub(super) struct Entry {
     id: cl_device_id,
     /// `platform:index`, as in CLAYSTONE_DEVICES.
     platform_index: (usize, usize),
     platform: cl_platform_id,
-    /// The kind and the number of compute units, which decide the index.
+    /// The kind and the number of compute units, by which devices are sorted.
     rank_properties: (DeviceKind, usize),
     /// The rest of the description, once the driver has answered.
     found: OnceLock<DeviceDescription>,
@@ -101,7 +101,7 @@ impl Entry {
     }
 }
 
-/// The devices in order. `why_none` is the reason in errors if there are none.
+/// The devices in order. If there are none, `why_none` is the reason that errors give.
 pub(super) struct Discovery {
     pub devices: Vec<Entry>,
     why_none: String,
@@ -137,7 +137,7 @@ fn discovery() -> Result<&'static Discovery, ClError> {
     if let Some(known) = DEVICES.discovered.get() {
         return Ok(known);
     }
-    let _messages = log::defer(); // a subscriber may list devices as well
+    let _messages = log::defer(); // a subscriber may list devices, which needs the lock
     let _one_at_a_time = lock(&DEVICES.changing);
     if let Some(known) = DEVICES.discovered.get() {
         return Ok(known);
@@ -170,10 +170,10 @@ fn adopted() -> impl Iterator<Item = &'static Adopted> {
     DEVICES.adopted.iter().map_while(OnceLock::get)
 }
 
-/// Returns the device adopted with these handles; the first call adds the device that `make` opens at an index.
+/// Returns the device adopted with these handles. The first call opens the device with `make`, at a new index.
 pub(super) fn adopt(handles: [usize; 3], make: impl FnOnce(Device) -> Result<&'static Entry>) -> Result<Device> {
     let own = discovery().map_err(|e| query_error(Device::OpenCL(0), &e))?.devices.len();
-    let _messages = log::defer(); // a subscriber may use devices as well
+    let _messages = log::defer(); // a subscriber may use devices, which needs the lock
     let _one_at_a_time = lock(&DEVICES.changing);
     if let Some(at) = adopted().position(|adopted| adopted.handles == handles) {
         return Ok(Device::OpenCL(own + at));
@@ -247,7 +247,7 @@ pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
     if let Some(device) = entry.opened.get() {
         return Ok(device);
     }
-    let _messages = log::defer(); // a subscriber may use the device as well
+    let _messages = log::defer(); // a subscriber may use the device, which needs the lock
     let _one_at_a_time = lock(&entry.opening);
     if let Some(device) = entry.opened.get() {
         return Ok(device);
@@ -305,7 +305,7 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
             let entry = Entry::new(id, (p, d), platform, rank_properties);
             match describe(id, platform, rank_properties) {
                 Ok(found) => _ = entry.found.set(found),
-                // An entry of the choice may be part of this device's name.
+                // The device's name is unknown, and an entry of `CLAYSTONE_DEVICES` might be part of the name.
                 Err(e) if choice.has_names() && e.is_transient() => return Err(e),
                 Err(e) => {
                     let (call, code) = (e.call, e.name());
@@ -381,7 +381,7 @@ fn drivers(choice: &str) -> Result<Result<Vec<cl_platform_id>, String>, ClError>
 
 /// Returns all platforms, independently of the devices that `CLAYSTONE_DEVICES` selects.
 pub(super) fn all_platforms() -> Result<Vec<cl_platform_id>> {
-    _ = discovery(); // loads the library, with its exit handler
+    _ = discovery(); // loads the library, and registers the exit handler
     let device = Device::OpenCL(0);
     let choice = std::env::var("CLAYSTONE_DEVICES").unwrap_or_default();
     drivers(&choice).map_err(|e| query_error(device, &e))?.map_err(|reason| Error::NoDevice { device, reason })

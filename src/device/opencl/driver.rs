@@ -73,12 +73,12 @@ macro_rules! create {
     };
 }
 
-/// Does [`call!`] outside the queues' lock, counted by [`exit::call`].
+/// Makes the driver call [`call!`] outside the queues' lock, counted by [`exit::call`].
 macro_rules! call_unlocked {
     ($($call:tt)*) => { $crate::device::opencl::exit::call(|| $crate::device::opencl::driver::call!($($call)*)) };
 }
 
-/// Returns all bytes of a query: `info!(clGetDeviceInfo(id, what))`.
+/// Returns all bytes of a query's answer: `info!(clGetDeviceInfo(id, what))`.
 macro_rules! info {
     ($name:ident($($arg:expr),*)) => {{
         let mut size = 0;
@@ -90,7 +90,7 @@ macro_rules! info {
     }};
 }
 
-/// Returns the single value of a query: `value!(clGetKernelInfo(kernel, what) as u32)`.
+/// Returns a query's answer, a single value: `value!(clGetKernelInfo(kernel, what) as u32)`.
 macro_rules! value {
     ($name:ident($($arg:expr),*) as $type:ty) => {{
         let mut value = <$type>::default();
@@ -164,14 +164,14 @@ impl ClImage {
     }
 }
 
-/// A kernel object. Its arguments are set only under its device's queue lock, so it may be shared.
+/// A kernel object. Its arguments are set only under the queues' lock of its device, so threads can share it.
 #[derive(Debug)]
 pub(crate) struct ClKernel {
     kernel: cl_kernel,
-    /// Released after the kernel.
+    /// Dropped after the kernel has been released, because the kernel belongs to the program.
     program: Arc<Program>,
     name: &'static str,
-    /// For each argument, the bits of the number to which the argument was last set, else [`NOT_SET`]. Changed under the queue lock.
+    /// For each argument, the bits of the number to which it was last set, else [`NOT_SET`]. Changed under the queues' lock.
     numbers: Box<[AtomicU64]>,
     max_work_group: usize,
     /// True if the kernel was compiled for one group size.
@@ -260,7 +260,7 @@ impl Drop for Program {
 /// The number of consecutive failures after which a command's status counts as unknown.
 pub(super) const ATTEMPTS: u32 = 3;
 
-/// Calls `f` until it succeeds, at most [`ATTEMPTS`] times without a pause.
+/// Calls `f` until it succeeds, at most [`ATTEMPTS`] times, without pauses.
 pub(super) fn retry_now<T>(f: impl Fn() -> Result<T, ClError>) -> Result<T, ClError> {
     (1..ATTEMPTS).fold(f(), |done, _| done.or_else(|_| f()))
 }

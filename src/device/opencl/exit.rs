@@ -1,11 +1,12 @@
 //! The end of the process.
 //!
-//! A driver that compiles and runs kernels in threads of the process, such as PoCL, crashes if its teardown interrupts them. So an
-//! exit handler waits for builds and calls, finishes the queues, and stops all calls of the driver: later calls fail as on a lost
-//! device. Handlers run in reverse order of their registration, and a driver registers its own when it is loaded and when it
-//! compiles, in a build or a launch. So this handler is registered again after each of these, and when a thread ends or calls `exit`
-//! meanwhile: destructors of the thread run before the handlers. PoCL may still crash if a thread that has used no device calls
-//! `exit`, or is the main thread and ends, while PoCL is loaded or compiles its first kernels.
+//! A driver that compiles and runs kernels in threads of the process, such as PoCL, crashes if its teardown interrupts these
+//! threads. So an exit handler waits for builds and calls, finishes the queues, and stops all calls of the driver: later calls fail
+//! as on a lost device. Handlers run in reverse order of their registration, and a driver registers its own handler when it is
+//! loaded and when it compiles, in a build or a launch. So this handler is registered again after each load, build and first
+//! launch, and when a thread meanwhile ends or calls `exit`: destructors of the thread run before the handlers. PoCL may still
+//! crash if a thread that has used no device calls `exit`, or is the main thread and ends, while PoCL is loaded or compiles its
+//! first kernels.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
@@ -42,7 +43,7 @@ static STATE: State = State {
     devices: Mutex::new(Vec::new()),
 };
 
-/// Keeps the handler last if this thread ends or calls `exit`.
+/// Registers the handler again if this thread ends or calls `exit` while a driver may compile, so that this handler runs first.
 pub(super) fn watch_thread() {
     struct ThreadEnd;
     impl Drop for ThreadEnd {
@@ -61,7 +62,7 @@ pub(super) fn check() -> Result<(), ClError> {
     if STATE.is_closed.load(SeqCst) { Err(ClError { lost: true, ..ClError::new("exit", -36) }) } else { Ok(()) }
 }
 
-/// Calls the driver outside the queues' lock. The exit handler takes the lock to wait for other calls, and counts these separately.
+/// Calls the driver outside the queues' lock. The exit handler waits for the lock, and until no such call is in progress.
 pub(super) fn call<T>(f: impl FnOnce() -> Result<T, ClError>) -> Result<T, ClError> {
     STATE.calls.fetch_add(1, SeqCst);
     let _done = OnDrop(|| _ = STATE.calls.fetch_sub(1, SeqCst));
@@ -78,7 +79,7 @@ pub(super) fn delay_exit<T>(f: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Registers the handler after the first wait for launches that follows a build.
+/// Registers the handler again after the first wait for launches that follows a build.
 pub(super) fn note_wait() {
     if STATE.may_compile.load(Relaxed) && STATE.may_compile.swap(false, SeqCst) {
         register();
@@ -97,7 +98,7 @@ fn register() {
     unsafe { libc::atexit(at_exit) };
 }
 
-/// The exit handler.
+/// Runs when the process exits: waits for the devices and closes the driver.
 extern "C" fn at_exit() {
     if STATE.process.load(SeqCst) != process::id() || STATE.is_closed.load(SeqCst) {
         return;

@@ -40,7 +40,7 @@ pub(crate) enum Fault {
 /// The fault words: code, index (low and high word), size of the dimension.
 pub(super) type FaultWords = [i32; 4];
 
-/// The words without a fault. Commands may read the words at any time.
+/// The words without a fault. Static, because commands may read the words at any time.
 pub(super) const NO_FAULT: &FaultWords = &[0; 4];
 
 /// The first word of a read that has not arrived; no fault has this code. If a read fails after the driver accepted it, this value
@@ -131,7 +131,7 @@ impl Reading {
         Ok(fault)
     }
 
-    /// True if the words hold no fault; otherwise the next read reports the fault.
+    /// True if the words hold no fault. A fault is left to the next read, which reports it.
     pub(super) fn is_clean(&mut self) -> bool {
         self.was_examined = decode(self.words).is_none();
         self.was_examined
@@ -150,7 +150,7 @@ impl Drop for Reading {
 }
 
 impl Pending {
-    /// Adds a stream unless present.
+    /// Adds a stream unless the list contains it.
     fn add(&mut self, stream: StreamId) {
         if !self.writers.contains(&stream) {
             self.writers.push(stream);
@@ -158,18 +158,18 @@ impl Pending {
     }
 }
 
-/// The reads of several slots; commands write into this memory until the reads are over.
+/// The reads of several slots. Commands write into this memory until the reads are over, so the memory must not move.
 #[derive(Default)]
 pub(super) struct Readings(pub(super) Vec<Reading>);
 
-/// The slots of ended threads.
+/// The slots of ended threads, for reuse.
 type IdleSlots = Mutex<Vec<&'static FaultSlot>>;
 
 /// The number of idle slots at which a thread reads and reuses an idle slot instead of making a slot.
 pub(super) const MAX_UNREAD_SLOTS: usize = 16;
 
 pub(super) struct FaultSlots {
-    /// The slot for threads that cannot have their own.
+    /// The slot of threads that cannot have their own slot.
     shared: &'static FaultSlot,
     idle: &'static IdleSlots,
     /// The destination of reads whose result is not used.
@@ -267,7 +267,7 @@ impl FaultSlots {
         idle.iter().position(|slot| !slot.is_pending()).map(|at| idle.swap_remove(at))
     }
 
-    /// If many slots are idle, takes one whose streams are finished, else the oldest, which has the least to wait for.
+    /// If many slots are idle, takes a slot whose streams are finished, or else the oldest slot, which has the least to wait for.
     pub(super) fn take_unread(&self, is_finished: impl Fn(StreamId) -> bool) -> Option<&'static FaultSlot> {
         let mut idle = self.idle();
         let is_over = |slot: &FaultSlot| slot.pending().writers.iter().all(|&stream| is_finished(stream));
@@ -281,7 +281,7 @@ impl FaultSlots {
         self.shared
     }
 
-    /// Returns memory for words that no code uses. The memory is never released.
+    /// Returns the memory into which fault words are read if no code uses them. The memory is never released.
     pub(super) fn discard_memory(&self) -> *mut c_void {
         self.discard_memory.get().cast()
     }
@@ -365,12 +365,12 @@ impl FaultSlot {
         })
     }
 
-    /// True if there may be words to read once this stream is done.
+    /// True if there may be words to read once this stream's work is done.
     pub(super) fn is_pending_on(&self, stream: StreamId) -> bool {
         self.is_pending() && self.pending().writers.contains(&stream)
     }
 
-    /// True if the words are complete once this stream is done, without waiting for other streams.
+    /// True if the words can be read once this stream's work is done, without waiting for other streams.
     pub(super) fn is_pending_on_no_other(&self, stream: StreamId) -> bool {
         self.pending().writers.iter().all(|&other| other == stream)
     }

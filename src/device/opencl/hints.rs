@@ -11,14 +11,14 @@ use crate::Device;
 use crate::device::hints::{Priority, StreamHints, Throttle};
 use crate::device::log;
 
-/// Returns the hints that the device supports. Other hints are replaced by defaults, which is logged.
+/// Returns the hints that the device supports. Replaces each other hint by its default, and logs this.
 pub(super) fn supported(device: Device, wanted: StreamHints) -> StreamHints {
     let none = StreamHints::default();
     if wanted == none {
         return none;
     }
     let known = device.capabilities().ok();
-    // The function that takes hints came with OpenCL 2.0.
+    // The function that takes hints came with OpenCL 2.0, so older platforms support no hints.
     let known = known.filter(|known| known.version.as_ref().is_some_and(|version| !version.starts_with("OpenCL 1.")));
     let has = |extension: &str| known.as_ref().is_some_and(|known| known.extensions.iter().any(|has| has == extension));
     let supported = StreamHints {
@@ -35,7 +35,7 @@ pub(super) fn log_ignored(device: Device, wanted: StreamHints, taken: StreamHint
     log::emit(move || tracing::trace!(%device, ?wanted, ?taken, "hints of a stream are ignored"));
 }
 
-/// Returns the properties of a queue with these hints for `clCreateCommandQueueWithProperties`. None without hints: OpenCL 1.2's
+/// Returns the properties of a queue with these hints for `clCreateCommandQueueWithProperties`. `None` without hints: OpenCL 1.2's
 /// `clCreateCommandQueue` then suffices.
 pub(super) fn properties(hints: StreamHints, properties: cl_command_queue_properties) -> Option<Vec<u64>> {
     if hints == StreamHints::default() {

@@ -70,7 +70,7 @@ impl BounceBuffer {
     }
 }
 
-// SAFETY: as for the vector, which is part of it.
+// SAFETY: the range is a part of the vector `buffer`, for which the same promises hold.
 unsafe impl HostMemory for BounceBuffer {
     fn range(&mut self) -> (*mut u8, usize) {
         (self.buffer.as_mut_ptr(), self.bytes)

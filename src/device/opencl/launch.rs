@@ -27,7 +27,7 @@ pub(crate) enum Arg<'a> {
     Local(usize),
 }
 
-/// The maximum number of launches between two flushes: a flush per launch would cost too much.
+/// The maximum number of launches between two flushes. More than one, because a flush per launch would slow down the host.
 const MAX_UNFLUSHED_LAUNCHES: u32 = 16;
 /// The number of launches between two checkpoints. A queue holds at most about twice this many launches, because drivers slow
 /// down or run out of memory if a queue grows without bound.
@@ -38,8 +38,8 @@ pub(super) fn records_faults(args: &[Arg<'_>]) -> bool {
     args.iter().any(|arg| matches!(arg, Arg::Faults(_)))
 }
 
-/// Enqueues a kernel whose arguments are set. Returns the launch to wait for if the queue is too long. Without an error the kernel
-/// runs: a failed flush is repeated with the next launch, and every wait flushes as well.
+/// Enqueues a kernel whose arguments are set. Returns the earlier launch to wait for if the queue is too long. If this call
+/// succeeds, the kernel runs: a failed flush is repeated with the next launch, and every wait flushes as well.
 pub(super) fn enqueue_kernel(
     queue: &mut Queue,
     kernel: &ClKernel,
@@ -55,13 +55,13 @@ pub(super) fn enqueue_kernel(
     Ok(flush_if_due(queue, 1, (!raw.is_null()).then(|| ClEvent(raw))))
 }
 
-/// Counts launches about to be enqueued. True if the last launch needs an event, as the next checkpoint.
+/// Counts launches that are about to be enqueued. Returns true if the last launch needs an event, to be the next checkpoint.
 pub(super) fn is_checkpoint(queue: &mut Queue, launches: u32) -> bool {
     queue.since_checkpoint += launches;
     queue.since_checkpoint >= LAUNCHES_PER_CHECKPOINT
 }
 
-/// Flushes if a flush is due. Returns the launch to wait for if the queue is too long.
+/// Flushes if a flush is due. Returns the earlier launch to wait for if the queue is too long.
 pub(super) fn flush_if_due(queue: &mut Queue, launches: u32, checkpoint: Option<ClEvent>) -> Option<ClEvent> {
     queue.unflushed += launches;
     if queue.unflushed >= queue.flush_at || checkpoint.is_some() {

@@ -32,7 +32,7 @@ const LEVELS: [TensorCores; 3] = [
 
 /// Returns the best level that works; `None` if failed calls leave the result unknown.
 pub(super) fn probe(device: &ClDevice) -> Option<TensorCores> {
-    // Other devices cannot build the kernels, so they are not probed.
+    // Devices that do not accept PTX cannot build the kernels, so they are not probed.
     if device.info().kind == DeviceKind::Cpu || !device.description.reports_compute_capability {
         return Some(TensorCores::default());
     }

@@ -50,14 +50,14 @@ const BUILTINS: &str = include_str!("../../../kernels/builtins.cl");
 /// takes five sixths of the build time.
 const WITHOUT_HEADER: &str = "-D_OPENCL_H_ ";
 
-/// A program, or none yet. The lock is held during a build, so that a second thread waits for the first thread's program.
+/// A program; `None` until it is built. The lock is held during a build, so that a second thread waits instead of building.
 type ProgramSlot = Arc<Mutex<Option<Arc<Program>>>>;
 
 #[derive(Default)]
 pub(super) struct Programs {
-    /// Programs of this crate, kept for kernels that are made again. A kernel itself keeps its program alive.
+    /// Programs of this crate, kept for kernels that are created again. A kernel itself keeps its program alive.
     own: Loaded<MAX_OWN>,
-    /// Programs from users' sources. A `Kernel` needs two or more.
+    /// Programs from users' sources. A [`Kernel`](crate::Kernel) needs two or more programs.
     of_users: Loaded<MAX_OF_USERS>,
     /// Results of probes of the device, by file name.
     pub(super) probe_results: Mutex<Entries>,
@@ -71,8 +71,8 @@ pub(super) struct Programs {
     slow_binaries: AtomicU32,
 }
 
-/// If getting a binary takes longer, the driver compiles for the request, for work-groups of any size, which no launch runs. Such a
-/// driver (PoCL) caches the programs of launches itself, so no binary is requested after [`SLOW_BINARIES`] slow requests.
+/// A driver that takes longer to return a binary compiles the binary for the request: for work-groups of any size, which no launch
+/// runs. Such a driver (PoCL) caches launched programs itself, so after [`SLOW_BINARIES`] slow requests, no binary is requested.
 const SLOW_BINARY_TIME: Duration = Duration::from_millis(20);
 /// The number of slow binaries after which no binary is requested any more.
 const SLOW_BINARIES: u32 = 2;
@@ -85,7 +85,7 @@ const MAX_OWN: usize = 1024;
 /// The maximum number of users' programs that stay loaded after their kernels are dropped.
 const MAX_OF_USERS: usize = 32;
 
-/// The loaded programs of one author, with least-recently-used eviction.
+/// The loaded programs of this crate or of users, with least-recently-used eviction.
 struct Loaded<const CAPACITY: usize>(Mutex<Lru<Key, ProgramSlot>>);
 
 impl<const CAPACITY: usize> Default for Loaded<CAPACITY> {
@@ -108,7 +108,7 @@ impl Programs {
         });
         let (slot, evicted) = loaded.get_or_insert(key, ProgramSlot::default);
         let slot = Arc::clone(slot);
-        drop(loaded); // before the driver releases programs
+        drop(loaded); // releases the lock before the evicted programs are dropped
         drop(evicted);
         slot
     }
@@ -127,7 +127,7 @@ impl Programs {
         lock(&self.imported).get(name).cloned()
     }
 
-    /// Returns the numbers of programs built from source and loaded from disk, on this device so far.
+    /// Returns the number of programs built from source, and the number loaded from disk, on this device so far.
     #[cfg(test)]
     pub(super) fn builds(&self) -> (u64, u64) {
         (self.from_source.load(Relaxed), self.from_disk.load(Relaxed))
@@ -183,7 +183,7 @@ pub(super) fn build_cached(
     device.check_lost()?;
     let options = build_options(device) + more_options;
     let key = key(device, source, &options);
-    let _messages = log::defer(); // a subscriber may build the same program
+    let _messages = log::defer(); // a subscriber may build the same program, which needs the lock
     let slot = device.programs.slot(key, by);
     let program = {
         let mut slot = lock(&slot);
@@ -248,7 +248,7 @@ fn key(device: &ClDevice, source: &str, options: &str) -> Key {
     hash.finalize().into()
 }
 
-/// Returns the cached result of the probe in `source`; else the result of `find`, which is cached.
+/// Returns the cached result of the probe in `source`. Without a cached result, calls `find`, and caches the result unless `None`.
 pub(super) fn cached_probe(device: &ClDevice, source: &str, find: impl FnOnce() -> Option<Vec<u8>>) -> Option<Vec<u8>> {
     let (cache, name) = (Cache::of_process(), FileKind::Probe.name(&key(device, source, &build_options(device))));
     let known = device.programs.imported(&name).or_else(|| cache?.load(&name).ok());

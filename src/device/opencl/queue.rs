@@ -36,7 +36,7 @@ pub(super) const EARLIER_LAUNCH: &str = "an earlier clEnqueueNDRangeKernel";
 /// The pause between two attempts to wait until commands are over.
 const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
-/// A queue, and the counts that the lock protects.
+/// A queue, and the counts that the queues' lock protects.
 pub(super) struct Queue {
     pub raw: cl_command_queue,
     /// True if other code submits to the queue as well, so that no second queue can replace it for profiling.
@@ -49,14 +49,14 @@ pub(super) struct Queue {
     pub since_checkpoint: u32,
     /// The earlier launch to wait for when the queue has grown too long.
     pub checkpoint: Option<ClEvent>,
-    /// Transfers without a waiting caller, each with the name of its call, in order.
+    /// Transfers whose callers do not wait, each with the name of its call, in order.
     pub transfers: VecDeque<(&'static str, Arc<ClEvent>)>,
     /// The error of a command that failed after submission; the next wait by a user reports it.
     pub failed: Option<ClError>,
     /// The marker of the last [`is_idle`](super::ClDevice::is_idle), and the count of submissions before it.
     pub(super) idle_marker: Option<(u64, ClEvent)>,
     pub(super) hints: StreamHints,
-    /// The queue that is not in use: with profiling, or without.
+    /// The stream's second queue, which is not in use now: the queue with profiling, or the queue without.
     pub(super) second: Option<cl_command_queue>,
     /// The commands whose times are pending, while profiling.
     pub(super) profiled: Option<Profiled>,
@@ -152,13 +152,13 @@ impl Queue {
         Ok(())
     }
 
-    /// Waits, under the lock, until all commands on the queue are over.
+    /// Waits, under the queues' lock, until all commands on the queue are over.
     pub(super) fn finish(&mut self) -> Result<(), ClError> {
         call!(clFinish(self.raw)).or_else(|failed| self.wait_until_over(None, failed))
     }
 
-    /// Unmaps bytes of a buffer and waits, under the lock. A refused unmap is retried a few times. If the driver accepted the unmap
-    /// and does not report its status, the unmap counts as done, because a second unmap would be an error.
+    /// Unmaps bytes of a buffer and waits, under the queues' lock. A refused unmap is retried a few times. If the driver accepted
+    /// the unmap and does not report its status, the unmap counts as done, because a second unmap would be an error.
     pub(super) fn try_unmap(&mut self, mem: cl_mem, at: *mut c_void) -> Result<(), ClError> {
         let mut tried = Ok(());
         for _ in 0..ATTEMPTS {
@@ -179,8 +179,8 @@ impl Queue {
         tried
     }
 
-    /// After a failed call, waits under the lock until all commands on the queue are over, and returns the outcome of `event`.
-    /// Failed waits are retried a few times; if none succeeds, the error is [`unfinished`](ClError::unfinished).
+    /// After a failed call, waits under the queues' lock until all commands on the queue are over, and returns the outcome of
+    /// `event`. Failed waits are retried a few times; if none succeeds, the error is [`unfinished`](ClError::unfinished).
     pub(super) fn wait_until_over(&mut self, event: Option<&ClEvent>, failed: ClError) -> Result<(), ClError> {
         for attempt in 0..ATTEMPTS {
             if attempt > 0 {
@@ -265,7 +265,7 @@ impl Queue {
             // SAFETY: `event` is the caller's pointer for an event, to which a driver would write as well.
             unsafe { *event = raw };
             if call!(clRetainEvent(raw)).is_err() {
-                profiler::push(record); // the event now belongs to the caller alone
+                profiler::push(record); // not retained: the event belongs to the caller alone
                 return Ok(());
             }
         }

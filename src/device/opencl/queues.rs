@@ -43,7 +43,7 @@ const COPIES: u32 = 8;
 
 const NO_WAITS_REASON: &str = "the captured commands run only when the graph is replayed";
 
-/// The progress of a stream. Written under the lock, read without it.
+/// The progress of a stream. Written under the queues' lock, read without the lock.
 #[derive(Default)]
 struct Progress {
     /// Grows with everything that is enqueued, except markers.
@@ -63,7 +63,7 @@ send_and_sync!(StillMapped);
 
 pub(super) struct LockedData {
     queues: Vec<Queue>,
-    /// Ranges to unmap before a command uses any buffer, because commands on a mapped buffer are undefined.
+    /// Ranges to unmap before a command uses any buffer, because OpenCL leaves commands on a mapped buffer undefined.
     mapped: Vec<StillMapped>,
 }
 
@@ -236,7 +236,7 @@ impl ClDevice {
     /// Reads two atomics.
     pub(crate) fn progress(&self, stream: StreamId) -> (u64, u64) {
         let of = self.queues.progress.get(stream.index());
-        of.map_or((0, 0), |of| (of.submitted.load(Acquire), of.finished.load(Acquire))) // in this order, because neither shrinks
+        of.map_or((0, 0), |of| (of.submitted.load(Acquire), of.finished.load(Acquire))) // `submitted` first, because both only grow
     }
 
     pub(crate) fn has_stream(&self, stream: StreamId) -> bool {
@@ -267,7 +267,7 @@ impl ClDevice {
         self.info().kind == DeviceKind::DiscreteGpu
     }
 
-    /// Returns the `submit` argument of [`submit_and_wait`](Self::submit_and_wait) for a wait without commands.
+    /// Submits nothing: the `submit` argument of [`submit_and_wait`](Self::submit_and_wait) for a wait without commands.
     pub(super) fn submit_nothing(
         &self,
     ) -> impl FnOnce(&mut LockedQueue<'_>, &mut (), *mut cl_event) -> Result<(), ClError> + use<> {
@@ -294,7 +294,7 @@ impl ClDevice {
             queue.flush_at = FIRST_FLUSH_LAUNCHES;
             let event = (!raw.is_null()).then(|| ClEvent(raw));
             let over = match submitted {
-                // Commands that got onto the queue may be using the memory.
+                // Commands that were enqueued before the refused command may be using the memory.
                 Err(refused) => Some(queue.wait_until_over(None, refused).and(Err(refused))),
                 Ok(()) if finishes => {
                     queue.unflushed = 0; // clFinish flushes
@@ -328,7 +328,7 @@ impl ClDevice {
         Ok(memory)
     }
 
-    /// Records a wait of the host, until the result is dropped.
+    /// Records in the profile that the host waits, until the returned value is dropped.
     pub(super) fn waiting(&self, call: &'static str, stream: StreamId) -> Option<profiler::Span> {
         profiler::span(RecordKind::Wait, call, self.device(), stream.0, 0)
     }
@@ -507,7 +507,7 @@ impl ClDevice {
     pub(crate) fn acquire_stream(&self, wanted: StreamHints) -> Result<StreamId> {
         self.check_lost()?;
         let hints = hints::supported(self.device(), wanted);
-        let _messages = log::defer(); // until the lock is released
+        let _messages = log::defer(); // emits messages after the lock is released
         lock(&self.queues.ids).acquire(hints, |_| {
             let queue = Queue::create(self.context, self.id(), hints);
             let queue = queue.map_err(|e| self.failed(e))?;
@@ -531,8 +531,8 @@ impl ClDevice {
         lock(&self.queues.ids).release(stream, hints);
     }
 
-    /// Waits for the work submitted to the stream so far, and reports the faults in these slots. The driver is called only if
-    /// there is work to wait for.
+    /// Waits for the work submitted to the stream so far, and reports the faults in `slots`. The driver is called only if there is
+    /// work to wait for.
     pub(super) fn wait_and_report(&self, stream: StreamId, slots: &[&'static FaultSlot]) -> Result<()> {
         if self.queues.is_finished(stream) && !slots.iter().any(|slot| slot.is_pending()) {
             return self.check_lost().and_then(|()| self.take_failed(stream));
@@ -540,7 +540,7 @@ impl ClDevice {
         self.submit_and_report(stream, slots, (), self.submit_nothing())
     }
 
-    /// Calls [`submit_and_wait`](Self::submit_and_wait), and reports the faults that earlier kernels recorded in these slots.
+    /// Calls [`submit_and_wait`](Self::submit_and_wait), and reports the faults that earlier kernels recorded in `slots`.
     pub(super) fn submit_and_report<M>(
         &self,
         stream: StreamId,
@@ -551,12 +551,12 @@ impl ClDevice {
         self.check_lost()?;
         let readings = Readings::default();
         let done = match self.info().kind {
-            // NVIDIA's driver reads the fault words in 9 us once the kernels are done, and in 14 to 40 us behind running kernels.
+            // NVIDIA's driver reads the fault words in 9 us once the kernels are done, but in 14 to 40 us behind running kernels.
             DeviceKind::DiscreteGpu => self.submit_and_wait(stream, memory, submit).and_then(|memory| {
                 if !slots.iter().any(|slot| slot.is_pending()) {
                     return Ok((readings, memory));
                 }
-                // A blocking read under the lock is allowed only if the wait is short.
+                // A blocking read under the queues' lock is allowed only if the wait is short.
                 let ready = || {
                     self.queues.is_only_submission(stream)
                         && slots.iter().all(|slot| slot.is_pending_on_no_other(stream))
@@ -565,7 +565,7 @@ impl ClDevice {
                     self.submit_and_wait(stream, readings, |q, readings, _| q.read_faults(readings, slots, ready()));
                 read.map(|readings| (readings, memory))
             }),
-            // The fault words are read first, because the event must be that of the last command.
+            // The fault words are read first, because `event` must be the event of the last command.
             _ => self.submit_and_wait(stream, (readings, memory), |q, (readings, memory), event| {
                 q.read_faults(readings, slots, false)?;
                 submit(q, memory, event)
@@ -645,7 +645,7 @@ impl ClDevice {
         unused.map_or(current, |slot| self.faults.own(slot))
     }
 
-    /// If many slots are idle, reads one of them and takes it, unless it holds a fault, which is left to the next finish.
+    /// If many slots are idle, reads one idle slot and takes that slot. A slot with a fault is left, for the next finish to report.
     fn take_slot_by_reading(&self) -> Option<&'static FaultSlot> {
         let slot = self.faults.take_unread(|stream| self.queues.is_finished(stream))?;
         let read = self.submit_and_wait(SERVICE_STREAM, Readings::default(), |q, readings, event| {
@@ -659,7 +659,7 @@ impl ClDevice {
         None
     }
 
-    /// Waits for all commands and marks the device as lost, at the end of the process. The result is the lock: no thread can submit.
+    /// Waits for all commands and marks the device as lost, at the end of the process. Returns the lock, so no thread can submit.
     pub(super) fn close(&'static self) -> Box<dyn Any> {
         let mut queues = self.queues.lock();
         if !self.is_lost() {

@@ -63,7 +63,7 @@ fn a_device_that_does_not_answer_keeps_its_index() {
     for nth in 1..=calls {
         faults.fail("clGetDeviceInfo", nth, 4, -5);
         match discovery::discover("") {
-            // The failed query decides a device's index.
+            // The failed query is needed to order the devices, so discovery must fail.
             Err(e) => {
                 assert_eq!((e.call, e.name()), ("clGetDeviceInfo", "CL_OUT_OF_RESOURCES"));
                 refused += 1;
@@ -105,7 +105,7 @@ fn a_driver_that_fails_to_list_devices_is_asked_again_at_the_next_use() {
     }
     assert_eq!(Device::best(), first);
     assert!(first.is_available() && Device::all().len() > 1);
-    // The indices stay the same, whatever happens from now on.
+    // The indices must stay the same, whatever calls fail from now on.
     faults.fail("any", 1, ALWAYS, -5);
     assert!(Device::all().len() > 1 && first.info().is_ok());
 }
@@ -134,12 +134,12 @@ fn a_device_opens_despite_failed_calls_and_leaks_nothing() {
             drop(opened);
         }
     }
-    let leaked = live(); // a failed call may have been a release
+    let leaked = live(); // a failed call may have been a release, which leaks an object
     for (name, nth) in
         [("clCreateContext", 1), ("clCreateCommandQueue", 1), ("clCreateCommandQueue", 2), ("clCreateBuffer", 1)]
     {
         let before = faults.calls("clCreateContext");
-        // The first attempt creates its first queue, and later attempts fail at theirs.
+        // The first attempt must fail at its call number `nth`, and later attempts at their first such call.
         faults.fail(name, nth, ALWAYS, -6);
         assert_eq!(told(ClDevice::open(0, found)), (name, "CL_OUT_OF_HOST_MEMORY"));
         assert_eq!(faults.calls("clCreateContext") - before, 4, "attempts");
@@ -154,7 +154,7 @@ fn two_failures_in_a_row_do_not_lose_the_device() {
     let Some(faults) = install("two_failures_in_a_row_do_not_lose_the_device") else { return };
     let device = super::open(0).unwrap();
     let buffer: &'static ClBuffer = Box::leak(Box::new(device.create_buffer(64).unwrap()));
-    // Host memory that outlives commands left behind by failed calls.
+    // Leaked host memory, because failed calls may leave commands that still use it.
     let (ones, read): (&[u8], &mut [u8]) = (Box::leak(Box::new([1; 64])), Box::leak(Box::new([0; 64])));
     let mut work = || {
         device.write(ones, (buffer, 0))?;
@@ -176,7 +176,7 @@ fn two_failures_in_a_row_do_not_lose_the_device() {
             work().unwrap_or_else(|e| panic!("after call {nth} failed {times} times with {code}: {e}"));
         }
     }
-    // If every read fails, the device is not lost as long as its memory can be mapped.
+    // If every read fails but mapping works, the device must not count as lost.
     for code in [-5, -14, -36] {
         faults.fail("clEnqueueReadBuffer", 1, ALWAYS, code);
         assert!(matches!(work(), Err(Error::OpenCl { .. })), "{code}");

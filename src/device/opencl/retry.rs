@@ -43,9 +43,9 @@ pub(super) fn retry_if<T, E: Debug + 'static>(
 /// driver at every request would cost more than the result gains.
 #[derive(Debug, Default)]
 pub(crate) struct Backoff {
-    /// The number of requests that are still skipped.
+    /// The number of requests that are still to be skipped.
     rest: AtomicU32,
-    /// The number of requests that the last refusal skips.
+    /// The number of requests to skip after the last refusal.
     last: AtomicU32,
 }
 

@@ -34,7 +34,7 @@ fn streams_wait_for_each_other_alternately() {
             with_stream(&b, || add_ones(device, &x, 3));
             a.wait_stream(&b).unwrap();
         }
-        // A copy on the other stream, behind an event.
+        // A copy on stream `b` that waits for an event on stream `a` must see the additions on `a`.
         let y = ints(device, 7);
         let event = device.record(a.id()).unwrap();
         device.stream_waits(b.id(), &event).unwrap();
@@ -53,7 +53,7 @@ fn events_are_done_when_earlier_work_is_done() {
         let event = device.record(stream.id()).unwrap();
         device.wait(&event).unwrap();
         assert!(event.is_over().unwrap() && device.query(&event).unwrap());
-        // Read on another stream, ordered only by the event.
+        // Reads on the default stream, which is ordered behind the additions only by the event.
         assert_ints(device, &x, 50);
 
         let public = stream.record_event().unwrap();
@@ -119,7 +119,7 @@ fn finishing_a_device_finishes_every_stream() {
             with_stream(stream, || add_ones(device, x, 30));
         }
         device.finish().unwrap();
-        // Read on the default stream, which is not ordered behind the others.
+        // Reads on the default stream, which is not ordered behind the other streams: `finish` must have waited for them.
         buffers.iter().for_each(|x| assert_ints(device, x, 30));
         assert!(streams.iter().all(|s| s.is_idle().unwrap()));
     }
@@ -161,7 +161,7 @@ fn a_dropped_streams_work_is_done_and_its_id_is_reused() {
         device.wait(&event).unwrap();
         device.finish().unwrap();
         assert_ints(device, &x, 6);
-        // Other tests take streams meanwhile, so the next id is not known, but ids do not run out.
+        // Dropped streams must be reused, or else ids run out. (Other tests take streams meanwhile, so the next id is not known.)
         for _ in 0..3000 {
             Stream::new(device.device()).unwrap();
         }
@@ -217,14 +217,14 @@ fn faults_on_any_stream_are_reported_once() {
         let read = || device.read((&fine, 0), &mut [0; 4]);
 
         with_stream(&a, || check(device, &kernel, 99));
-        assert_fault(read(), 99); // on the default stream
+        assert_fault(read(), 99); // the read is on the default stream
         read().expect("told once");
 
         with_stream(&a, || check(device, &kernel, -5));
         assert_fault(with_stream(&b, || device.copy((&fine, 0), (&fine, 400), 4, true)), -5);
         with_stream(&a, read).expect("told once");
 
-        // A valid index on one stream and an invalid one on the other, in both orders.
+        // A valid index on one stream and an invalid index on the other, in both orders: the fault must be reported in both.
         with_stream(&a, || check(device, &kernel, 3));
         with_stream(&b, || check(device, &kernel, 10));
         assert_fault(device.finish(), 10);
@@ -232,13 +232,13 @@ fn faults_on_any_stream_are_reported_once() {
         with_stream(&a, || check(device, &kernel, 3));
         assert_fault(with_stream(&a, read), 11);
 
-        // A wait for a stream reports that stream's fault.
+        // A wait for a stream must report that stream's fault.
         with_stream(&a, || check(device, &kernel, 12));
         b.synchronize().expect("it was not on this stream");
         assert_fault(a.synchronize(), 12);
         device.finish().expect("told once");
 
-        // Another thread's read does not report the fault.
+        // Another thread's read must not report the fault.
         with_stream(&a, || check(device, &kernel, 13));
         std::thread::scope(|s| s.spawn(|| with_stream(&a, read)).join().unwrap()).expect("another thread's");
         assert_fault(with_stream(&b, read), 13);
@@ -265,7 +265,7 @@ fn pinned_memory_is_read_and_written_through_its_pointer() {
             device.read((&x, 0), bytes).unwrap();
             assert_eq!(bytes, pattern(n));
         }
-        // Pinned memory can be dropped on any thread; size 0 is an error.
+        // Pinned memory can be dropped on any thread. A size of 0 must be an error.
         let pinned = device.create_pinned(64).unwrap();
         std::thread::spawn(move || drop(pinned)).join().unwrap();
         assert!(device.create_pinned(0).is_err());

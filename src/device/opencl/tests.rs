@@ -219,7 +219,7 @@ fn changed_number_arguments_are_set_again() {
             assert_eq!(contents(device, &y), (7 * a + b).to_ne_bytes(), "{a} * 7 + {b}");
             assert!(kernel.has_number(2, 1) && kernel.has_number(3, u64::from(a as u32)));
         }
-        // u64::MAX also marks an unknown number.
+        // A number with the bits of u64::MAX equals the marker of an unknown number, so it must be set at every launch.
         for n in [1, u64::MAX, 1] {
             let args = [Arg::Buffer(&x), Arg::Buffer(&y), Arg::U64(n), Arg::U32(1), Arg::U32(1)];
             device.launch(&kernel, &args, &[1], &[1]).unwrap();
@@ -243,7 +243,7 @@ fn double_arguments_arrive() {
     }
 }
 
-/// More launches than a queue may hold run in order; each uses the result of the last.
+/// More launches than a queue may hold must run in order: each uses the result of the launch before.
 #[test]
 fn long_queues_stay_in_order() {
     for device in devices() {
@@ -323,7 +323,7 @@ fn faults_are_reported_once_to_their_thread() {
         device.read((&x, 0), &mut [0; 4]).expect("told once");
 
         check(10, Fault::DivisionByZero);
-        // Another thread's read does not report the fault.
+        // Another thread's read must not report the fault.
         std::thread::scope(|s| _ = s.spawn(|| contents(device, &x)));
         assert!(matches!(device.finish(), Err(Error::DivisionByZero { .. })));
         device.finish().unwrap();
@@ -339,7 +339,7 @@ fn faults_are_reported_once_to_their_thread() {
 #[test]
 fn a_fault_of_an_ended_thread_is_reported() {
     for i in 0..count() {
-        // Opens the device again, because any thread's finish may report the fault.
+        // Opens the device again, because a wait on any thread may report the fault of a shared device.
         let device = &ClDevice::open(i, discovery::description(i).unwrap()).unwrap();
         let kernel = device.build("check", FAULTY, "check").unwrap();
         let x = buffer(device, &99i32.to_ne_bytes());
@@ -347,7 +347,7 @@ fn a_fault_of_an_ended_thread_is_reported() {
             let args = [Arg::Buffer(&x), Arg::U32(10), Arg::U32(Fault::Index as u32), device.faults()];
             device.launch(&kernel, &args, &[1], &[1]).unwrap();
         };
-        // Two threads with different fault words.
+        // Two threads at the same time must have different fault words.
         let both = std::sync::Barrier::new(2);
         let launch_at_once = || {
             launch();
@@ -367,7 +367,7 @@ fn a_fault_of_an_ended_thread_is_reported() {
 fn impossible_sizes_fail_and_leave_other_buffers_intact() {
     for device in devices() {
         let b = buffer(device, &pattern(100));
-        // Drivers that allocate lazily create buffers that they can never commit.
+        // Drivers that allocate lazily create buffers of a size that they can never commit.
         let error = device.create_buffer(1 << 60).and_then(|b| device.commit(&b)).unwrap_err();
         assert!(matches!(error.classify(), Class::TooBig | Class::OutOfMemory), "{}", error.name());
         assert!(matches!(device.error(error), Error::OpenCl { .. }));

@@ -63,9 +63,9 @@ const MAX_COMPILED: usize = 64;
 
 struct KernelSignature {
     count: usize,
-    /// None if the driver does not report the parameters.
+    /// `None` if the driver does not report the parameters.
     parameters: Option<Vec<Parameter>>,
-    /// The size in the attribute `reqd_work_group_size`, or zeros.
+    /// The size in the kernel's attribute `reqd_work_group_size`; zeros if the kernel does not have the attribute.
     group: [usize; 3],
 }
 
@@ -74,7 +74,7 @@ enum AddressSpace {
     Global,
     Constant,
     Local,
-    /// A value rather than a pointer.
+    /// A parameter that is a value rather than a pointer.
     Private,
 }
 
@@ -88,7 +88,7 @@ struct Parameter {
     constant: bool,
 }
 
-/// The type of an argument in the generated kernel.
+/// The type that an argument has in the generated kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum ArgumentKind {
     Tensor,
@@ -397,7 +397,7 @@ impl<'a> KernelCall<'a> {
     }
 }
 
-/// Returns the largest power of two, at most `most`, that divides n.
+/// Returns the largest power of two that divides `n` and is at most `most`.
 fn power_of_two_divisor(n: usize, most: usize) -> usize {
     if n == 0 { 1 } else { (1 << n.trailing_zeros().min(62)).min(most) }
 }

@@ -80,12 +80,12 @@ impl RecordKind {
         (RecordKind::Other, "other"),
     ];
 
-    /// The name in a trace.
+    /// Returns the name that a trace uses for this kind.
     pub fn name(self) -> &'static str {
         RecordKind::NAMES[self as usize].1
     }
 
-    /// True for work of a device, false for work of the host.
+    /// True for work on a device; false for work on the host.
     pub fn is_command(self) -> bool {
         use RecordKind::{Copy, Fill, Kernel, Read, Write};
         matches!(self, Kernel | Copy | Fill | Read | Write)
@@ -113,13 +113,13 @@ pub(crate) const MAPPED: &str = "clEnqueueMapBuffer";
 #[derive(Debug, Clone)]
 pub(crate) struct Record {
     pub kind: RecordKind,
-    /// Empty for annotations: the last name of `annotation`.
+    /// The event's name; empty for an annotation, whose name is the innermost name of `annotation`.
     pub name: &'static str,
     pub device: Option<Device>,
     /// The number of the stream; 0 is the default stream.
     pub stream: u32,
     pub thread: u32,
-    /// The number of the current annotation; a span of [`annotate`](crate::storage::annotate) is in its own.
+    /// The number of the current annotation. A span of [`annotate`](crate::storage::annotate) has its own number.
     pub annotation: u32,
     /// The times of [`now`] at which the host began and ended.
     pub host: [u64; 2],
@@ -137,13 +137,13 @@ pub(crate) struct Execution {
     pub operation: Arc<Operation>,
 }
 
-/// The current recording, if any.
+/// The current recording; `None` while nothing is recorded.
 static RING: Mutex<Option<Ring>> = Mutex::new(None);
 
 #[derive(Default)]
 pub(crate) struct Recorded {
     pub records: Vec<Record>,
-    /// The number of older records that did not fit.
+    /// The number of older records that were dropped because the ring was full.
     pub dropped: u64,
     /// Numbers and names of the threads that recorded.
     pub threads: Vec<(u32, String)>,
@@ -313,7 +313,7 @@ pub(crate) fn push(record: Record) {
     }
 }
 
-/// Records an event from this call until the value is dropped; `None` if not profiling.
+/// Records an event from this call until the returned value is dropped; `None` if not profiling.
 #[inline]
 pub(crate) fn span(
     kind: RecordKind,
@@ -325,7 +325,7 @@ pub(crate) fn span(
     is_on().then(|| Span::new(Record::begin(kind, name, device).on_stream(stream).with_bytes(bytes)))
 }
 
-/// A record that ends when the value is dropped.
+/// A record of an event that ends when this value is dropped.
 pub(crate) struct Span(Option<Record>);
 
 impl Span {
@@ -355,7 +355,7 @@ pub(crate) struct OperationSpan {
     span: Span,
 }
 
-/// Records an operation until the value is dropped; `None` if not profiling.
+/// Records an operation until the returned value is dropped; `None` if not profiling.
 #[inline(always)]
 pub(crate) fn operation(describe: impl FnOnce() -> Operation) -> Option<OperationSpan> {
     if is_on() { Some(start_operation(describe())) } else { None }
@@ -393,7 +393,7 @@ impl Drop for OperationSpan {
 /// The number of segments that drivers have made, changed or released.
 static SEGMENT_CHANGES: AtomicU32 = AtomicU32::new(0);
 
-/// Records a driver call that makes, changes or releases a segment, until the value is dropped; `None` if not profiling.
+/// Records a driver call that makes, changes or releases a segment, until the returned value is dropped; `None` if not profiling.
 #[inline]
 pub(crate) fn segment_span(name: &'static str, device: Option<Device>, bytes: usize) -> Option<Span> {
     if !is_on() {
@@ -422,7 +422,7 @@ pub(crate) fn record_memory(device: Device, bytes: i64, now: impl FnOnce() -> [u
         }
         None => return,
     }
-    let [allocated, reserved] = now(); // takes the allocator's locks
+    let [allocated, reserved] = now(); // outside the ring's lock, because this takes the allocator's locks
     if let Some(ring) = &mut *lock(&RING) {
         match ring.devices.iter_mut().find(|known| known.device == device) {
             Some(known) => known.changes = changes,

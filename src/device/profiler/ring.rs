@@ -28,15 +28,15 @@ pub(super) struct Ring {
     pub(super) memory: VecDeque<MemoryRecord>,
     pub(super) capacity: usize,
     pub(super) dropped: u64,
-    /// The start of the recording: records that began earlier are discarded.
+    /// The start of the recording, in nanoseconds of the host's clock: records that began earlier are discarded.
     pub(super) began: u64,
     pub(super) threads: Vec<(u32, String)>,
     pub(super) devices: Vec<MemoryBefore>,
-    /// Operations by hash, shared by the records of repeated steps, because most of the cost of recording is touching new pages.
+    /// Operations by hash, which records of repeated steps share, because most of the cost of recording is touching new pages.
     pub(super) operations: Vec<Option<Arc<Operation>>>,
 }
 
-/// A device's memory use before the first kept change.
+/// A device's memory use before the first change that the ring still has.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MemoryBefore {
     pub device: Device,
@@ -69,7 +69,7 @@ impl Ring {
         self.memory.push_back(record);
     }
 
-    /// Removes the oldest change and adds it to the device's [`MemoryBefore`].
+    /// Removes the oldest change of memory and adds it to the device's [`MemoryBefore`].
     pub(super) fn forget_oldest_memory(&mut self) {
         if let Some(oldest) = self.memory.pop_front()
             && let Some(before) = self.devices.iter_mut().find(|before| before.device == oldest.device)
@@ -81,13 +81,13 @@ impl Ring {
         }
     }
 
-    /// Returns the growth of a device's allocated bytes over the kept changes.
+    /// Returns the growth of a device's allocated bytes over the changes that the ring still has.
     pub(super) fn growth(&self, device: Device) -> i64 {
         let changes = self.memory.iter().filter(|record| record.device == device).map(|record| record.change);
         changes.map(|change| if let MemoryChange::Allocated(bytes) = change { bytes } else { 0 }).sum()
     }
 
-    /// Returns a shared copy of the operation: an equal earlier operation, unless its hash slot was overwritten.
+    /// Returns an equal operation that was shared earlier, unless its hash slot was overwritten; otherwise shares this operation.
     pub(super) fn share(&mut self, operation: Operation) -> Arc<Operation> {
         if self.operations.is_empty() {
             self.operations.resize(SHARED_OPERATIONS, None);

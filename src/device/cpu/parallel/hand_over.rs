@@ -1,9 +1,8 @@
 //! The exchange of a call between a caller and a helper, through one atomic pointer.
 //!
 //! A mailbox is vacant, or it has one helper: a rayon job spawned by the caller that put a call into the vacant mailbox. A helper
-//! leaves by a compare-and-exchange on the same pointer through which callers offer calls. So a caller always knows whether the
-//! mailbox that gets its call has a helper. A helper may come late, or never: callers take back calls that no helper
-//! has taken.
+//! leaves by a compare-and-exchange on the same pointer through which callers offer calls, so a caller always knows whether the
+//! mailbox that gets its call has a helper. A helper may start late or never: callers take back calls that no helper has taken.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -59,8 +58,8 @@ impl Mailbox {
         Mailbox(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// Offers a call to an idle helper, or puts it into a vacant mailbox and calls `enter` to start a helper. Returns false if the helper
-    /// is busy. The call stays in the mailbox, or with the helper, until [`withdraw`](Self::withdraw).
+    /// Offers a call to an idle helper, or puts the call into a vacant mailbox and calls `enter` to start a helper. Returns false
+    /// if the helper is busy. An offered call stays in the mailbox, or with the helper, until [`withdraw`](Self::withdraw).
     fn offer(&self, call: *mut Call, enter: impl FnOnce()) -> bool {
         let now = self.0.load(Relaxed);
         let vacant = now.is_null();
@@ -95,7 +94,7 @@ impl Mailbox {
         }
     }
 
-    /// Runs a helper until it leaves; [`poll`](Self::poll) explains `patience`.
+    /// Runs a helper until the helper leaves the mailbox; [`poll`](Self::poll) explains `patience`.
     pub(super) fn run_helper(&self, number: usize, patience: Duration) {
         if patience.is_zero() && self.leave() {
             return;
@@ -116,8 +115,8 @@ impl Mailbox {
         }
     }
 
-    /// Polls for a call and takes it. Polls for as long as the helper has been here already, but at least `patience` and at most
-    /// [`MAX_POLL_TIME`].
+    /// Polls for a call and takes it. Polls for as long as the helper has served this mailbox already, but at least `patience` and
+    /// at most [`MAX_POLL_TIME`].
     fn poll(&self, entered: Instant, patience: Duration) -> Option<*mut Call> {
         let mut begin = None;
         loop {
@@ -126,7 +125,7 @@ impl Mailbox {
                 if call != POLLING
                     && let Ok(call) = self.0.compare_exchange(call, tagged(call, TAKEN), Acquire, Relaxed)
                 {
-                    return Some(call); // possibly another call than the one polled, at the same address
+                    return Some(call); // perhaps not the call that was loaded, but a later call at its address
                 }
                 spin_loop();
             }
@@ -177,7 +176,8 @@ struct Call {
 struct Part(AtomicUsize);
 
 impl Call {
-    /// Does pieces until none is left, from part `first` on, and calls `between` before each. A panic ends the call for all threads.
+    /// Does pieces until no piece is left, from part `first` on, calling `between` before each. A panic ends the call for all
+    /// threads.
     fn work(&self, first: usize, piece: &(dyn Fn(usize) + Sync), mut between: impl FnMut()) {
         let parts = self.parts.len();
         let mut part = first % parts;
@@ -185,7 +185,7 @@ impl Call {
             for _ in 0..parts {
                 let (next, start) = (&self.parts[part].0, self.count * part / parts);
                 let end = self.count * (part + 1) / parts;
-                // A load first: if no piece is left, the cache line stays with its owner.
+                // Load before `fetch_add`, which would take the cache line from other threads even if no piece is left.
                 while next.load(Relaxed) < end && !self.panicked.load(Relaxed) {
                     between();
                     let i = next.fetch_add(1, Relaxed);
@@ -255,7 +255,7 @@ pub(super) fn share_pieces(
         }
     };
     ask();
-    // A helper that is busy with another caller's work may become idle later.
+    // A helper that is busy with another caller's work may become idle later, so offer the call again between pieces.
     call.work(0, piece, ask);
     asked.iter().for_each(|mailbox| mailbox.withdraw(place, &call.caller));
     if let Some(panic) = call.panic.get_mut().unwrap_or_else(PoisonError::into_inner).take() {

@@ -21,7 +21,7 @@ fn call(mailboxes: &Arc<[Mailbox; 1]>, patient: bool) {
         thread::spawn(move || mailboxes[i].run_helper(i + 1, patience));
     };
     let results = &results;
-    // SAFETY: loom reports any other access.
+    // SAFETY: loom reports any other access at the same time.
     let piece = |i: usize| results.0[i].with_mut(|done| unsafe { *done += 1 });
     share_pieces(&mailboxes[..], enter, 2, 2, false, &piece);
     // SAFETY: as above.
@@ -35,7 +35,7 @@ fn explore(f: impl Fn(Arc<[Mailbox; 1]>) + Sync + Send + 'static) {
     builder.check(move || f(Arc::new([Mailbox::new()])));
 }
 
-/// The helper of the first call stays for the second, or leaves and another one enters, or arrives too late for both.
+/// The helper of the first call serves the second call too, or leaves and another helper enters, or starts too late for both calls.
 #[test]
 fn loom_calls_are_done_in_every_interleaving() {
     for patient in [true, false] {

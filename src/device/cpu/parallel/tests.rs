@@ -61,7 +61,7 @@ fn chunks_run_from_either_end() {
     assert_ne!(alternate_direction(), alternate_direction());
 }
 
-/// Parked helpers, and callers that park while waiting for helpers, are woken.
+/// Parked helpers must be woken, and so must callers that park while they wait for helpers.
 #[test]
 fn parked_threads_are_woken() {
     for pause in [Duration::ZERO, 2 * MAX_POLL_TIME] {
@@ -76,7 +76,7 @@ fn parked_threads_are_woken() {
     }
 }
 
-/// Concurrent callers' calls do not mix: every piece is done once, for its own caller.
+/// Concurrent callers' calls must not mix: every piece is done once, for its own caller.
 #[test]
 fn concurrent_callers_do_only_their_own_pieces() {
     let all = if cfg!(miri) { 20 } else { 20_000 };
@@ -96,7 +96,7 @@ fn concurrent_callers_do_only_their_own_pieces() {
     });
 }
 
-/// Tests the exchange itself, with helpers on threads of the test: for Miri, which does not know when rayon's threads end.
+/// Tests mailboxes directly, with helpers on threads of the test: for Miri, which does not know when rayon's threads end.
 #[test]
 fn calls_are_done_while_helpers_come_and_go() {
     let mailboxes: Arc<[Mailbox; 2]> = Arc::new(std::array::from_fn(|_| Mailbox::new()));
@@ -134,7 +134,7 @@ fn pieces_may_share_work() {
     assert!(sums.iter().enumerate().all(|(i, &sum)| sum == i * 120));
 }
 
-/// If a piece were started before the pieces for which it waits, this test would not end.
+/// If a piece were started before the earlier pieces for which it waits, this test would never end.
 #[test]
 fn pieces_may_wait_for_earlier_pieces() {
     let done: Vec<AtomicBool> = (0..200).map(|_| AtomicBool::new(false)).collect();
@@ -152,7 +152,7 @@ fn a_panic_reaches_the_caller_and_the_team_lives_on() {
     let caught = catch_unwind(|| for_each_index(100, |i| assert!(i != 50, "inside")));
     assert_eq!(caught.unwrap_err().downcast_ref::<&str>(), Some(&"inside"));
     every_item_is_visited_once();
-    // A panic in a helper: the barrier makes the caller and a helper do one piece each.
+    // A piece panics on a helper: the barrier makes the caller and a helper do one piece each.
     let (pool, all) = (pool(2), Barrier::new(2));
     let call = || {
         let caller = thread::current().id();
@@ -184,7 +184,7 @@ fn threads_of_pieces() -> HashSet<ThreadId> {
     seen.into_inner().unwrap()
 }
 
-/// All threads of the pool work at the same time if each piece waits for the others, and no thread of another pool ever works.
+/// If each piece waits for the others, all threads of the pool must work at the same time. No thread of another pool may ever work.
 #[test]
 fn only_threads_of_the_installed_pool_work() {
     for n in 1..=4 {
@@ -205,7 +205,7 @@ fn only_threads_of_the_installed_pool_work() {
     }
 }
 
-/// Runs in a child process whose global pool has one thread.
+/// With `RAYON_NUM_THREADS=1`, set for a child process, no other thread may do a piece.
 #[test]
 fn with_one_thread_the_caller_does_all_pieces() {
     const NAME: &str = "device::cpu::parallel::tests::with_one_thread_the_caller_does_all_pieces";
@@ -226,7 +226,7 @@ fn sum_of(n: usize) -> usize {
     values.into_iter().sum()
 }
 
-/// Callers inside rayon's jobs make progress, whether the pool's threads are idle, run the same calls, or all are callers.
+/// Callers inside rayon's jobs must make progress, whether the pool's threads are idle, run the same calls, or all are callers.
 #[test]
 fn work_is_shared_inside_rayon_jobs() {
     let check = || {
@@ -238,7 +238,7 @@ fn work_is_shared_inside_rayon_jobs() {
     check();
     let pools: Vec<_> = (1..=4).map(pool).collect();
     pools.iter().for_each(|pool| pool.install(check));
-    // From all pools, from a pool inside another, and from outside, at the same time.
+    // Calls from all pools, from a pool inside another pool, and from outside of pools, at the same time.
     thread::scope(|scope| {
         for pool in &pools {
             scope.spawn(|| (0..5).for_each(|_| pool.install(check)));
@@ -248,7 +248,7 @@ fn work_is_shared_inside_rayon_jobs() {
     });
 }
 
-/// If all threads of a pool wait for something else, no helper comes: the caller does all pieces.
+/// If all threads of a pool wait for something else, no helper comes: the caller must do all pieces.
 #[test]
 fn a_busy_pool_is_not_waited_for() {
     let pool = pool(3);
@@ -270,7 +270,7 @@ fn a_busy_pool_is_not_waited_for() {
     assert_eq!(seen.into_inner().unwrap().len(), 1);
 }
 
-/// Helpers return their threads: to other jobs while calls keep coming, and for good when the pool is dropped.
+/// Helpers must return their threads to rayon: for other jobs while calls keep coming, and for good when the pool is dropped.
 #[test]
 fn helpers_return_their_threads() {
     let ended = Arc::new(AtomicUsize::new(0));

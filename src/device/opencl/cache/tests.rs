@@ -52,7 +52,7 @@ fn environment_variables_set_folder_and_size() {
     assert_eq!(of(&[]), None);
     assert_eq!(of(&[("HOME", "/home/me")]), at("/home/me/.cache/claystone"));
     assert_eq!(of(&[("HOME", "/home/me"), ("XDG_CACHE_HOME", "/x")]), at("/x/claystone"));
-    // The XDG specification ignores relative paths.
+    // The XDG specification says to ignore relative paths.
     assert_eq!(of(&[("HOME", "/home/me"), ("XDG_CACHE_HOME", "x")]), at("/home/me/.cache/claystone"));
     assert_eq!(of(&[("HOME", "."), ("XDG_CACHE_HOME", "../x")]), None);
     assert_eq!(of(&[("HOME", "/home/me"), ("CLAYSTONE_CACHE_DIR", "/c")]), at("/c"));
@@ -71,7 +71,7 @@ fn contents_load_only_under_their_own_name() {
     }
     assert_eq!(names(dir.path()), [name(1), name(2)], "no temporary");
 
-    // Exchanges the files of two kernels: each is intact, but its checksum does not match its name.
+    // Exchanges the files of two kernels: each is intact, but must be refused, because its checksum does not match its name.
     let [one, two, aside] = [name(1), name(2), "aside".into()].map(|name| dir.path().join(name));
     for (from, to) in [(&one, &aside), (&two, &one), (&aside, &two)] {
         fs::rename(from, to).unwrap();
@@ -80,14 +80,14 @@ fn contents_load_only_under_their_own_name() {
     refused(&cache, &name(2), io::ErrorKind::InvalidData);
     assert_eq!(names(dir.path()), [""; 0], "what is damaged is removed");
 
-    // A file renamed to another kind is removed as well.
+    // A file whose extension was changed to another kind's must also be removed.
     cache.store(&name(1), b"a program").unwrap();
     let found = FileKind::Probe.name(&[1; 32]);
     fs::rename(&one, dir.path().join(&found)).unwrap();
     refused(&cache, &found, io::ErrorKind::InvalidData);
 }
 
-/// No changed file is loaded. `CLAYSTONE_MUTATIONS` sets the number of inputs.
+/// No changed file may be loaded. `CLAYSTONE_MUTATIONS` sets the number of changed files.
 #[test]
 fn no_damaged_file_is_loaded() {
     let (dir, cache) = cache();
@@ -120,7 +120,7 @@ fn least_recently_used_files_are_deleted_first() {
     }
     assert_eq!(cache.load(&name(1)).unwrap(), [0; 9_900], "used again");
     cache.store(&name(10), &[0; 19_000]).unwrap();
-    // Shrunk to 15/16 of the bound.
+    // The folder was shrunk to 15/16 of the bound, which deleted the least recently used files 2 and 3.
     let mut left: Vec<_> = [1, 4, 5, 6, 7, 8, 9, 10].map(name).into();
     left.extend([tuning, "notes.txt".into()]);
     left.sort_unstable();
@@ -130,7 +130,7 @@ fn least_recently_used_files_are_deleted_first() {
         assert!(bytes_in(dir.path()) <= 100_009);
     }
     cache.load(&name(200)).expect("the last");
-    // Larger than the bound.
+    // Contents larger than the bound must be refused, and delete no other file.
     assert!(cache.store(&name(201), &[0; 100_000]).is_err());
     assert_eq!((names(dir.path()).contains(&name(201)), cache.load(&name(200)).is_ok()), (false, true));
 }
@@ -149,7 +149,7 @@ fn temporary_files_of_killed_processes_are_removed() {
     assert_eq!([&kept, &gone].map(|paths| paths.iter().filter(|path| path.exists()).count()), [2, 0]);
 }
 
-/// Eight caches share a folder, like eight processes, and always exceed the bound.
+/// Eight caches share a folder, as eight processes would, and write more than the bound all the time: every load must stay intact.
 #[test]
 fn caches_may_shrink_a_folder_concurrently() {
     let (dir, _) = cache();
@@ -163,7 +163,7 @@ fn caches_may_shrink_a_folder_concurrently() {
                     let name = FileKind::Program.name(&[round % 16; 32]);
                     let contents = vec![round % 16; 4000 + usize::from(process)];
                     cache.store(&name, &contents).unwrap();
-                    // Another cache's contents under the same name, or evicted, but never half a file.
+                    // Contents that any of the caches stored under this name, or nothing after an eviction, but never half a file.
                     match cache.load(&name) {
                         Ok(loaded) => assert!(loaded.len() >= 4000 && loaded.iter().all(|&b| b == round % 16)),
                         Err(error) => assert_eq!(error.kind(), io::ErrorKind::NotFound, "{error}"),
@@ -220,13 +220,13 @@ mod unix {
             assert_eq!((mode(dir.path()), names(dir.path())), (wide, files.into()), "left as it was");
         };
         [0o777, 0o1777, 0o770, 0o720, 0o702].into_iter().for_each(|wide| is_refused(wide, &[name(1)]));
-        // A folder that holds only cache files, and that others cannot write to, gets mode 0700.
+        // A folder that holds only cache files, and that other users cannot write to, must get mode 0700.
         for wide in [0o755, 0o750, 0o701] {
             set_mode(dir.path(), wide);
             assert_eq!(cache.load(&name(1)).unwrap(), b"contents");
             assert_eq!(mode(dir.path()), 0o700);
         }
-        // A folder that holds other files as well, such as a home folder, is left unchanged.
+        // A folder that holds other files as well, such as a home folder, must be left unchanged.
         fs::write(dir.path().join("letter"), "for all to read").unwrap();
         [0o755, 0o701].into_iter().for_each(|wide| is_refused(wide, &[name(1), "letter".into()]));
         set_mode(dir.path(), 0o700);
@@ -268,7 +268,7 @@ mod unix {
         cache.store(&name(1), b"ours").unwrap();
         assert_eq!(cache.load(&name(1)).unwrap(), b"ours");
         assert_eq!(fs::read(&precious).unwrap(), seal(&name(1), b"contents"));
-        // Predictable temporary names, such as a process with a counter would use.
+        // Links under all names that a temporary file would have if its name were predictable: no store may follow such a link.
         let stem = name(3).replace(".clbin", "");
         for serial in 0..100 {
             let target = elsewhere.path().join(serial.to_string());
@@ -289,7 +289,7 @@ mod unix {
         }
     }
 
-    /// A user who can rename the folder can redirect its path after the check.
+    /// A user who can rename the folder can redirect its path after the check; files must then come from the checked folder.
     #[cfg(target_os = "linux")]
     #[test]
     fn a_folder_replaced_after_the_check_is_not_used() {
@@ -310,7 +310,7 @@ mod unix {
         assert_eq!([names(&path), names(&moved.path().join("cache"))], [vec![name(1)], vec![]]);
     }
 
-    /// Opening a pipe blocks until the other end is opened.
+    /// Opening a pipe blocks until the other end is opened, so the cache must not open a pipe.
     #[test]
     fn a_pipe_or_folder_in_place_of_a_file_does_not_block() {
         let (dir, cache) = cache();

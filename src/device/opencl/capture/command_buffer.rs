@@ -95,11 +95,11 @@ pub(super) struct CommandBuffers {
     clEnqueueCommandBufferKHR: clEnqueueCommandBufferKHR_t,
     clReleaseCommandBufferKHR: clReleaseCommandBufferKHR_t,
     properties: Option<[u64; 3]>,
-    /// True if a command buffer may be enqueued while it is on the queue already.
+    /// True if the command buffer may be enqueued again before its previous execution is over.
     may_be_pending: bool,
 }
 
-/// The differences between versions of the extension.
+/// The properties in which versions of the extension differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct VersionTraits {
     /// True if functions that record a command take the command's properties.
@@ -108,14 +108,14 @@ struct VersionTraits {
     in_order_is_enough: bool,
 }
 
-/// Finds an extension's version in the bytes of `CL_DEVICE_EXTENSIONS_WITH_VERSION`: each entry is a packed version and 64 bytes of name.
+/// Finds an extension's version in `CL_DEVICE_EXTENSIONS_WITH_VERSION`: each entry is a packed version and 64 bytes of name.
 fn version_of(bytes: &[u8], name: &str) -> Option<(u32, u32, u32)> {
     let entry = bytes.chunks_exact(68).find(|entry| entry[4..].split(|&b| b == 0).next() == Some(name.as_bytes()))?;
     let version = u32::from_ne_bytes(entry[..4].try_into().ok()?);
     Some((version >> 22, version >> 12 & 0x3ff, version & 0xfff))
 }
 
-/// Returns the differences of a version; none for an unknown version.
+/// Returns the properties of a version; `None` for an unknown version.
 fn version_traits(version: (u32, u32, u32)) -> Option<VersionTraits> {
     match version {
         (0, 9, patch @ 0..=8) => Some(VersionTraits { with_properties: patch >= 5, in_order_is_enough: patch >= 8 }),
@@ -130,7 +130,7 @@ impl CommandBuffers {
     /// The driver's errors.
     pub(super) fn for_device(device: &ClDevice) -> Result<Option<CommandBuffers>, ClError> {
         let (id, platform) = (device.id(), device.description.platform);
-        // A driver that reports no versions has no known version.
+        // If the driver reports no versions, the version is unknown and the extension is not used.
         let versions = info!(clGetDeviceInfo(id, CL_DEVICE_EXTENSIONS_WITH_VERSION)).unwrap_or_default();
         let Some(version_traits) = version_of(&versions, NAME).and_then(version_traits) else { return Ok(None) };
         if value!(clGetDeviceInfo(id, CL_DEVICE_COMMAND_BUFFER_REQUIRED_QUEUE_PROPERTIES_KHR) as u64)? != 0 {
@@ -165,7 +165,7 @@ impl CommandBuffers {
         Ok(is_there.then_some(found))
     }
 
-    /// Records commands into a command buffer for queues like `queue`, one after another. Call under the queues' lock.
+    /// Records commands, to run one after another, into a command buffer for queues like `queue`. Call under the queues' lock.
     pub(super) fn record(&self, queue: cl_command_queue, commands: &[Command]) -> Result<CommandBuffer, ClError> {
         let properties = self.properties.as_ref().map_or(ptr::null(), |list| list.as_ptr());
         let raw = create!(in self, clCreateCommandBufferKHR(1, &queue, properties))?;
@@ -226,7 +226,7 @@ impl CommandBuffer {
         call!(in self.functions, clEnqueueCommandBufferKHR(1, &mut queue, self.raw, 0, ptr::null(), event))
     }
 
-    /// True if the command buffer may be enqueued while it is on the queue already.
+    /// True if the command buffer may be enqueued again before its previous execution is over.
     pub(super) fn may_be_pending(&self) -> bool {
         self.functions.may_be_pending
     }

@@ -23,22 +23,22 @@ use super::launch::{Arg, records_faults, set_arg};
 use crate::device::{Device, StreamId, capture};
 use crate::{Error, Result};
 
-/// The recorded commands. The owner of a recording must keep the buffers alive.
+/// The recorded commands. The owner of a recording must keep the commands' buffers alive.
 pub(crate) struct Recording {
     device: &'static ClDevice,
     stream: StreamId,
     commands: Vec<Command>,
     /// The number of commands that count as launches.
     launches: u64,
-    /// The slot in which the kernels record faults, if any can.
+    /// The slot in which the kernels record faults; `None` if no kernel can record a fault.
     faults: Option<&'static FaultSlot>,
 }
 
-/// Changes to recorded commands, which are named by their index.
+/// Changes to recorded commands, each given by its index in the recording.
 #[derive(Default)]
 pub(crate) struct Changes {
     pub(crate) removed_commands: Vec<usize>,
-    /// Launches, with other launches that replace them.
+    /// Kernel launches to replace, by index, and the launches that replace them.
     pub(crate) replaced_commands: Vec<(usize, Command)>,
 }
 
@@ -116,7 +116,7 @@ impl Recording {
     }
 }
 
-/// Makes every replay count one more launch; false if this thread is not recording.
+/// Makes every replay count one more launch; returns false if this thread is not recording.
 pub(super) fn count_launch(device: Device) -> bool {
     let recording = capture::is_capturing(device);
     if recording {
@@ -138,7 +138,7 @@ fn record_command(device: &ClDevice, command: impl FnOnce(&mut Recording) -> Res
     })
 }
 
-/// Records a kernel over whole groups.
+/// Records a kernel launch. `global` is a multiple of `local` in each dimension.
 pub(super) fn record_kernel(
     device: &ClDevice,
     kernel: &ClKernel,

@@ -1,4 +1,4 @@
-//! Replay of recordings: the host submits each command, or the driver submits prepared parts.
+//! Replay of recordings: the host submits each command, or the driver submits prepared parts of the recording.
 
 use std::ops::Range;
 use std::ptr;
@@ -65,7 +65,7 @@ impl PreparedCommands {
         }
     }
 
-    /// True if the part may be enqueued while an earlier replay of it is on the queue.
+    /// True if the part may be enqueued again before an earlier replay of the part is over.
     fn may_be_pending(&self) -> bool {
         match self {
             PreparedCommands::Buffer(buffer) => buffer.may_be_pending(),
@@ -77,7 +77,7 @@ impl PreparedCommands {
 /// A replay in progress, under the queues' lock.
 struct Submission<'a> {
     queue: &'a mut Queue,
-    /// The launch to wait for if the queue is too long.
+    /// An earlier launch, to wait for before many more launches are submitted.
     behind: Option<ClEvent>,
     /// True if a command was submitted, or may have been.
     begun: bool,
@@ -113,7 +113,7 @@ impl Submission<'_> {
         })
     }
 
-    /// Enqueues a part; false if the driver refuses the part now or always, and nothing was enqueued.
+    /// Enqueues a part. Returns false if the driver refuses the part, for now or for good, and has enqueued nothing.
     fn part(&mut self, part: &Part, refused: &AtomicBool) -> Result<bool, ClError> {
         let once = !part.prepared.may_be_pending();
         let mut last = lock(&part.last);
@@ -164,7 +164,7 @@ fn log_host_replay(e: ClError) {
 }
 
 impl ReplayStrategy {
-    /// Returns the strategy for a mode; none if the device does not support the mode, or does not answer.
+    /// Returns the strategy for a mode; `None` if the device does not support the mode, or its driver fails to answer.
     fn for_device(device: &ClDevice, mode: ReplayMode) -> Option<ReplayStrategy> {
         match mode {
             ReplayMode::Host => Some(ReplayStrategy::Host),
@@ -173,7 +173,7 @@ impl ReplayStrategy {
         }
     }
 
-    /// Has the driver prepare the commands in parts, for queues like `queue`.
+    /// Makes the driver prepare the commands in parts, for queues like `queue`. No parts if the host enqueues every command.
     fn prepare(&self, device: &ClDevice, queue: &Queue, commands: &[Command]) -> Result<Vec<Part>, ClError> {
         let most = match self {
             ReplayStrategy::Host => return Ok(Vec::new()),
@@ -237,8 +237,8 @@ impl Replayer {
         Ok(())
     }
 
-    /// Returns the driver's parts, made at the first call; none while profiling, because times are measured for single commands.
-    /// Call under the queues' lock.
+    /// Returns the driver's parts, made at the first call; no parts while profiling, because times are measured for single
+    /// commands. Call under the queues' lock.
     fn parts(&self, queue: &Queue) -> &[Part] {
         if queue.profiled.is_some() || self.refused.load(Relaxed) {
             return &[];

@@ -1,7 +1,7 @@
 //! The selection and order of devices by `CLAYSTONE_DEVICES`.
 
 /// The entries of `CLAYSTONE_DEVICES`: each `platform:index`, or part of a name in any case. Without entries, all devices are
-/// selected in their own order.
+/// selected in the default order.
 pub(super) struct Choice<'a> {
     pub(super) text: &'a str,
     entries: Vec<&'a str>,
@@ -23,7 +23,7 @@ impl Choice<'_> {
         self.entries.iter().any(|entry| parse_index(entry).is_none())
     }
 
-    /// True if the choice may select this device, or any device of the platform: always, unless all entries are `platform:index`.
+    /// True if the choice can select this device, or any device of the platform. A part of a name can select every device.
     pub(super) fn depends_on(&self, platform: usize, index: Option<usize>) -> bool {
         let is_named = |(p, d)| p == platform && index.is_none_or(|index| index == d);
         self.entries.is_empty() || self.entries.iter().any(|entry| parse_index(entry).is_none_or(is_named))

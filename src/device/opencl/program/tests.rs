@@ -65,7 +65,7 @@ fn programs_are_loaded_from_disk() {
         let whole = fs::read(&files[0]).unwrap();
         assert_eq!(built(&fresh()), (0, 1), "from disk");
 
-        // Truncated, with a flipped bit, empty, and with a valid checksum but no valid binary.
+        // Damaged files: truncated, with a flipped bit, empty, or with a valid checksum but no valid binary.
         let mut flipped = whole.clone();
         flipped[whole.len() / 2] ^= 1;
         let name = files[0].file_name().unwrap().to_str().unwrap();
@@ -117,7 +117,7 @@ fn no_binaries_of_own_programs_are_requested_from_pocl() {
     }
 }
 
-/// A program built from another program's binary would compute something else, or nothing.
+/// If a swapped file were used, a kernel would run another kernel's program.
 #[test]
 fn swapped_cache_files_are_not_used() {
     for i in 0..count() {
@@ -148,7 +148,7 @@ fn swapped_cache_files_are_not_used() {
     }
 }
 
-/// A program makes, runs and drops kernels, each from its own source.
+/// Programs of dropped kernels must be released, except the latest [`MAX_OF_USERS`].
 #[test]
 fn programs_of_dropped_kernels_are_released() {
     for i in 0..count() {
@@ -173,7 +173,7 @@ fn programs_of_dropped_kernels_are_released() {
             "this one has a kernel"
         );
     }
-    // Many sources, including sources of the crate.
+    // Many users' sources must not evict programs of the crate.
     let all = Programs::default();
     for n in 0..1000u32 {
         let key = |by: u8| std::array::from_fn(|i| if i < 4 { n.to_le_bytes()[i] } else { by });
@@ -187,7 +187,7 @@ fn programs_of_dropped_kernels_are_released() {
 fn an_unwritable_cache_does_not_stop_builds() {
     for device in devices() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        // A directory inside a file.
+        // A folder inside a file cannot be created.
         let cache = Cache::new(file.path().join("cache"), 64 << 20);
         build_cached(device, Author::Crate, "axb", &format!("{AXB} // no disk"), "", "axb", Some(&cache)).unwrap();
         build_cached(device, Author::Crate, "axb", &format!("{AXB} // no cache"), "", "axb", None).unwrap();

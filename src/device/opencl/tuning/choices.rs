@@ -28,13 +28,13 @@ const MAX_CLASS_SIZES: usize = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Subject {
-    /// A parameter, by its row in the table.
+    /// A parameter, by the index of its row in the table of parameters.
     TuningParameter(usize),
     /// The work-group size of a kernel, by the kernel's id, which is the same in every process.
     Group(u64),
 }
 
-/// A class of sizes: the logarithm of each, rounded down to an integer.
+/// A class of sizes: the base-2 logarithm of each size, rounded down to an integer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct SizeClass([u8; MAX_CLASS_SIZES]);
 
@@ -52,7 +52,7 @@ impl SizeClass {
     }
 }
 
-/// The values chosen, by subject and size class.
+/// The values chosen, by subject (a parameter or a kernel's work-group size) and size class.
 pub(crate) type Chosen = BTreeMap<(Subject, SizeClass), usize>;
 
 #[derive(Default)]
@@ -80,14 +80,14 @@ impl Default for Table {
     }
 }
 
-/// Candidates, the default first, with the times of their launches in microseconds.
+/// A trial: its candidates, the default first, each with the times of its launches in microseconds.
 #[derive(Debug)]
 struct Trial {
     candidates: Vec<(usize, Vec<f64>)>,
     is_final: bool,
 }
 
-/// A launch with a candidate.
+/// A launch that runs with one of a trial's candidates.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) struct TrialLaunch {
     key: (Subject, SizeClass),
@@ -96,7 +96,7 @@ pub(super) struct TrialLaunch {
     pub(super) is_timed: bool,
 }
 
-/// Whether the launch that this thread prepares can put a choice on trial.
+/// The kind of launch that this thread prepares: none, a launch that may put a choice on trial, or a launch with a choice on trial.
 #[derive(Clone, Copy)]
 enum LaunchPreparation {
     Nothing,
@@ -105,7 +105,7 @@ enum LaunchPreparation {
 }
 
 thread_local! {
-    /// The state of the launch that this thread prepares.
+    /// The launch that this thread prepares.
     static LAUNCH_PREPARATION: Cell<LaunchPreparation> = const { Cell::new(LaunchPreparation::Nothing) };
 }
 
@@ -219,8 +219,8 @@ impl Choices {
         }
     }
 
-    /// Adds the time of a launch on trial; true if that decides the choice. While choices are ignored, times are dropped: launches
-    /// then run with other parameters.
+    /// Adds the time of a launch on trial; returns true if the time decides the choice. While choices are ignored, times are
+    /// dropped: launches then run with other parameters.
     pub(super) fn record_time(&self, TrialLaunch { key, value, .. }: TrialLaunch, micros: f64) -> bool {
         if self.is_ignored.load(Relaxed) {
             return false;
@@ -313,7 +313,7 @@ impl Subject {
         }
     }
 
-    /// Parses [`name`](Self::name); a parameter must be accepted by `has`.
+    /// Parses the result of [`name`](Self::name). `has` says whether the device has a parameter.
     fn from_name(name: &str, has: impl Fn(&ParameterRow) -> bool) -> Option<Subject> {
         match name.strip_prefix(GROUP) {
             Some(id) => hex(id).map(Subject::Group),

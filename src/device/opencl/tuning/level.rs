@@ -8,7 +8,7 @@ use crate::{Error, Result};
 /// A candidate replaces the default if its time is less than this fraction of the default's time.
 pub(crate) const MAX_TIME_RATIO: f64 = 0.97;
 
-/// How many candidates are timed for each kernel and size class. The levels are MNN's.
+/// The number of candidates that are timed for each kernel and size class. The levels are MNN's.
 ///
 /// | level | sizes of work-groups | parameters of kernels |
 /// |---|---|---|
@@ -42,7 +42,7 @@ pub enum Level {
 }
 
 impl Level {
-    /// All levels, from none to the most.
+    /// All levels, in ascending order of the number of candidates.
     pub const ALL: [Level; 5] = [Level::None, Level::Fast, Level::Normal, Level::Wide, Level::Heavy];
 
     fn name(self) -> &'static str {

@@ -35,7 +35,7 @@ pub(crate) fn times_tuned() -> u64 {
     TIMES_TUNED.load(Acquire)
 }
 
-/// Makes launches select their kernels again, on every device.
+/// Invalidates the kernels that launches on every device have selected with the earlier values.
 pub(super) fn kernels_changed() {
     TIMES_TUNED.fetch_add(1, Release);
 }
@@ -112,7 +112,7 @@ impl ClDevice {
         rows(self.family()).map(|(_, row)| row)
     }
 
-    /// Stores the values for other processes; returns the file's path, none without a cache.
+    /// Stores the values for other processes. Returns the file's path, or `None` if the cache is off.
     pub(crate) fn save_tuning(&self) -> io::Result<Option<PathBuf>> {
         let Some(cache) = Cache::of_process() else { return Ok(None) };
         cache.store(&self.tuning_file(), self.tuning_text().as_bytes()).map(Some)
@@ -329,8 +329,8 @@ mod tests {
         }
     }
 
-    /// Parsing a changed file gives values that the parameters allow, or an error. `CLAYSTONE_MUTATIONS` sets the number of inputs
-    /// for each family of devices.
+    /// Parsing a changed file must give values that the parameters allow, or an error. `CLAYSTONE_MUTATIONS` sets the number of
+    /// inputs for each family of devices.
     #[test]
     fn mutated_files_give_choices_or_errors() {
         for family in ALL.iter().copied() {
@@ -376,7 +376,7 @@ mod tests {
                 cache.store(&file, other).unwrap();
                 assert_eq!(device.stored_tuning(&cache), None);
             }
-            // The whole file of another device.
+            // The tuning file of another device, under this device's name.
             cache.store(&FileKind::Tuning.name(&[7; 32]), text.as_bytes()).unwrap();
             fs::rename(dir.path().join(FileKind::Tuning.name(&[7; 32])), &path).unwrap();
             assert_eq!(device.stored_tuning(&cache), None);

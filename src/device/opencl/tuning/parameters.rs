@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Family {
     Processor,
-    /// A processor with 32 vector registers of 64 bytes, rather than 16 of 32 bytes. An OpenCL CPU is the host.
+    /// A processor with 32 vector registers of 64 bytes, rather than 16 of 32 bytes, as detected on the host.
     WideProcessor,
     Gpu,
 }
@@ -19,7 +19,7 @@ pub(crate) struct ParameterRow {
     pub(crate) name: &'static str,
     pub(crate) doc: &'static str,
     pub(crate) families: &'static [Family],
-    /// The allowed values. All are correct on every device, and differ only in speed.
+    /// The allowed values. Every value gives correct results on every device; only the speed differs.
     pub(crate) choices: &'static [usize],
     defaults: [usize; 3],
 }
@@ -27,7 +27,7 @@ pub(crate) struct ParameterRow {
 /// Defines [`TuningParameter`] and [`PARAMETERS`] from rows of `TuningParameter "name" families choices defaults "description";`.
 macro_rules! parameters {
     ($($knob:ident $name:literal $families:ident $choices:tt $defaults:tt $doc:literal;)*) => {
-        /// A tunable parameter: the row of the table.
+        /// A tunable parameter, which is the index of its row in [`PARAMETERS`].
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub(crate) enum TuningParameter {
             $($knob,)*
@@ -74,7 +74,7 @@ parameters! {
     SortItems "sort_items" GPUS [8, 16, 32] [16, 16, 16] "elements that a work-item sorts by digits, in registers";
 }
 
-/// The value of every row of the table.
+/// The value of every parameter, in the order of [`PARAMETERS`].
 pub(super) type Values = [usize; PARAMETERS.len()];
 
 impl ParameterRow {

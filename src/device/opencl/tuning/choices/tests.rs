@@ -22,7 +22,7 @@ fn similar_sizes_share_a_class() {
     assert_ne!(SizeClass::from_sizes([1, 2]), SizeClass::from_sizes([2, 1]));
 }
 
-/// Every level tries the candidates of the level below, and every candidate is allowed.
+/// Every level must try all candidates of the level below, and every candidate must be an allowed value.
 #[test]
 fn each_level_tries_more_candidates() {
     for default in [1, 64, 256, 1024] {
@@ -57,18 +57,18 @@ fn run_trial(default: usize, others: &[usize], micros: impl Fn(usize, usize) -> 
 fn the_fastest_candidate_wins_if_clearly_faster() {
     let (chosen, launches) = run_trial(64, &[32, 128, 256], |value, _| if value == 128 { 90.0 } else { 100.0 });
     assert_eq!((chosen, launches), (128, 4 * (TRIAL_ROUNDS + 1) + 2 * (FINAL_LAUNCHES + 1)));
-    // A gain of less than 3 % is not enough, and needs no final comparison.
+    // A gain of less than 3 % must not replace the default, and needs no final comparison.
     let (chosen, launches) = run_trial(64, &[32, 128], |value, _| if value == 128 { 98.0 } else { 100.0 });
     assert_eq!((chosen, launches), (64, 3 * (TRIAL_ROUNDS + 1)));
-    // The first launch of a candidate does not count, and single outliers do not matter.
+    // A candidate's first launch must not count, and single outliers must not matter.
     let slow = |value, launch| if launch < 2 || launch % 11 == 9 { 1e6 } else { [100.0, 80.0][value / 128] };
     assert_eq!(run_trial(64, &[128], slow).0, 128);
-    // A candidate that was fast by chance does not win the final comparison.
+    // A candidate that was fast by chance must not win the final comparison.
     let lucky = |value, launch| if value == 128 && launch < 2 * (TRIAL_ROUNDS + 1) { 50.0 } else { 100.0 };
     assert_eq!(run_trial(64, &[128], lucky).0, 64);
 }
 
-/// A launch recorded by a graph uses the default, is not timed and not cached, and the trial goes on later.
+/// A launch recorded by a graph must use the default without a time and without caching, and the trial goes on later.
 #[test]
 fn a_launch_without_trials_uses_the_default() {
     let choices = Choices::new(Level::Fast, Chosen::new());
@@ -82,7 +82,7 @@ fn a_launch_without_trials_uses_the_default() {
         assert_eq!((value, trial.value), (expected, expected));
         choices.record_time(trial, 1.0);
     }
-    // Outside of a launch there are no trials.
+    // Outside of a prepared launch, there must be no trials.
     assert_eq!(choices.choice(of, 64, || true, |_| vec![128]), 64);
 }
 
@@ -104,7 +104,7 @@ fn written_choices_read_back_and_others_fail() {
             "group_0 0000000000000000 64".into(),
             "group_0000000000000000 0000000000000000 0".into(),
             "group_0000000000000000 0000000000000000 1025".into(),
-            text.lines().last().unwrap().into(), // a duplicate
+            text.lines().last().unwrap().into(), // a duplicate line
             String::new(),
         ];
         for wrong in wrong {
