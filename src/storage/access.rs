@@ -36,7 +36,7 @@ enum HeldLock<'a> {
     Write(#[expect(dead_code, reason = "held")] RwLockWriteGuard<'a, ReaderCount>),
 }
 
-/// Locks bytes for writing. Fails while a closure of [`Storage::with_elements`] reads them.
+/// Locks an allocation's bytes for writing. Fails while a closure of [`Storage::with_elements`] reads the bytes.
 #[inline]
 fn lock_for_writing(lock: &RwLock<ReaderCount>) -> Result<RwLockWriteGuard<'_, ReaderCount>> {
     let guard = write(lock);
@@ -55,7 +55,7 @@ pub(crate) fn with_host<R>(
     writes: &[&Storage],
     f: impl FnOnce(&[&[u8]], &mut [&mut [u8]]) -> R,
 ) -> Result<R> {
-    // Pushed one by one, because `extend` and `collect` are not inlined, which slows small operations down.
+    // The allocations are pushed one by one, because `extend` and `collect` are not inlined, which slows small operations down.
     let mut order: SmallVec<[(&Allocation, bool); 8]> = SmallVec::new();
     reads.iter().for_each(|s| order.push((s.allocation(), false)));
     writes.iter().for_each(|s| order.push((s.allocation(), true)));
@@ -90,15 +90,15 @@ pub(crate) fn with_host<R>(
     let mut read: SmallVec<[&[u8]; 8]> = SmallVec::new();
     for s in reads {
         let (start, size) = s.allocation().host_range();
-        // SAFETY: `size` initialised bytes that live as long as the borrowed storage. No other allocation has any of
-        // them, and this allocation's lock is held for reading until after the slice's last use in `f`.
+        // SAFETY: `start` points to `size` initialised bytes, which live as long as the borrowed storage. No other allocation
+        // contains any of these bytes, and this allocation's lock is held for reading until after the slice's last use in `f`.
         read.push(unsafe { std::slice::from_raw_parts(start.as_ptr(), size) });
     }
     let mut write: SmallVec<[&mut [u8]; 4]> = SmallVec::new();
     for s in writes {
         let (start, size) = s.allocation().host_range();
-        // SAFETY: as above, with the lock held for writing. No other slice made here is of this allocation, or the loop
-        // above had returned an error. (Empty slices alias nothing.)
+        // SAFETY: as above, with the lock held for writing. The loop above returned an error if another slice were of
+        // this allocation. (Empty slices alias nothing.)
         write.push(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
     }
     let result = f(&read, &mut write);
@@ -106,7 +106,7 @@ pub(crate) fn with_host<R>(
     Ok(result)
 }
 
-/// Like [`with_host`] for one or two storages to read and one to write, without building lists.
+/// Like [`with_host`], for `N` storages to read and one to write. Faster, because no lists are built.
 #[inline]
 pub(crate) fn with_host_few<const N: usize, R>(
     reads: [&Storage; N],
@@ -136,7 +136,7 @@ pub(crate) fn with_host_few<const N: usize, R>(
     lock_reads(true);
     let writing = lock_for_writing(lock)?;
     lock_reads(false);
-    // SAFETY: as in `with_host`; the written storage is not among those read.
+    // SAFETY: as in `with_host`; the written storage is not one of the storages read.
     let slices = reads.map(|s| unsafe {
         let (start, size) = s.allocation().host_range();
         std::slice::from_raw_parts(start.as_ptr(), size)
@@ -155,7 +155,7 @@ fn cpu_span(kind: RecordKind, name: &'static str, bytes: usize) -> Option<Span> 
 }
 
 impl Storage {
-    /// Returns the buffer and the offset to enqueue work on. Fails for empty storages, for which callers launch nothing.
+    /// Returns the location of the bytes in OpenCL memory, for commands. Fails for empty storages: callers enqueue no command for them.
     #[inline(always)] // part of every launch, see `Tensor::device_view`
     pub(crate) fn cl(&self) -> Result<ClBlockLocation<'_>> {
         if let Backing::OpenCl(driver, lease) = &self.allocation().backing {
@@ -219,7 +219,7 @@ impl Storage {
             let _recorded = cpu_span(RecordKind::Read, "read", range.len());
             return with_host(&[self], &[], |r, _| to_vec(bytemuck::cast_slice(&r[0][range])));
         }
-        let mut values: Vec<T> = bytemuck::zeroed_vec(count); // a large vector comes as untouched zero pages
+        let mut values: Vec<T> = bytemuck::zeroed_vec(count); // for a large vector, the system maps zero pages and writes nothing
         advise_huge(&mut values);
         let range = self.checked_range("read", offset, count * size_of::<T>())?;
         if count == 0 || self.read_spilled(range, bytemuck::cast_slice_mut(&mut values))? {
@@ -229,7 +229,8 @@ impl Storage {
         staging::read_into(from.device, from.at(offset), values)
     }
 
-    /// Copies spilled bytes from the host and reports device faults, as every read does. Returns false if no bytes are spilled.
+    /// If the bytes are spilled to the host, copies `range` of them to `dst`, reports device faults as every read does, and returns
+    /// true. Otherwise returns false.
     fn read_spilled(&self, range: Range<usize>, dst: &mut [u8]) -> Result<bool> {
         let Backing::OpenCl(driver, lease) = &self.allocation().backing else { return Ok(false) };
         if !lease.is_spilled() {
@@ -362,7 +363,8 @@ impl Storage {
         begun
     }
 
-    /// Repeats `pattern`, of 1, 2, 4, 8 or 16 bytes, over `bytes` bytes from `offset`. Both numbers are multiples of the pattern's length.
+    /// Repeats `pattern`, of 1, 2, 4, 8 or 16 bytes, over `bytes` bytes from `offset`. `offset` and `bytes` are multiples of the
+    /// pattern's length.
     pub(crate) fn fill(&self, offset: usize, bytes: usize, pattern: &[u8]) -> Result<()> {
         let range = self.checked_range("fill", offset, bytes)?;
         let n = pattern.len();

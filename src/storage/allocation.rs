@@ -60,7 +60,7 @@ impl Drop for Storage {
     }
 }
 
-/// [`Arc::get_mut`] without its lock, which is needed only if there are [`Weak`](std::sync::Weak) handles.
+/// Like [`Arc::get_mut`], without the lock that `get_mut` takes because of [`Weak`](std::sync::Weak) handles.
 #[inline]
 pub(super) fn get_mut_if_unique(shared: &mut Arc<Allocation>) -> Option<&mut Allocation> {
     if Arc::strong_count(shared) != 1 {
@@ -79,7 +79,7 @@ fn empty_allocation() -> Arc<Allocation> {
     Arc::new(Allocation { device: Device::Cpu, size: 0, version, sidecar, backing: Backing::Empty })
 }
 
-/// The most unused `Arc`s that a thread keeps for its next storages.
+/// Maximum number of unused `Arc`s that a thread keeps for its next storages.
 const MAX_SPARE_ALLOCATIONS: usize = 64;
 
 thread_local! {
@@ -114,8 +114,8 @@ impl Storage {
     /// Call this method for every stream except the one the storage was made on. It is not needed if the storage is
     /// kept until its own stream has waited for `stream`.
     ///
-    /// The call orders nothing: the stream has to [wait](Stream::wait_stream) for the work that fills the storage. On
-    /// the CPU the call does nothing, because work there is done when an operation returns.
+    /// The call does not order streams: `stream` itself has to [wait](Stream::wait_stream) for the work that fills the
+    /// storage. On the CPU the call does nothing, because work there is done when an operation returns.
     ///
     /// # Errors
     /// [`Error::DeviceMismatch`] for a stream of another device.
@@ -129,18 +129,18 @@ impl Storage {
         Ok(())
     }
 
-    /// Returns the `cl_mem` that holds the bytes, and the offset of the first byte, for work of other code. From now on the storage never moves.
+    /// Returns the `cl_mem` that holds the bytes, and the offset of the first byte, for use by other code. From now on the storage never moves.
     ///
     /// The `cl_mem` is not retained for the caller: keep the storage alive as long as anything enqueued elsewhere uses
     /// the bytes. The `cl_mem` may be larger than the storage; the rest belongs to other storages. Its context is the
     /// one that `CL_MEM_CONTEXT` names.
     ///
-    /// Queues of other code are ordered with nothing here, unless they were [adopted](Device::adopt). Call
-    /// [`Stream::synchronize`] before other code uses the bytes, and `clFinish` on its queue before the bytes are used
-    /// here again.
+    /// Queues of other code are not ordered with streams of this crate, unless the queues were
+    /// [adopted](Device::adopt). Call [`Stream::synchronize`] before other code uses the bytes, and `clFinish` on the
+    /// other code's queue before this crate uses the bytes again.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if there is no such buffer: on the CPU, and for zero bytes.
+    /// [`Error::Invalid`] on the CPU and for zero bytes: such a storage has no `cl_mem`.
     pub fn export_cl(&self) -> Result<(*mut c_void, usize)> {
         let location = self.cl()?;
         if let Some(block) = self.0.block() {
@@ -191,8 +191,8 @@ impl Storage {
         Storage::new(Device::Cpu, bytes, backing)
     }
 
-    /// Makes a storage on the CPU device with unspecified contents, pinned for transfers to and from `device`. `None` for the CPU device, for
-    /// zero bytes, and if no pinned memory is left.
+    /// Makes a storage on the CPU device with unspecified contents, pinned for transfers to and from `device`. Returns
+    /// `None` if `device` is the CPU, for zero bytes, and if no pinned memory is left.
     pub(crate) fn pinned(device: Device, bytes: usize) -> Result<Option<Storage>> {
         let backing = |memory| Backing::Adopted(Adopted::new(HostBytes::Pinned(memory)));
         Ok(staging::alloc_pinned(device, bytes)?.map(|memory| Storage::new(Device::Cpu, bytes, backing(memory))))
@@ -236,14 +236,14 @@ impl Storage {
         self.0.version.load(Ordering::Acquire)
     }
 
-    /// Marks a new storage as filled for the first time. Only a graph capture needs to know.
+    /// During a graph capture, counts the first filling of a new storage as a change. Otherwise does nothing.
     pub(crate) fn mark_filled(&self) {
         if capture::is_capturing(self.device()) {
             self.bump_version();
         }
     }
 
-    /// Counts a change. Every in-place operation calls this; transfers do not.
+    /// Increments the version counter. Every in-place operation calls this; transfers do not.
     pub(crate) fn bump_version(&self) {
         self.0.version.fetch_add(1, Ordering::AcqRel);
         if capture::is_capturing(self.device()) {
@@ -252,7 +252,7 @@ impl Storage {
     }
 }
 
-// Locks poisoned by a panic are taken all the same: bytes have no invariants that a panic could break.
+// Locks that a panic poisoned are taken nevertheless: bytes have no invariants that a panic could break.
 impl std::panic::UnwindSafe for Storage {}
 impl std::panic::RefUnwindSafe for Storage {}
 
@@ -341,7 +341,7 @@ impl Allocation {
         }
     }
 
-    /// True if other code may change the bytes without the crate noticing: it was given the buffer, or made the buffer.
+    /// True if other code may change the bytes without the crate noticing, because the buffer was exported to or imported from other code.
     pub(super) fn is_shared_outside(&self) -> bool {
         match &self.backing {
             Backing::Empty | Backing::Uninit(_) | Backing::Host(_) => false,
@@ -352,7 +352,8 @@ impl Allocation {
         }
     }
 
-    /// Returns the pinned memory that holds the bytes. The caller must [check](PinnedBytes::wait_and_check) it under the lock.
+    /// Returns the pinned memory, or `None` if the bytes are not pinned. Before accessing the bytes, hold
+    /// [`host_lock`](Self::host_lock) and call [`wait_and_check`](PinnedBytes::wait_and_check), which waits for enqueued transfers.
     pub(super) fn pinned(&self) -> Option<&PinnedBytes> {
         match &self.backing {
             Backing::Adopted(adopted) => match &adopted.memory {
@@ -363,7 +364,7 @@ impl Allocation {
         }
     }
 
-    /// Returns the lock that is held while slices of the bytes exist. `None` if no bytes are in host memory.
+    /// Returns the lock that is held while slices of the bytes exist. Returns `None` if the storage is empty or in device memory.
     pub(super) fn host_lock(&self) -> Option<&RwLock<ReaderCount>> {
         match &self.backing {
             Backing::Host(lease) => Some(&lease.block.slot().lock),
@@ -372,13 +373,14 @@ impl Allocation {
         }
     }
 
-    /// Like [`host_lock`](Self::host_lock), but `None` for pinned memory, which has to be checked under its lock.
+    /// Like [`host_lock`](Self::host_lock), but returns `None` for pinned memory, whose bytes may be accessed only after
+    /// [`PinnedBytes::wait_and_check`].
     pub(super) fn unpinned_lock(&self) -> Option<&RwLock<ReaderCount>> {
         self.host_lock().filter(|_| self.pinned().is_none())
     }
 
-    /// Returns the first byte and the number of bytes in host memory. Elsewhere it returns zero bytes at an aligned
-    /// address. Valid as long as the host lock is held, the block is pinned, or the lock's borrow count is above 0.
+    /// Returns the address and the number of bytes in host memory; if none are, an aligned address and 0. Valid while
+    /// the host lock is held, the block is pinned, or the lock's reader count is above 0.
     pub(super) fn host_range(&self) -> (NonNull<u8>, usize) {
         let no_bytes = (NonNull::<Aligned>::dangling().cast(), 0);
         match &self.backing {
@@ -458,7 +460,7 @@ impl Lease {
 #[cold]
 fn report_change_to_profiler(allocator: &dyn Allocator, bytes: i64) {
     if (allocator as &dyn Any).is::<ImportedBuffers>() {
-        return; // imported memory was not counted when it was imported, either
+        return; // imported memory was never counted
     }
     let device = allocator.device();
     profiler::record_memory(device, bytes, || {

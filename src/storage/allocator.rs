@@ -11,7 +11,7 @@ use super::stats::DeviceStats;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
-/// Returns the allocator of type `T` that `allocator` is or wraps, the outermost first.
+/// Follows the chain of wrappers from `allocator` inwards, and returns the first allocator of type `T`.
 pub(super) fn find_allocator<T: Allocator>(mut allocator: &dyn Allocator) -> Option<&T> {
     loop {
         match (allocator as &dyn Any).downcast_ref() {
@@ -35,7 +35,7 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// The device whose memory this allocator hands out.
     fn device(&self) -> Device;
 
-    /// The alignment of blocks in bytes, which is the driver's: a power of two, at least 512.
+    /// The alignment of blocks in bytes: the driver's alignment, a power of two of at least 512.
     fn alignment(&self) -> usize {
         self.inner().map_or(ALIGNMENT, |inner| inner.alignment())
     }
@@ -45,8 +45,8 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         None
     }
 
-    /// Allocates at least `bytes > 0` bytes, rounded up to 16, with unspecified contents, for work on `stream`.
-    /// Tensors reject a block whose offset is not a multiple of 512 bytes.
+    /// Allocates at least `bytes` bytes (not 0), rounded up to a multiple of 16, with unspecified contents, for work on
+    /// `stream`. Tensors reject a block whose offset is not a multiple of 512 bytes.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if there is no room after releasing all unused memory; errors that the driver reports.
@@ -123,7 +123,7 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// Starts or stops recording the memory history for [`snapshot`](Allocator::snapshot) (`torch.cuda.memory._record_memory_history`).
     ///
     /// # Errors
-    /// [`Error::Invalid`] if there is no memory for that many entries, or the allocator does not support recording.
+    /// [`Error::Invalid`] if the host has no memory for the requested number of entries, or the allocator does not support recording.
     fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
         let cannot =
             || Err(Error::invalid("record_memory_history", format!("{self:?} does not record memory history")));

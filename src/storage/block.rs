@@ -14,8 +14,8 @@ use super::segment::Segment;
 use crate::device::{StreamId, read};
 use crate::{Error, Result};
 
-/// Counts the closures that read host bytes without holding the lock this counter is in. A thread that gets the lock
-/// for writing must leave the bytes alone unless the count is 0.
+/// Counts the closures that read host bytes without holding the lock around this counter. A thread that locks for
+/// writing must not touch the bytes unless the count is 0.
 #[derive(Debug, Default)]
 pub(crate) struct ReaderCount(AtomicU32);
 
@@ -106,7 +106,7 @@ impl Slot {
     }
 }
 
-/// Returns a new number by which an allocator recognises its own blocks (see `Block::owner`).
+/// Returns a new allocator number, which an allocator stores in its blocks to recognise them (see `Block::owner`).
 pub(super) fn next_owner_number() -> u32 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     NEXT.fetch_add(1, Relaxed)
@@ -119,7 +119,7 @@ pub(super) fn next_owner_number() -> u32 {
 #[must_use = "a block that is dropped stays allocated: give it back with Allocator::deallocate"]
 pub struct Block {
     slot: NonNull<Slot>,
-    /// A copy of the slot's value: returning a block then need not load the slot, which is no longer in the processor's cache.
+    /// A copy of the slot's requested size: when a block is returned, its slot is often no longer in the processor's cache.
     requested: usize,
     /// The number of the allocator that made the block (see [`next_owner_number`]).
     pub(crate) owner: u32,
@@ -127,7 +127,7 @@ pub struct Block {
     entry_and_flags: u32,
 }
 
-/// Flag in `Block::entry_and_flags`: threads' caches may keep the block. Its size is then its request rounded up.
+/// Flag in `Block::entry_and_flags`: thread caches may keep the block. The block's size is then the request rounded up.
 pub(super) const CACHEABLE_FLAG: u32 = 1 << 31;
 /// Flag in `Block::entry_and_flags`: the slot belongs to an [`OwnedSlot`], not to an allocator's table.
 const OWN_SLOT_FLAG: u32 = 1 << 30;
@@ -187,11 +187,11 @@ impl Block {
         (self.entry_and_flags & OWN_SLOT_FLAG != 0).then(|| unsafe { self.slot.cast::<OwnedSlot>().as_ref() })
     }
 
-    /// Makes a block of `size` bytes of this block, for allocators that wrap others. The new block owns this block, which no longer moves;
-    /// [`into_parent_block`](Block::into_parent_block) returns this block.
+    /// Makes a block from the `size` bytes at `offset` in this block, for allocators that wrap others. The new block
+    /// owns this block, which no longer moves; [`into_parent_block`](Block::into_parent_block) gives this block back.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the range is not inside this block, which then stays allocated.
+    /// [`Error::Invalid`] if the range is not inside this block; this block then stays allocated.
     pub(super) fn into_part(self, offset: usize, size: usize, requested: usize) -> Result<Block> {
         if requested > size || offset.checked_add(size).is_none_or(|end| end > self.size()) {
             let range = format!("{requested} of {size} bytes at {offset} are not in a block of {}", self.size());
@@ -248,18 +248,18 @@ impl Block {
         self.entry_and_flags & !(CACHEABLE_FLAG | OWN_SLOT_FLAG)
     }
 
-    /// True if threads' caches may keep the block.
+    /// True if thread caches may keep the block.
     #[inline]
     pub(super) fn is_cacheable(&self) -> bool {
         self.entry_and_flags & CACHEABLE_FLAG != 0
     }
 
-    /// Returns the bytes that the block occupies: the request rounded up.
+    /// Returns the number of bytes that the block occupies: the request rounded up.
     pub fn size(&self) -> usize {
         self.slot().size.load(Relaxed)
     }
 
-    /// Returns the bytes that were requested.
+    /// Returns the number of bytes that were requested.
     pub fn requested(&self) -> usize {
         self.requested
     }
@@ -274,12 +274,12 @@ impl Block {
         BlockLocation { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }
     }
 
-    /// Keeps the block from moving for good, because its memory was handed out by address or as a `cl_mem`.
+    /// Keeps the block from ever moving again, because its memory was handed out by address or as a `cl_mem`.
     pub fn export(&self) {
         self.pin();
     }
 
-    /// Keeps the block from moving until [`unpin`](Block::unpin), which takes the result: whether the block could move before.
+    /// Keeps the block from moving until [`unpin`](Block::unpin). Returns whether the block could move before, for `unpin`.
     pub(super) fn pin(&self) -> bool {
         let _still = self.location(); // wait for a move in progress
         !self.slot().exported.swap(true, Relaxed)
@@ -293,7 +293,8 @@ impl Block {
         }
     }
 
-    /// True, after an error is logged, if another allocator made the block. That allocator still counts the block, so no other may touch it.
+    /// Logs an error and returns true if another allocator made the block. That allocator still counts the block, so this one must
+    /// leave the block alone.
     #[inline]
     pub(super) fn is_foreign(&self, allocator: &dyn fmt::Debug, number: u32) -> bool {
         let foreign = self.owner != number;
@@ -333,7 +334,7 @@ impl Block {
         self.slot
     }
 
-    /// Returns the segment. Valid while the slot's lock is held, or while nothing moves blocks.
+    /// Returns the segment. Valid while the slot's lock is held, or if no block can be moved meanwhile.
     pub(crate) fn segment(&self) -> &Segment {
         // SAFETY: `set_location` was called before the block was made; its caller promised that the segment outlives the block.
         unsafe { &*self.slot().segment.load(Relaxed) }

@@ -16,7 +16,8 @@ use super::stats::{DeviceStats, PoolStats, Split, Stat};
 /// Number of blocks, their bytes, and the bytes requested.
 pub(super) type BlockAmounts = [i64; 3];
 
-/// Changes by a thread's cache to the allocated amounts, without the allocator: the net change, its highest value, and the sum of increases.
+/// Changes that a thread cache made to the allocated amounts without the allocator: the net change, its highest value, and the sum
+/// of the increases.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ThreadCacheDeltas {
     pub(super) change: BlockAmounts,
@@ -27,8 +28,8 @@ pub(super) struct ThreadCacheDeltas {
 /// A quantity over time, as the sums of increases and decreases; the current value is their difference. Signed, because
 /// a part of a change may be counted before the rest.
 ///
-/// One struct per quantity, not arrays of sums: the compiler would vectorise updates of neighbouring sums. A wide load
-/// of two values stored just before stalls until both stores are done.
+/// Each quantity has its own struct. In an array of sums, the compiler would vectorise updates of neighbouring sums,
+/// and a wide load of two values stored just before stalls until both stores are done.
 #[derive(Debug, Clone, Copy, Default)]
 struct FlowCounter {
     allocated: i64,
@@ -233,8 +234,8 @@ impl Counters {
         self.pools.iter().map(|pool| pool.segment[1].current()).sum::<i64>() as u64
     }
 
-    /// Raises the peaks of the allocated amounts: the pool's with `pool_delta` added, the total's with `total_delta` added. The deltas are the
-    /// changes by this thread's cache.
+    /// Raises the peaks of the allocated amounts: the peak of the pool to its current value plus `pool_delta`, and the
+    /// total's peak to the total plus `total_delta`. The deltas are the changes by this thread's cache.
     #[inline(always)]
     fn raise_live(&mut self, kind: SizeKind, pool_delta: &BlockAmounts, total_delta: &BlockAmounts) {
         let (at, other) = (kind as usize, kind.opposite() as usize);

@@ -169,10 +169,11 @@ impl Device {
         Ok(self.caching_allocator("add_free_memory_callback")?.add_free_memory_callback(free))
     }
 
-    /// Registers an observer of allocations that fail for want of memory (PyTorch's `attachOutOfMemoryObserver`). It is
-    /// called before the error is returned, until the returned value is dropped.
+    /// Registers an observer of allocations that fail for lack of memory (PyTorch's `attachOutOfMemoryObserver`). The
+    /// observer is called before the error is returned, until the returned value is dropped.
     ///
-    /// The allocating thread calls `observe` without a lock of the allocator; `observe` may read statistics, take a snapshot, or allocate.
+    /// The allocating thread calls `observe` with no lock of the allocator held; `observe` may read statistics, take a snapshot, or
+    /// allocate.
     ///
     /// ```
     /// use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -193,7 +194,7 @@ impl Device {
         Ok(self.caching_allocator("add_oom_observer")?.add_oom_observer(observe))
     }
 
-    /// Returns the caching allocator that hands out the device's memory, maybe through others.
+    /// Returns the caching allocator of the device, which may be wrapped in other allocators.
     fn caching_allocator(&self, op: &'static str) -> Result<&'static CachingAllocator> {
         let allocator = registry::device_allocator(*self)?;
         find_allocator(&**allocator).ok_or_else(|| Error::invalid(op, format!("{allocator:?} calls no callbacks")))

@@ -1,4 +1,5 @@
-//! The direct allocator: one segment per allocation, and no cache. A pool that reuses nothing.
+//! The direct allocator: one segment per allocation, and no cache. Implemented as a [`PoolAllocator`](super::PoolAllocator) that
+//! reuses nothing.
 
 use std::fmt;
 use std::sync::Arc;

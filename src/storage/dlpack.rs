@@ -106,8 +106,8 @@ impl DlpackMemory {
     /// tensor is marked as read-only, which a tensor from before DLPack 1.0 cannot be. The elements are valid values of
     /// their type (bools are 0 or 1).
     ///
-    /// Meanwhile no other code writes to these bytes while they are used here, or uses them while they are written to
-    /// here. This includes other tensors of this crate over the same bytes, such as the tensor that
+    /// Until then no other code writes to these bytes while this crate uses them, or uses them while this crate writes
+    /// to them. This includes other tensors of this crate over the same bytes, such as the tensor that
     /// [`Tensor::to_dlpack`](crate::Tensor::to_dlpack) was called on. No operation may read one of these tensors and
     /// write to another.
     pub unsafe fn new<M: ManagedTensorBase + 'static>(dlpack: Managed<M>) -> Result<DlpackMemory> {
@@ -137,7 +137,7 @@ impl DlpackMemory {
         let at = usize::try_from(tensor.byte_offset()).ok().ok_or_else(too_large)?;
         let base = NonNull::new(tensor.data_ptr().cast_mut().cast::<u8>());
         let base = base.ok_or_else(|| invalid("the data pointer is null".into()))?;
-        // Inside the tensor's memory, as the caller promises.
+        // The address is inside the tensor's memory, as the caller promises.
         let start = base.as_ptr().wrapping_add(at).wrapping_sub(before * size);
         let Some(start) = NonNull::new(start).filter(|start| start.addr().get().is_multiple_of(size)) else {
             return Err(invalid(format!("the elements begin at {start:p}, which is misaligned for {dtype}")));
@@ -158,7 +158,8 @@ impl DlpackMemory {
     }
 }
 
-/// Returns how many elements precede a non-empty tensor's first element in memory, and how many there are in all, gaps included.
+/// Returns how many elements precede a non-empty tensor's first element in memory, and the length of the tensor's memory in
+/// elements, gaps included.
 ///
 /// # Errors
 /// The reason, if elements overlap or are too far apart.

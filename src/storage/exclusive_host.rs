@@ -13,7 +13,7 @@ use crate::{Device, Element, Error, Result, elements};
 
 /// The elements of a storage that has one handle and cannot get another, in host memory that does not move.
 pub(crate) struct ExclusiveHost<T> {
-    /// Unmapped before the storage is dropped.
+    /// The mapping of a buffer that a device uses in place. This field is dropped before the storage.
     mapped: Option<MappedHost>,
     storage: Storage,
     /// True if the block may move again after this access.
@@ -65,7 +65,7 @@ impl<T: Element> ExclusiveHost<T> {
         Ok(exclusive)
     }
 
-    /// Returns the storage in its former state.
+    /// Ends the access, and returns the storage. Its block may move again if it could before.
     pub(crate) fn into_storage(self) -> Storage {
         self.storage.clone() // dropping `self` unpins the block
     }

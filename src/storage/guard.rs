@@ -15,7 +15,7 @@ use crate::device::lock;
 use crate::{Device, Error, Result};
 
 const GUARD_BYTE: u8 = 0xFD;
-/// Block sizes are rounded up to this many bytes, because the crate's own stores may fill a block up to there.
+/// The guard after a block begins at a multiple of this many bytes, because the crate's own stores may fill a block up to there.
 const GUARD_START_ALIGNMENT: usize = 16;
 /// Bytes written per driver call.
 const WRITE_CHUNK_BYTES: usize = 1 << 20;
@@ -74,12 +74,12 @@ impl GuardAllocator {
         self.violations.load(Relaxed) + guard_violations(&*self.inner)
     }
 
-    /// Guard bytes before a block: one alignment unit, which keeps the block aligned.
+    /// Returns the number of guard bytes before a block: one alignment unit, which keeps the block aligned.
     fn leading_guard_bytes(&self) -> usize {
         self.driver.alignment()
     }
 
-    /// The ranges of the guards, in the memory of `whole`, which contains `block`.
+    /// Returns the byte ranges of the guards before and after `block`, in the memory of `whole`, which contains `block`.
     fn guard_ranges(&self, block: &Block, whole: &Block) -> [Range<usize>; 2] {
         let (start, begin) = (block.offset(), whole.offset());
         [begin..start, start + block.size()..begin + whole.size()]

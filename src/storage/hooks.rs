@@ -12,7 +12,7 @@ pub type FreeMemory = dyn Fn() -> bool + Send + Sync;
 /// A callback that is told of each failed allocation.
 pub type OomObserver = dyn Fn(&OutOfMemoryEvent) + Send + Sync;
 
-/// An allocation that failed for want of memory, reported just before the error is returned.
+/// An allocation that failed for lack of memory, reported just before the error is returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OutOfMemoryEvent {

@@ -90,13 +90,13 @@ impl<T: Element> HostElements<T> {
             // SAFETY: the owner is dropped after the buffer is released and all submitted commands are done, or never.
             if let Some(memory) = unsafe { driver.wrap_host_memory(start, bytes) } {
                 let segment = Arc::new(Segment::new(memory, bytes));
-                // SAFETY: all of a buffer that no other code has.
+                // SAFETY: the block covers a whole buffer, which no other code uses.
                 let block = unsafe { Block::new(&segment, 0, bytes, bytes)? };
                 return Ok(storage_of_external_block(driver, block, Some(self.owner)));
             }
         }
         let storage = Storage::alloc(device, bytes)?;
-        // SAFETY: elements that no other code uses, borrowed until they are copied.
+        // SAFETY: no other code uses the elements, which are borrowed until they are copied.
         storage.write(0, unsafe { slice::from_raw_parts(start.as_ptr(), bytes) })?;
         Ok(storage)
     }
@@ -110,7 +110,7 @@ impl Storage {
         imported.is_some_and(|imported| imported.host.is_some())
     }
 
-    /// Maps the host memory, of which this is the only handle, for the host. Waits for the device.
+    /// Maps the host memory, on which this storage is the only handle, for the host. Waits for the device.
     ///
     /// # Errors
     /// If a graph is being captured, and errors of the driver.

@@ -26,9 +26,9 @@ impl Storage {
     /// [`export_cl`](Self::export_cl). The buffer must belong to the device's own context ([`Device::cl_context`]), and
     /// is retained while the storage lives. Allocators do not count it.
     ///
-    /// Queues of other code are ordered with nothing here, unless they were [adopted](Device::adopt). Finish them
-    /// before the bytes are used here, and call [`Stream::synchronize`](crate::Stream::synchronize) before they use the
-    /// bytes again.
+    /// Queues of other code are not ordered with streams of this crate, unless the queues were
+    /// [adopted](Device::adopt). Finish the queues before this crate uses the bytes, and call
+    /// [`Stream::synchronize`](crate::Stream::synchronize) before other code uses them again.
     ///
     /// ```
     /// use claystone::storage::Storage;
@@ -53,9 +53,9 @@ impl Storage {
     /// Also errors of the driver.
     ///
     /// # Safety
-    /// `buffer` is a `cl_mem` that lives during the call, and is acquired if it is shared with a graphics library. While
-    /// the storage lives, no other code writes to its bytes, or to those up to the next multiple of 16, while the bytes
-    /// are used here. No other code relies on the contents of the bytes between the storage's end and that multiple.
+    /// `buffer` is a `cl_mem` that lives during the call, and is acquired if it is shared with a graphics library. While the
+    /// storage lives, no other code writes to its bytes, or to the bytes from its end to the next multiple of 16, while this crate
+    /// uses the storage. No other code relies on the contents of the bytes between the storage's end and that multiple.
     pub unsafe fn import_cl(device: Device, buffer: *mut c_void, offset: usize, bytes: usize) -> Result<Storage> {
         let fail = |reason: String| Err(Error::invalid("import_cl", reason));
         let Device::OpenCL(index) = device else {

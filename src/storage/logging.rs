@@ -94,7 +94,7 @@ impl Allocator for LoggingAllocator {
         match &made {
             Ok(block) => self.log_line(CsvAction::Allocate, Some(block), bytes, stream),
             Err(Error::OutOfMemory { .. }) => self.log_line(CsvAction::AllocateFailure, None, bytes, stream),
-            Err(_) => {} // not for want of memory
+            Err(_) => {} // failed for another reason than lack of memory
         }
         made
     }

@@ -19,7 +19,7 @@ impl<T: Clone> PerDevice<T> {
         table.iter().find(|(of, _)| *of == device).map(|(_, value)| value.clone())
     }
 
-    /// Returns the device's value, which is `made` if there was none.
+    /// Returns the device's value. If there is none, inserts `made` and returns it.
     pub(super) fn get_or_insert(&self, device: Device, made: T) -> T {
         let mut table = self.lock();
         match table.iter().find(|(of, _)| *of == device) {

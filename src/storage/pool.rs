@@ -285,7 +285,7 @@ impl PoolAllocator {
             let most = match request.image {
                 // MNN does not bound the excess of an image. Weights live long, so a static image is bounded.
                 Some(_) if request.kind != StorageType::Static => usize::MAX,
-                _ => ((request.size as f64 * self.max_overfit) as usize).max(request.size), // saturates
+                _ => ((request.size as f64 * self.max_overfit) as usize).max(request.size), // the conversion saturates
             };
             let list = state.free_list(request.kind == StorageType::Static);
             let Some(mut buffer) = list.take(request, most, self.cross_stream_reuse) else {

@@ -8,9 +8,9 @@ use std::sync::atomic::AtomicU64;
 use memmap2::{MmapOptions, MmapRaw};
 use tempfile::NamedTempFile;
 
-/// Words of memory shared by processes, which may change a word at any time, so each word is atomic. Through an
-/// agreement about other words, a process can own a range for a while; it then [writes](Self::write) and
-/// [reads](Self::read) many bytes at a time.
+/// Words of memory shared by processes, which may change a word at any time, so each word is atomic. If the processes
+/// agree on it through other words, one process can own a range for a while; that process then [writes](Self::write)
+/// and [reads](Self::read) many bytes at a time.
 #[derive(Debug)]
 pub(crate) struct SharedMemory {
     map: MmapRaw,
@@ -62,7 +62,8 @@ impl SharedMemory {
         unsafe { bytes.as_ptr().copy_to_nonoverlapping(to.as_ptr().cast_mut().cast(), bytes.len()) }
     }
 
-    /// Copies bytes from the words starting at `at`, which no process may write meanwhile, as a word loaded before with `Acquire` must have said.
+    /// Copies bytes from the words starting at `at`. No process may write these words meanwhile; a word loaded before with
+    /// `Acquire` must have said so.
     ///
     /// # Panics
     /// If the words are out of range.

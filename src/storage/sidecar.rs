@@ -1,4 +1,4 @@
-//! The side-car of a storage: what higher layers keep with the bytes, and the storage does not look into.
+//! The side-car of a storage: data that higher layers keep with the bytes, and that the storage does not interpret.
 //!
 //! - An attached value: autograd's record of how the elements were changed in place.
 //! - Data derived from the bytes, which is cleared when they change: images of constant weights.
@@ -31,7 +31,7 @@ pub(super) struct SideCar {
     saved: AtomicUsize,
     value: Mutex<Option<AttachedValue>>,
     derived: OnceLock<Arc<dyn DerivedData>>,
-    /// The last [`Storage::set_stamp`], or 0.
+    /// The number given to the last [`Storage::set_stamp`], or 0.
     stamp: AtomicU64,
     /// The storage's number in graph captures; 0 if none was assigned.
     number: AtomicU64,

@@ -98,7 +98,7 @@ fn fills_write_exactly_their_range() {
             }
         }
         assert_eq!(contents(&neighbour), bytes(512, 6));
-        // Large enough for several threads; Miri's threads do not end with the process.
+        // Large enough that several threads copy, except under Miri, which reports threads that still run when the process ends.
         let n = if cfg!(miri) { 9 << 10 } else { 9 << 20 };
         let large = Storage::alloc(device, n + 4).unwrap();
         large.fill(0, large.nbytes(), &[1, 2, 3, 4]).unwrap();
@@ -312,7 +312,7 @@ fn concurrent_copies_in_both_directions_are_complete() {
         }
     });
     assert_eq!(contents(&a), contents(&b));
-    // Overlapping ranges of them and of one storage.
+    // Copies between two storages at different offsets, and between overlapping ranges of one storage.
     a.write(0, &[1, 2, 3, 4, 5]).unwrap();
     b.copy_from(4990, &a, 1, 10, true).unwrap();
     assert_eq!(contents(&b)[4989..4995], [contents(&b)[0], 2, 3, 4, 5, contents(&b)[0]]);

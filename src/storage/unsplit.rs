@@ -22,7 +22,7 @@ pub(super) struct SegmentLedger {
     device: Device,
     capacity: u64,
     pub(super) stats: Counters,
-    /// Limits on the bytes of segments: as a number, and as a part of the capacity.
+    /// Limits on the total bytes of segments: the limit set in bytes, and the limit set as a fraction of the capacity, in bytes.
     limit_bytes: u64,
     fraction_bytes: u64,
     /// Bytes of segments that are being created outside the lock.
@@ -37,7 +37,7 @@ struct LedgerSegment {
     size: usize,
     stream: StreamId,
     context: Context,
-    /// If the segment is handed out: the bytes requested, the stream and the context.
+    /// The requested bytes, the stream and the context of the allocation that has the segment; `None` if the segment is unused.
     taken: Option<(usize, StreamId, Context)>,
 }
 

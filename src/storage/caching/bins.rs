@@ -12,12 +12,13 @@ use super::entry::{Entry, NONE, UNIT};
 const CLASSES_PER_LEVEL_LOG2: u32 = 5;
 /// Size classes per power of two.
 const CLASSES_PER_LEVEL: usize = 1 << CLASSES_PER_LEVEL_LOG2;
-/// Powers of two from 2^5 units on; level 0 holds the exact sizes below. More levels than needed, so that indices need no check.
+/// Number of levels, one per power of two from 2^5 units on; level 0 has a class for each smaller size. A multiple of what sizes
+/// need, so that indices need no bounds check.
 const LEVELS: usize = 32;
 /// Size classes in total.
 const CLASSES: usize = LEVELS * CLASSES_PER_LEVEL;
 
-/// The free lists of one arena, either of whole segments or of parts.
+/// The free lists of one arena, for either the blocks that cover a whole segment or the blocks that are part of one.
 ///
 /// Lists end at entry [`NONE`], which is never a real block, so writes to it are harmless. List operations therefore
 /// need no branch on whether a neighbour exists, which would be mispredicted half of the time.
@@ -171,7 +172,7 @@ mod tests {
         let mut table: Vec<Entry> = [0, 640, 64, 130, 128, 129, 1 << 20].map(entry).into();
         let mut bins = Bins::new();
         (1..7).for_each(|id| bins.insert(&mut table, id));
-        // Sizes 128 to 131 share a class; the quick search checks only its last inserted block, 129.
+        // Sizes 128 to 131 share a class; the quick search checks only the block inserted last into this class, 129.
         for (units, quick, best) in
             [(1, 64, 64), (65, 129, 128), (129, 129, 129), (130, 640, 130), (131, 640, 640), (641, 1 << 20, 1 << 20)]
         {

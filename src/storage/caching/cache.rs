@@ -13,9 +13,9 @@ use super::super::counters::{BlockAmounts, ThreadCacheDeltas};
 use super::policy::{BLOCKS_PER_SIZE, CACHE_COUNT, MAX_CACHED_PART, MAX_REFUSALS};
 use super::sync::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Mutex, Ordering::Relaxed, lock};
 
-/// Sizes of 1 to this many units of the alignment are cached.
+/// Block sizes from 1 to this many units are cached; the unit is the alignment.
 const CACHED_SIZE_COUNT: usize = BITMAP_WORDS * 64;
-/// `u64` words of the bitmap of cached sizes.
+/// Number of `u64` words of the bitmap of cached sizes.
 const BITMAP_WORDS: usize = if cfg!(loom) { 1 } else { 2 };
 
 /// A cached block: its slot and its table entry.
@@ -52,15 +52,15 @@ struct Contents {
 #[repr(align(128))]
 #[derive(Debug)]
 pub(super) struct ThreadCache {
-    /// Bitmap of the sizes that have blocks. Read without the lock, written under it, like the other fields. The last
-    /// word stands for sizes that are never cached, and stays 0.
+    /// Bitmap of the sizes of which a block is cached. Like the fields below, read without the lock and written under
+    /// it. The last word, for sizes that are never cached, stays 0.
     occupied: [AtomicU64; BITMAP_WORDS + 1],
     /// Change in live blocks, bytes and requested bytes since the cache was last emptied.
     change: [AtomicI64; 3],
-    /// The greatest `change` since the allocator last read it. The allocator may read without the lock, so threads
-    /// that share a cache may miss a peak.
+    /// The greatest `change` since the allocator last read it. The allocator may read without the lock, so statistics
+    /// of threads that share a cache may miss a peak.
     highest: [AtomicI64; 3],
-    /// True if a block was taken since the last read.
+    /// True if a block was taken from the cache since [`read_deltas`](Self::read_deltas) was last called.
     has_new_peak: AtomicBool,
     contents: Mutex<Contents>,
 }
@@ -119,7 +119,7 @@ impl ThreadCache {
 pub(super) struct ThreadCaches {
     /// A cache is created when one of its threads first frees a block.
     shards: [OnceLock<Box<ThreadCache>>; CACHE_COUNT],
-    /// Bytes that one cache may hold, and the largest size it takes. 0 turns all caches off.
+    /// Bytes that one cache may hold (0 turns all caches off), and the size of the largest block that it keeps.
     capacity: AtomicUsize,
     largest: AtomicUsize,
     /// log2 of the alignment, which is the unit of cached sizes.
@@ -180,7 +180,8 @@ impl ThreadCaches {
     /// Takes a block of exactly `size` bytes from this thread's cache, now allocated for `requested` bytes.
     #[inline(always)]
     pub(super) fn get(&self, shard: &ThreadCache, size: usize, requested: usize) -> Option<CachedBlock> {
-        // A single branch tests whether the size is cacheable and a block is cached, because such a branch is hard to predict.
+        // A single branch tests both whether the size is cacheable and whether a block is cached, because two branches would be
+        // mispredicted more often.
         let at = ((size >> self.shift) - 1).min(CACHED_SIZE_COUNT);
         let (word, bit) = (&shard.occupied[at / 64], 1 << (at % 64));
         if word.load(Relaxed) & bit == 0 {

@@ -1,9 +1,9 @@
 //! Compaction: moves live blocks together, so that free memory becomes contiguous.
 //!
-//! A block may move while no thread holds its address, because handles are indirect. Its slot is write-locked from the plan until the table is
-//! updated. Blocks are copied on the device, or through the host if the old and the new segment do not fit side by side. A block that is exported,
-//! pinned or currently in use stays, and its segment with it. After a failure, every block keeps its contents and is in its old or new location, or
-//! on the host.
+//! A block may move while no thread holds its address, because handles are indirect. The block's slot is write-locked
+//! from planning until the table is updated. Blocks are copied on the device, or through the host if the old and the
+//! new segment do not fit side by side. A block that is exported, pinned or currently in use stays, and its segment
+//! with it. After a failure, every block keeps its contents and is in its old or new location, or on the host.
 //!
 //! With compaction, an allocation succeeds whenever the free memory suffices in total and the device can hold the block in one buffer.
 //!
@@ -51,7 +51,7 @@ pub(super) struct Move<'a> {
     pub(super) to: usize,
     pub(super) size: usize,
     pub(super) slot: &'a Slot,
-    /// Held until the table is updated.
+    /// The slot's lock, held until the table is updated.
     #[expect(dead_code, reason = "held")]
     write_lock: RwLockWriteGuard<'a, ReaderCount>,
 }
@@ -60,7 +60,7 @@ pub(super) struct Move<'a> {
 pub(super) struct CompactionPlan<'a> {
     pub(super) segments: Vec<u32>,
     pub(super) moves: Vec<Move<'a>>,
-    /// Blocks that do not move, with their offsets and sizes in bytes.
+    /// Table entries of the blocks that do not move, with their offsets and sizes in bytes.
     pub(super) staying: Vec<(u32, usize, usize)>,
     /// The stream that will own the free bytes.
     pub(super) stream: StreamId,
@@ -69,23 +69,23 @@ pub(super) struct CompactionPlan<'a> {
 }
 
 impl CompactionPlan<'_> {
-    /// Bytes of all blocks that may move.
+    /// Returns the total size, in bytes, of the blocks in `moves`, including blocks that keep their offset.
     pub(super) fn bytes(&self) -> usize {
         self.moves.iter().map(|m| m.size).sum()
     }
 
-    /// Bytes of the blocks whose offset changes.
+    /// Returns the total size, in bytes, of the blocks whose offset changes.
     pub(super) fn bytes_moved(&self) -> usize {
         self.moves.iter().filter(|m| m.from.1 != m.to).map(|m| m.size).sum()
     }
 
-    /// The end of the last block after the move, in bytes.
+    /// Returns the end offset, in bytes, of the last block after the move.
     pub(super) fn end(&self) -> usize {
         let moves = self.moves.iter().map(|m| m.to + m.size);
         moves.chain(self.staying.iter().map(|&(_, offset, size)| offset + size)).max().unwrap_or(0)
     }
 
-    /// The size in bytes of the largest gap between the blocks after the move, in a segment of `bytes` bytes.
+    /// Returns the size, in bytes, of the largest gap between the blocks after the move, in a segment of `bytes` bytes.
     fn largest_gap(&self, bytes: usize) -> usize {
         let mut blocks: Vec<(usize, usize)> = self.moves.iter().map(|m| (m.to, m.size)).collect();
         blocks.extend(self.staying.iter().map(|&(_, offset, size)| (offset, size)));
@@ -99,7 +99,7 @@ impl CompactionPlan<'_> {
     }
 }
 
-/// The bytes `at..at + bytes` of the plan's block number `index`.
+/// The bytes `at..at + bytes` of block `moves[index]` of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Piece {
     index: usize,
@@ -112,7 +112,7 @@ struct Piece {
 enum Step {
     /// Independent copies on the device.
     Wave(Vec<Piece>),
-    /// One block, copied through the host.
+    /// One block, given by its index in `moves`, copied through the host.
     ThroughHost(usize),
 }
 
@@ -160,7 +160,7 @@ fn steps(moves: impl Iterator<Item = (usize, usize, usize)>) -> Vec<Step> {
     steps
 }
 
-/// Adds to a driver error that no block was lost.
+/// Adds the sentence that no block was lost to a driver error's message.
 pub(super) fn add_compaction_detail(error: Error) -> Error {
     match error {
         Error::OpenCl { device, call, code, detail } => {
@@ -282,7 +282,8 @@ impl CachingAllocator {
         };
         let (moved, stranded) = self.copy_down(&mut plan, &target);
         if moved.is_err() {
-            // A copy may still be running. On the default stream, the next owner's work runs after that copy.
+            // A copy may still be running. Copies run on the default stream, so work of the free bytes' next owner on that stream
+            // runs after the copy.
             plan.stream = StreamId::DEFAULT;
         }
         let mut core = self.lock();
@@ -295,7 +296,7 @@ impl CachingAllocator {
         moved
     }
 
-    /// Moves a segment's blocks to its start if the segment is expandable, and otherwise into a new segment.
+    /// Moves a segment's blocks to its start if the segment is expandable, and into a new segment otherwise.
     fn repack(&self, segment: u64, budget: &mut u64) -> Result<bool> {
         let grows = {
             let core = self.lock();
@@ -347,7 +348,7 @@ impl CachingAllocator {
             let held = segments.first().and_then(|&id| core.heap.segment(core.heap.number_of(id)?));
             held.is_some_and(|held| held.segment.memory().is_host())
         };
-        // Storages of host memory do not handle blocks that were left on the host.
+        // Storages on the CPU device cannot use spilled blocks, so blocks of host memory never go `ThroughHost`.
         match is_host {
             true => self.repack_on_device(segments, budget, CopyRoute::Relocated),
             false => self.repack_through_host(segments, budget),
@@ -361,7 +362,7 @@ impl CachingAllocator {
         let bytes = plan.bytes() as u64;
         let most = match route {
             CopyRoute::OnDevice => core.limits.limit(),
-            // A system that cannot release single pages has both copies in memory for a while.
+            // A system that cannot release single pages holds the old and the new copy in memory for a while.
             CopyRoute::Relocated if self.driver.page() == 0 => self.driver.capacity(),
             CopyRoute::Relocated | CopyRoute::ThroughHost => u64::MAX,
         };
@@ -374,7 +375,7 @@ impl CachingAllocator {
         plan.bytes_being_created = match route {
             CopyRoute::OnDevice => bytes,
             CopyRoute::Relocated if self.driver.page() == 0 => bytes,
-            // Uses memory that the old segments release. The old segments stay counted until the blocks have arrived.
+            // The new segment uses memory that the old segments release. The old segments stay counted until the blocks have arrived.
             CopyRoute::Relocated | CopyRoute::ThroughHost => 0,
         };
         core.bytes_being_created += plan.bytes_being_created;
@@ -513,7 +514,7 @@ impl CachingAllocator {
         result
     }
 
-    /// Waits for all work, because work may have been enqueued until the blocks were locked.
+    /// Waits for the work of all streams, because threads could enqueue work on the blocks until they were locked.
     pub(super) fn wait_for_all(&self) -> Result<()> {
         self.retry(MAX_TRIES, || self.driver.synchronize())
     }
@@ -605,7 +606,7 @@ impl CachingAllocator {
 
     /// Reads a block's bytes to the host. The first `done` bytes are already at the new location.
     pub(super) fn read_to_host(&self, tries: u32, m: &Move<'_>, done: usize, target: &Segment) -> Result<Box<[u8]>> {
-        let bytes = if m.from.0.memory().has_contents() { m.size } else { 0 }; // a device without contents only counts the call
+        let bytes = if m.from.0.memory().has_contents() { m.size } else { 0 }; // without contents, the driver only counts the call
         let full = |()| Error::OutOfMemory {
             device: Device::Cpu,
             requested: m.size,
@@ -662,7 +663,7 @@ impl CachingAllocator {
         let spilled = self.lock().spilled();
         for id in spilled {
             if let Err(error) = self.restore_block(id) {
-                // Not a lack of memory: the next block would fail as well.
+                // The driver failed for another reason than lack of memory, so the next block would fail as well.
                 let stop = !matches!(error, Error::OutOfMemory { .. });
                 let device = self.driver.device();
                 log::emit(move || tracing::warn!(%device, %error, "a block stays on the host"));
@@ -760,7 +761,7 @@ impl CachingAllocator {
 }
 
 impl Core {
-    /// The bytes of a segment that blocks cover.
+    /// Returns the number of bytes of a segment that blocks cover.
     pub(super) fn segment_bytes(&self, segment: u32) -> usize {
         self.heap.segment(segment).map_or(0, |held| held.size)
     }
@@ -893,7 +894,7 @@ impl Core {
         held.map(|(_, held)| held.first).filter(|&id| self.heap.entry(id).usage() == Use::Live).collect()
     }
 
-    /// Returns the bytes of blocks that are kept on the host.
+    /// Returns the total size, in bytes, of the blocks that are kept on the host.
     pub(super) fn spilled_bytes(&self) -> u64 {
         self.spilled().into_iter().map(|id| self.heap.entry(id).size() as u64).sum()
     }

@@ -109,7 +109,7 @@ impl Entry {
         self.units as usize * UNIT
     }
 
-    /// True if the block has some of these bytes of its segment.
+    /// True if the block overlaps these bytes of its segment.
     pub(super) fn overlaps(&self, range: &std::ops::Range<usize>) -> bool {
         self.offset() < range.end && range.start < self.offset() + self.size()
     }

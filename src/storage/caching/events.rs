@@ -46,10 +46,10 @@ pub(super) struct Pending {
     /// Other streams that used each live block.
     used: HashMap<u32, Streams>,
     queues: BTreeMap<StreamId, VecDeque<Waiting>>,
-    /// By waiting stream and awaited stream: how much work the awaited stream had submitted at the last wait.
+    /// For each waiting stream and awaited stream: the number of commands submitted to the awaited stream before the last wait.
     waited: HashMap<(StreamId, StreamId), u64>,
     next_ticket: u64,
-    /// How many markers each pending block still waits for.
+    /// The number of markers that each pending block still waits for.
     waiting: HashMap<u32, usize>,
 }
 
@@ -95,7 +95,7 @@ impl Pending {
         self.used.get(&id).cloned().unwrap_or_default()
     }
 
-    /// Makes a block wait for the given uses.
+    /// Adds a pending block, which waits until the given uses end.
     pub(super) fn add(&mut self, id: u32, uses: PendingUses) {
         self.waiting.insert(id, uses.len());
         for (stream, marker) in uses {

@@ -66,7 +66,7 @@ pub(super) struct SegmentRecord {
     /// The stream the segment was created for.
     pub(super) stream: StreamId,
     pub(super) first: u32,
-    /// Ticks and milliseconds at which the segment last became entirely free.
+    /// The search count and the time in milliseconds when the segment last became entirely free.
     pub(super) idle_since: (u64, u64),
     pub(super) end: SegmentEnd,
 }
@@ -128,7 +128,7 @@ pub(super) struct Extension {
     pub(super) holes: Vec<(u32, Range<usize>)>,
     /// The range from the segment's current end to its new end.
     pub(super) end: Range<usize>,
-    /// Adjacent free blocks whose bytes count towards the request.
+    /// Adjacent free blocks that the request will use too, so their pages must not be released.
     pub(super) spared: Vec<u32>,
 }
 
@@ -153,7 +153,7 @@ type FreeRun = (u32, usize);
 /// All segments and blocks of an allocator, with their statistics.
 pub(super) struct Heap {
     rules: Arc<Rules>,
-    /// Memory pools whose blocks are never split.
+    /// Numbers of the memory pools whose blocks are never split.
     unsplit_pools: Vec<u32>,
     table: Vec<Entry>,
     vacant: Vec<u32>,
@@ -168,9 +168,9 @@ pub(super) struct Heap {
     contexts: HashMap<u32, Context>,
     /// The block freed last, if it has not been merged yet. The table still lists it as live.
     last_freed: u32,
-    /// Number of blocks freed so far. Each may have unfinished work behind it.
+    /// Number of blocks freed so far. Device work that uses a freed block may be unfinished.
     freed_blocks: u64,
-    /// Number of searches so far: the clock of garbage collection.
+    /// Number of searches so far, which garbage collection uses as its clock.
     ticks: u64,
     /// Milliseconds since the allocator was created, as last set by its owner.
     now: u64,
@@ -270,7 +270,7 @@ impl Heap {
         self.ticks
     }
 
-    /// Returns the number of searches so far: the clock of garbage collection.
+    /// Returns the number of searches so far, which garbage collection uses as its clock.
     pub(super) fn searches(&self) -> u64 {
         self.ticks
     }
@@ -280,7 +280,7 @@ impl Heap {
         self.now = now;
     }
 
-    /// Returns the number of blocks freed so far. Each may have unfinished work behind it.
+    /// Returns the number of blocks freed so far. Device work that uses a freed block may be unfinished.
     pub(super) fn freed_blocks(&self) -> u64 {
         self.freed_blocks
     }
@@ -676,7 +676,7 @@ impl Heap {
         id
     }
 
-    /// Records that blocks from `first` on cover `size` bytes of a segment, under the number `at`.
+    /// Stores a segment under the number `at`. Its blocks, from `first` on, cover `size` bytes.
     fn set_segment(
         &mut self,
         at: u32,
@@ -719,7 +719,7 @@ impl Heap {
         self.remove_segment(self.table[id as usize].segment)
     }
 
-    /// Removes every segment of a pool whose blocks are all free, even if unmerged because they belong to several streams.
+    /// Removes every segment of a pool whose blocks are all free, even if the blocks are unmerged because they belong to several streams.
     pub(super) fn remove_unused(&mut self, pool: u32) -> Vec<Arc<Segment>> {
         self.unused_segments(pool).into_iter().map(|at| self.remove_segment(at)).collect()
     }
@@ -733,7 +733,8 @@ impl Heap {
         (0..self.segments.len() as u32).filter(unused).collect()
     }
 
-    /// Returns the number of the segment with this id, if still in the table. Code that releases the lock keeps the id, because numbers are reused.
+    /// Returns the number of the segment with this id; `None` if the segment is no longer in the table. Code that releases the lock
+    /// keeps the id, because numbers are reused.
     pub(super) fn number_of(&self, id: u64) -> Option<u32> {
         self.segments().find(|(_, held)| held.segment.id() == id).map(|(at, _)| at)
     }
@@ -766,12 +767,12 @@ impl Heap {
         std::iter::successors(first, |&id| Some(self.table[id as usize].next).filter(|&next| next != NONE))
     }
 
-    /// Returns the bytes of memory that a segment has; 0 if it is gone.
+    /// Returns the number of committed bytes of a segment; 0 if the segment was removed.
     pub(super) fn committed_bytes(&self, at: u32) -> u64 {
         self.segment(at).map_or(0, |held| held.committed() as u64)
     }
 
-    /// The streams that own blocks.
+    /// Returns the streams that own blocks.
     pub(super) fn streams(&self) -> BTreeSet<StreamId> {
         self.table.iter().filter(|e| e.usage() != Use::Vacant).map(|e| self.arenas[e.arena() as usize].stream).collect()
     }
@@ -1141,7 +1142,7 @@ impl Heap {
                     unmapped.push((segment, range));
                 }
             }
-            // A block that was too short to become a hole may be at its segment's end now.
+            // Tries again: a block that was too short to become a hole may now be at its segment's end, where any length is released.
             if left == 0 || unmapped.len() == before {
                 return unmapped;
             }

@@ -88,7 +88,7 @@ fn count_served(_step: RecoveryStep) {
 /// The outcome of the recovery steps so far.
 #[derive(Default)]
 pub(super) struct OomRecovery {
-    /// Why the driver created no segment.
+    /// Why the driver created no segment; `None` if it did not refuse one.
     pub(super) failure: Option<Failure>,
     /// The kind of memory created, for the log, and its size in bytes.
     pub(super) growth_message: Option<(&'static str, u64)>,
@@ -131,13 +131,13 @@ impl Expandable {
 
 pub(super) enum ExpandOutcome {
     Block(Block),
-    /// The limit or the device has no room.
+    /// The memory limit is reached, or the device has no memory left.
     Full,
     /// No expandable segment can serve the request, so it needs an ordinary segment.
     NeedsOwnSegment,
 }
 
-/// How to serve a request that no free block serves.
+/// How to extend a segment for a request that no free block serves.
 enum ExtensionDecision {
     Extend(Extension),
     Full,
@@ -216,7 +216,7 @@ impl CachingAllocator {
             }
             RecoveryStep::ThreadCaches => drop(self.drain_caches()),
             RecoveryStep::OtherStreams => return Ok(self.take_with_wait(request)),
-            RecoveryStep::Collect if self.collect_garbage(request) => count_served(step), // the next step uses the room
+            RecoveryStep::Collect if self.collect_garbage(request) => count_served(step), // a later step uses the freed memory
             RecoveryStep::Collect => {}
             RecoveryStep::Grow => return self.grow(request, false, recovery),
             RecoveryStep::Callbacks => {
@@ -679,8 +679,8 @@ impl Core {
         Some(usual.min(largest.max(request.size))).filter(|&size| size <= room)
     }
 
-    /// Removes unused segments from the table, so that a new one for `size` bytes does not exceed the target. Removes
-    /// as few as possible, the largest first.
+    /// Removes unused segments from the table, so that a new one for `size` bytes does not exceed the target of
+    /// reserved bytes. Removes as few segments as possible, the largest first.
     fn recycle(&mut self, size: usize) -> Vec<Arc<Segment>> {
         if !self.rules.is_adaptive() {
             return Vec::new();
@@ -737,7 +737,8 @@ impl Core {
         }
     }
 
-    /// Returns the segments to release and, if they do not suffice, how many bytes may stay reserved.
+    /// Removes the segments to release from the table and returns them. Also returns, if they do not suffice, how many bytes may
+    /// stay reserved.
     fn collect_garbage(&mut self, size: u64) -> (Vec<Arc<Segment>>, Option<u64>) {
         let threshold = self.rules.config.garbage_collection_threshold;
         let reserved = self.heap.stats.reserved();

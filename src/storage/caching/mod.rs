@@ -189,7 +189,8 @@ impl CachingAllocator {
         self.lock().free_drained_blocks(self.caches.drain_this_thread());
     }
 
-    /// Creates this thread's cache. Holds the lock, so that turning all caches off under the lock misses none.
+    /// Creates this thread's cache. Holds the allocator's lock, so that a thread that turns all caches off under this lock does not
+    /// miss the new cache.
     #[cold]
     #[inline(never)]
     fn create_own_cache(&self) {

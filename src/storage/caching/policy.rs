@@ -24,7 +24,7 @@ pub(super) const RESERVED_EIGHTHS: u64 = 9;
 pub(super) const MAX_RESERVED_BYTES: u64 = 1 << 40;
 /// The smallest hole between blocks, in bytes. Operating systems limit the number of mappings.
 pub(super) const MIN_HOLE_BYTES: usize = 64 << 10;
-/// Past ends of use that are kept: one per recent check of decay, together one interval.
+/// Number of recent decay checks, together one interval, whose end of use is remembered for each expandable segment.
 pub(super) const REMEMBERED_ENDS: usize = 5;
 
 /// Increase of `slack` at each miss, after the warm-up, that would release a segment.
@@ -44,12 +44,12 @@ const SEARCHES_PER_CLOCK_CHECK: u64 = 64;
 const CHECKS_PER_INTERVAL: u64 = 4;
 /// Upper bound on `patience`, in intervals.
 const MAX_PATIENCE_INTERVALS: u64 = 64;
-/// Queries of a stream before it counts as busy: an idle device takes some microseconds to report that it is idle.
+/// Number of times a stream is queried before it counts as busy: an idle device takes some microseconds to report that it is idle.
 pub(super) const MAX_IDLE_QUERIES: usize = 64;
 
-/// Waits for all streams before giving up, while other threads keep freeing blocks.
+/// Number of waits for all streams before giving up, if other threads keep freeing blocks.
 pub(super) const MAX_SYNC_ATTEMPTS: usize = 4;
-/// How often a call that may fail temporarily is tried, and how long to wait between tries.
+/// Maximum number of tries of a call that may fail temporarily, and the pause between tries.
 pub(super) const MAX_TRIES: u32 = 8;
 pub(super) const RETRY_AFTER: Duration = Duration::from_micros(if cfg!(test) { 10 } else { 10_000 });
 /// Like [`MAX_TRIES`], for calls whose failure would leave blocks on the host or lose a block.
@@ -61,7 +61,7 @@ pub(super) const CACHE_COUNT: usize = if cfg!(loom) { 2 } else { 64 };
 pub(super) const BLOCKS_PER_SIZE: usize = if cfg!(loom) { 1 } else { 8 };
 /// A cache that refuses this many blocks without serving a request is emptied: its sizes are no longer requested.
 pub(super) const MAX_REFUSALS: usize = 64;
-/// A block of at most this part of a thread cache's capacity is cached.
+/// A block is cached only if its size is at most the thread cache's capacity divided by this.
 pub(super) const MAX_CACHED_PART: usize = 16;
 
 /// The size kind of a request. Small and large requests use separate segments, so that small, short-lived blocks do not pin large segments.
@@ -115,7 +115,7 @@ impl Rules {
         self.config.segments == SegmentSizes::Adaptive
     }
 
-    /// Returns the bytes that a request occupies; `None` on overflow.
+    /// Returns the size in bytes of the block for a request; `None` on overflow.
     #[inline(always)]
     pub(super) fn round_size(&self, bytes: usize) -> Option<usize> {
         if self.has_roundup_divisions {

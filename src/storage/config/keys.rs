@@ -22,7 +22,7 @@ pub struct ConfigKey {
     pub doc: &'static str,
     /// Parses a value into the configuration; false if the value is not allowed.
     pub(super) parse: fn(&mut Config, &str) -> bool,
-    /// Prints the value. Injective: a value that cannot be written as text is printed in a form that does not parse.
+    /// Prints the value. Different values give different text: a value that no text parses to is printed in a form that does not parse.
     pub(super) print: fn(&Config) -> String,
 }
 
@@ -64,7 +64,7 @@ pub(super) const UNSUPPORTED_PYTORCH_KEYS: &[(&str, &str)] = &[
     ("pinned_num_register_threads", "OpenCL cannot pin memory that it did not allocate"),
 ];
 
-/// How the values of a type of keys are parsed and printed.
+/// How values of one type are parsed and printed.
 pub(super) struct ValueFormat<T> {
     /// The allowed values, in words.
     pub(super) allowed: &'static str,
@@ -214,12 +214,12 @@ fn parse_number(value: &str, range: RangeInclusive<f64>) -> Option<f64> {
 
 const UNLIMITED: &str = "unlimited";
 
-/// A size in whole units of `UNIT` bytes, at least `MIN_UNITS` units.
+/// Format of a size in whole units of `UNIT` bytes, at least `MIN_UNITS` units.
 const fn bytes<const UNIT: usize, const MIN_UNITS: usize>(allowed: &'static str) -> ValueFormat<usize> {
     ValueFormat { allowed, parse: |text| parse_units(text, UNIT, MIN_UNITS), print: |bytes| print_units(*bytes, UNIT) }
 }
 
-/// A size in whole MiB, at least `MIN_UNITS`, or no limit.
+/// Format of a size in whole MiB, at least `MIN_UNITS` MiB, or of no limit.
 const fn limit<const MIN_UNITS: usize>(allowed: &'static str) -> ValueFormat<usize> {
     let parse = |text: &str| if text == UNLIMITED { Some(usize::MAX) } else { parse_units(text, MIB, MIN_UNITS) };
     ValueFormat { allowed, parse, print: |bytes| print_units(*bytes, MIB) }
@@ -240,8 +240,8 @@ fn print_units(bytes: usize, unit: usize) -> String {
     }
 }
 
-/// Parses one number for all sizes, or a list. As in PyTorch, sizes below the first named one take its divisions, and
-/// other unnamed sizes are not divided.
+/// Parses one number for all sizes, or a list. As in PyTorch, sizes below the first size in the list take its
+/// divisions, and other sizes that are not in the list are not divided.
 fn parse_divisions(value: &str) -> Option<[usize; ROUNDUP_INTERVALS]> {
     let power = |text: &str| usize::try_from(parse_whole_number(text)?).ok().filter(|n| n.is_power_of_two());
     let Some(items) = value.strip_prefix('[') else {

@@ -287,7 +287,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn extend(&self, _memory: &Memory, _from: usize, _to: usize) -> Result<(), Failure> {
         Err(Failure::TooBig)
     }
-    /// Releases bytes `from..to` of reserved memory, after queued work that uses them. The addresses stay reserved.
+    /// Releases bytes `from..to` of reserved memory, once the queued work that uses the bytes is done. The addresses stay reserved.
     ///
     /// # Safety
     /// No block contains the bytes, and nothing else on the host uses them.
@@ -331,8 +331,8 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Copies bytes in the order of `stream`. The ranges must not overlap.
     ///
     /// # Safety
-    /// Until the call returns, nothing on the host writes to the bytes of `from`, or reads or writes those of `to`:
-    /// both are free, or in blocks that the caller has locked.
+    /// Until the call returns, nothing on the host writes to the bytes of `from`, or reads or writes the bytes of `to`:
+    /// both ranges are free, or in blocks that the caller has locked.
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()>;
     /// Moves ranges of bytes in the order given, each from one location to another. The source memory is released on
     /// the way, so that at most a few MiB are held twice. Returns false, with nothing done, if the driver cannot. If the call fails, nothing was

@@ -25,7 +25,7 @@ pub(crate) struct ClBlockLocation<'a> {
 }
 
 impl ClBlockLocation<'_> {
-    /// Returns the segment's buffer. The borrow from `self` prevents its use after the block may move.
+    /// Returns the segment's buffer. The borrow from `self` prevents use of the buffer after the block may move.
     pub(crate) fn buffer(&self) -> &ClBuffer {
         self.buffer
     }
@@ -35,14 +35,14 @@ impl ClBlockLocation<'_> {
         self.location.offset()
     }
 
-    /// Returns the location of a byte of the block.
+    /// Returns the location of byte `byte` of the block.
     pub(crate) fn at(&self, byte: usize) -> ClAt<'_> {
         (self.buffer, self.location.offset() + byte)
     }
 }
 
 impl ClBlockLocation<'_> {
-    /// Maps the segment, which is a buffer over host memory with this block as its only one, for the host. Waits for the device.
+    /// Maps the segment for the host. The segment must be a buffer over host memory with this block as its only one. Waits for the device.
     ///
     /// # Errors
     /// Errors of [`ClDevice::map`](crate::device::opencl::ClDevice::map).

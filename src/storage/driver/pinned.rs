@@ -3,7 +3,7 @@
 //! A device reads and writes pinned memory at the full speed of its bus, but creating pinned memory takes the driver
 //! milliseconds. So blocks are created in size classes and kept. There are eight classes per power of two, so a block
 //! is at most 12.5 % larger than requested, where PyTorch's powers of two waste up to 100 %. Each class has its own
-//! lock, and the source is never called under a lock.
+//! lock, and no lock is held during calls of the [`PinnedSource`].
 //!
 //! A block that a transfer still uses is returned with the transfer's event. The block waits in its class until the
 //! event is done; other blocks of the class whose events are done earlier overtake it.
@@ -103,7 +103,7 @@ enum Refusal {
     BySource,
 }
 
-/// A piece created before any other. It is handed out from its start to its end and never released.
+/// A piece created before all others. It is handed out from its start to its end and never released.
 struct Reserve<M> {
     memory: Arc<M>,
     used: AtomicUsize,
@@ -112,7 +112,7 @@ struct Reserve<M> {
 /// Returns the smallest class for a request; `None` if its size overflows.
 fn size_class(bytes: usize) -> Option<usize> {
     let bytes = bytes.max(PAGE_BYTES).checked_next_multiple_of(PAGE_BYTES / CLASSES_PER_DOUBLING)?;
-    // `bytes` is above `lower` and at most twice it, so the class is one of the eight from 9/8 to 16/8 of it.
+    // `bytes` is above 2^`lower` and at most twice that, so the class is one of the eight from 9/8 to 16/8 of 2^`lower`.
     let lower = (bytes - 1).ilog2();
     let steps = (bytes - (1 << lower)).div_ceil((1 << lower) / CLASSES_PER_DOUBLING);
     let class = (lower as usize * CLASSES_PER_DOUBLING + steps)
@@ -277,7 +277,7 @@ impl<S: PinnedSource> PinnedPool<S> {
 
     fn release_unused(&self) {
         if self.source.is_lost() {
-            return; // the memory stays pinned, and counted
+            return; // the memory stays pinned, and still counts towards the budget
         }
         self.free_finished();
         for class in 0..self.classes.len() {

@@ -46,7 +46,7 @@ struct StagingSizes {
 }
 
 impl StagingSizes {
-    /// Adapts the sizes to `total` bytes. A small transfer uses two halves, and pieces small enough that all threads get some.
+    /// Adapts the sizes to `total` bytes. A small transfer uses slices of half its size, and pieces small enough that all threads get some.
     fn for_transfer(self, total: usize) -> StagingSizes {
         match total < SMALL_TRANSFER_BYTES {
             true => StagingSizes { slice: (total / 2).clamp(1, self.block), piece: SMALL_PIECE_BYTES, ..self },
@@ -61,7 +61,7 @@ const UPLOAD_SIZES: StagingSizes = StagingSizes { block: 2 << 20, slice: 2 << 20
 const DOWNLOAD_SIZES: StagingSizes = StagingSizes { block: 4 << 20, slice: 4 << 20, slices: 6, piece: 256 << 10 };
 /// The smallest transfer, in bytes, that is split. Below it the driver's own transfer is as fast.
 const MIN_STAGED_BYTES: usize = 1 << 20;
-/// Transfers of fewer bytes use two halves.
+/// Transfers of fewer bytes use slices of half their size.
 const SMALL_TRANSFER_BYTES: usize = 4 << 20;
 /// Bytes that a thread copies at a time in transfers below [`SMALL_TRANSFER_BYTES`].
 const SMALL_PIECE_BYTES: usize = 64 << 10;
@@ -172,7 +172,7 @@ fn try_read_staged(device: &'static ClDevice, src: ClAt<'_>, dst: &mut [u8]) -> 
     if is_mapped(device, dst.len()) {
         let (n, to) = (dst.len(), dst.as_mut_ptr());
         let region = MapRegion { at: src, overwrite: false };
-        // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `dst` is borrowed exclusively.
+        // SAFETY: `n` bytes are mapped at `from`, and nothing runs on the device meanwhile; `dst` is borrowed exclusively.
         return Some(device.with_mapped(region, n, |from| unsafe { copy_raw(from, to, n, copy) }));
     }
     let ring = is_staged(device, dst.len())
@@ -190,7 +190,7 @@ pub(in crate::storage) fn write(
     if is_mapped(device, src.len()) {
         let (n, from) = (src.len(), src.as_ptr());
         let region = MapRegion { at: dst, overwrite: true };
-        // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `src` is borrowed.
+        // SAFETY: `n` bytes are mapped at `to`, and nothing runs on the device meanwhile; `src` is borrowed.
         return device.with_mapped(region, n, |to| unsafe { copy_raw(from, to, n, copy) });
     }
     if let Some(lent) = pinned.and_then(|pinned| pinned.lend(device, src.as_ptr().cast_mut(), src.len(), false)) {
@@ -222,13 +222,13 @@ pub(in crate::storage) struct PinnedBytes {
     opened: &'static ClDevice,
     /// Enqueued transfers that were not waited for.
     enqueued_transfers: Mutex<Vec<EnqueuedTransfer>>,
-    /// The numbers of other transfers that read and that write the bytes. A transfer whose end is unknown stays counted.
+    /// The number of other transfers that read the bytes, and the number that write them. A transfer whose end is unknown stays counted.
     readers: AtomicUsize,
     writers: AtomicUsize,
 }
 
 /// Bytes of a [`PinnedBytes`] that a transfer uses in place. The code that makes the value has borrowed the bytes,
-/// under the lock of their tensor. If the value is forgotten, the bytes stay blocked for all other code.
+/// under the lock of the bytes' tensor. If the value is forgotten, the bytes stay blocked for all other code.
 struct LentBytes<'a> {
     start: *mut u8,
     bytes: usize,

@@ -57,13 +57,13 @@ impl Drop for Caller {
     }
 }
 
-/// Sets the thread's line, and returns the enclosing one. `None` if the location is in this crate.
+/// Sets the thread's line, and returns the enclosing one. Returns `None`, and changes nothing, if the location is in this crate.
 #[cold]
 fn replace_line(location: &'static Location<'static>) -> Option<Option<&'static Location<'static>>> {
     if is_inner(location.file()) {
         return None;
     }
-    CALLER.try_with(|caller| caller.replace(Some(location))).ok() // destructors of thread-locals may run after it is gone
+    CALLER.try_with(|caller| caller.replace(Some(location))).ok() // fails in thread-local destructors that run after `CALLER` is gone
 }
 
 #[cold]

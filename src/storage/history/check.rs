@@ -81,7 +81,7 @@ struct Segment {
 }
 
 struct Block {
-    /// The bytes that the block is known to cover: the requested bytes if the trace freed the block.
+    /// The number of bytes the block is known to cover: only the requested bytes if the block is known from a free in the trace.
     size: u64,
     requested: u64,
     pending: bool,

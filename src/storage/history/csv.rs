@@ -45,7 +45,7 @@ impl CsvAction {
 /// A line of the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CsvEvent {
-    /// A number for the thread.
+    /// The number of the thread that logged the event.
     pub thread: u64,
     /// Microseconds since midnight, UTC.
     pub time_us: u64,
@@ -59,7 +59,7 @@ pub struct CsvEvent {
     pub stream: u64,
 }
 
-/// Writes events in RMM's format. Buffered; dropping it flushes.
+/// Writes events in RMM's format. Lines are buffered, and written at the latest when the log is dropped.
 ///
 /// ```
 /// use claystone::storage::{CsvAction, CsvLog};

@@ -50,7 +50,7 @@ use crate::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HistoryOptions {
-    /// Whether to record, and what.
+    /// Which events to record, if any.
     pub enabled: Recording,
     /// Which entries carry a context: the call stack, and the names given to [`with_context`].
     pub context: ContextLevel,
@@ -110,11 +110,11 @@ pub enum Recording {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum ContextLevel {
-    /// No entries.
+    /// No entry carries a context.
     Never,
     /// Live blocks and segments in the snapshot.
     State,
-    /// Also trace entries of allocations: of blocks, of segments, and those that failed for want of memory.
+    /// Also trace entries of allocations: of blocks, of segments, and those that failed for lack of memory.
     Alloc,
     /// Every entry, including frees of blocks.
     All,
@@ -122,8 +122,8 @@ pub enum ContextLevel {
 
 /// A ring buffer of an allocator's latest events. All methods may be called from any thread.
 ///
-/// Entries of an address must be recorded in the order of events: under the lock that orders them. Alternatively,
-/// record a free before another thread can get the block, and an allocation after the block was taken.
+/// The entries of an address must be in the order of its events. Either record events under the lock that orders them,
+/// or record a free before another thread can get the block, and an allocation after the block was taken.
 ///
 /// ```
 /// use claystone::storage::{History, HistoryOptions, TraceAction};
@@ -178,7 +178,7 @@ impl History {
         }
     }
 
-    /// Switches recording on or off, or changes the size. The latest entries that fit are kept.
+    /// Switches recording on or off, or changes the number of entries kept. The latest entries that fit are kept.
     ///
     /// # Errors
     /// If `max_entries` is 0 or there is no memory for that many entries; then nothing has changed.

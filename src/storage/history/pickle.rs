@@ -2,11 +2,11 @@
 //!
 //! As in PyTorch's pickles, frames shared by events are written once and then referred to by number; serde-pickle would repeat them.
 //!
-//! serde-pickle's reader counts a shared value's uses in the file and drops the value after the last one. Each use of a shared list uses
-//! its items once more, which is not counted, so snapshots, whose entries share their frames, fail to load.
+//! serde-pickle's reader counts how often the file refers to a shared value, and drops the value after the last reference. It does not
+//! count that each use of a shared list refers to the list's items again. So it cannot load snapshots, whose entries share frames.
 //!
-//! A short pickle can stand for any amount of data by sharing. Frames, which many events share, are therefore made once, and other values
-//! may be used about as often as the file has bytes.
+//! By sharing, a short pickle can describe any amount of data. So frames, which many events share, are made once, and
+//! the uses of other values are limited to about the number of bytes in the file.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -154,8 +154,8 @@ impl<'a> Writer<'a> {
 /// The serde type name by which the reader of pickles recognises frames.
 const SHARED_FRAMES: &str = "claystone frames";
 
-/// Reads frames. A pickle only gives the number of the list that holds them, as the line of a placeholder, which [`read`] replaces: serde can
-/// pass only plain data.
+/// Reads frames. serde can pass only plain data, so the reader passes a placeholder frame, whose line is the number of
+/// the list that holds the frames. [`read`] replaces the placeholder.
 pub(super) fn deserialize_frames<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<[Frame]>, D::Error> {
     struct Frames;
     impl<'de> Visitor<'de> for Frames {
@@ -208,15 +208,15 @@ pub(super) fn read(bytes: &[u8]) -> Result<Snapshot, Error> {
     Ok(snapshot)
 }
 
-/// Maximum nesting depth; snapshots are nested six deep. Stops at lists that contain themselves.
+/// Maximum nesting depth; snapshots are nested six deep. Lists that contain themselves exceed this depth.
 const MAX_DEPTH: usize = 32;
-/// Base of the limit on a pickle's values.
+/// A pickle may have this many values, and more if the file is long (see [`BYTES_PER_EXTRA_VALUE`]).
 const BASE_VALUE_LIMIT: usize = 100_000;
 /// Bytes of the file per value above [`BASE_VALUE_LIMIT`]. Without sharing a value takes at least two bytes.
 const BYTES_PER_EXTRA_VALUE: usize = 2;
 /// Bytes of text that count as one value when it is copied.
 const TEXT_BYTES_PER_VALUE: usize = 32;
-/// Base of the limit on the bytes of all different frames together.
+/// All different frames together may have this many bytes, and more if the file is long (see [`FRAME_BYTES_PER_FILE_BYTE`]).
 const BASE_FRAME_BYTES_LIMIT: usize = 16 << 20;
 /// Bytes of frames per byte of the file above [`BASE_FRAME_BYTES_LIMIT`]. A stack of shared frames lists references of 2 to 5 bytes each.
 const FRAME_BYTES_PER_FILE_BYTE: usize = 48;
@@ -384,7 +384,7 @@ struct Pickle<'r, 'a> {
     frame_bytes: Cell<usize>,
     /// The stacks already made, by the frames in them.
     frames: RefCell<HashMap<&'r [Item<'a>], Arc<[Frame]>>>,
-    /// The same stacks by list id: a list may be used any number of times.
+    /// The same stacks by the id of their list, because a list may be used any number of times.
     stacks: RefCell<HashMap<u32, Arc<[Frame]>>>,
 }
 
@@ -555,6 +555,6 @@ impl<'a> IntoDeserializer<'a> for PickleValue<'_, 'a> {
     }
 }
 
-// Counts the items of stacks that this thread has looked at.
+// Counts the items of stacks that this thread has decoded.
 #[cfg(test)]
 thread_local!(pub(super) static ITEMS_EXAMINED: Cell<usize> = const { Cell::new(0) });

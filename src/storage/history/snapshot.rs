@@ -318,7 +318,7 @@ pub enum TraceAction {
     SegmentUnmap,
     /// A snapshot was taken.
     Snapshot,
-    /// An allocation failed for want of memory.
+    /// An allocation failed for lack of memory.
     Oom,
 }
 
@@ -489,7 +489,7 @@ pub(super) enum PyValue<'a> {
     Frames(&'a Arc<[Frame]>),
     List(Vec<PyValue<'a>>),
     Dict(Vec<(&'static str, PyValue<'a>)>),
-    /// Any other data; an error if it is no data of JSON.
+    /// Any other data; an error if JSON cannot represent the data.
     Other(Result<serde_json::Value, String>),
 }
 
@@ -518,7 +518,7 @@ impl Serialize for PyValue<'_> {
     }
 }
 
-/// Writes parts of a snapshot as the snapshot writes them.
+/// Implements `Serialize` for parts of a snapshot, in the form they have inside a snapshot.
 macro_rules! serialize_as_value {
     ($($part:ident)*) => { $(
         impl Serialize for $part {

@@ -1,11 +1,11 @@
 //! Call stacks of events, captured as return addresses. Each different stack is kept once.
 //!
-//! Unwinding takes 100 to 250 ns a frame, too much for every event. So the frame sizes it finds are remembered: by how
-//! many bytes the stack pointer rises on the return to each address. With these sizes a stack is walked again in a few
-//! ns a frame, because the return address is just below the caller's stack pointer.
+//! Unwinding takes 100 to 250 ns a frame, too much for every event. So the frame sizes that unwinding finds are kept:
+//! for each return address, the number of bytes by which the stack pointer rises on the return. With these sizes a
+//! stack is walked again in a few ns a frame, because the return address is just below the caller's stack pointer.
 //!
-//! A walk counts only if unwinding has found exactly the same addresses before. Other stacks, for instance with a frame
-//! of varying size, are unwound again.
+//! The result of a walk is used only if unwinding has found exactly the same addresses before. Other stacks, for
+//! instance with a frame of varying size, are unwound again.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -123,11 +123,11 @@ fn unwind(here: usize) -> Vec<(usize, usize)> {
 #[derive(Default)]
 struct FrameSizes(HashMap<usize, u32, BuildHasherDefault<AddressHasher>>);
 
-/// In place of a return address: the start of walks, in the frame of [`Stack::capture`].
+/// Key used in place of a return address for the start of walks, in the frame of [`Stack::capture`].
 const START: usize = 0;
-/// In place of a size: the outermost frame.
+/// Value used in place of a size for the outermost frame.
 const OUTERMOST: u32 = 0;
-/// In place of a size: the size varies or is unknown.
+/// Value used in place of a size that varies or is unknown.
 const VARIES: u32 = u32::MAX;
 
 impl FrameSizes {

@@ -50,7 +50,7 @@ fn resolve(address: usize) -> Symbols {
     let mut symbols = Vec::new();
     backtrace::resolve(std::ptr::without_provenance_mut(address), |symbol| {
         let Some(name) = symbol.name() else { return };
-        let name = format!("{name:#}"); // without its hash
+        let name = format!("{name:#}"); // without the hash that the compiler appends
         let filename = symbol.filename().map(|file| file.display().to_string()).unwrap_or_default();
         let by_name = filename.is_empty() || !crates_in_name(&name).is_empty() || is_system(&name);
         let owner = if by_name { classify_name(&name) } else { classify_file(&filename) };

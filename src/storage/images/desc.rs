@@ -16,7 +16,7 @@ pub enum ImageFormat {
 }
 
 impl ImageFormat {
-    /// Returns the bytes of a pixel.
+    /// Returns the size of a pixel in bytes.
     pub fn pixel_bytes(self) -> usize {
         match self {
             ImageFormat::F32 => 16,
@@ -28,16 +28,16 @@ impl ImageFormat {
 /// The size and the format of a two-dimensional image, as in OpenCL's `cl_image_desc` and `cl_image_format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ImageDesc {
-    /// In pixels.
+    /// The width in pixels.
     pub width: usize,
-    /// In pixels.
+    /// The height in pixels.
     pub height: usize,
     /// The format of a pixel.
     pub format: ImageFormat,
 }
 
 impl ImageDesc {
-    /// Returns the bytes of all pixels. The driver may pad rows beyond that.
+    /// Returns the size of all pixels in bytes. The driver may use more memory, because it may pad rows.
     pub fn bytes(&self) -> usize {
         self.width.saturating_mul(self.height).saturating_mul(self.format.pixel_bytes())
     }
@@ -48,7 +48,8 @@ impl ImageDesc {
     }
 }
 
-/// A holder of memory of a device whose bytes count towards the limits of another allocator: images beside buffers, and the other way round.
+/// A holder of device memory that counts towards the limits of another allocator: the image pool for the allocator of buffers, and
+/// the reverse.
 pub(in crate::storage) trait OtherMemoryHolder: Send + Sync {
     fn held(&self) -> u64;
     /// Releases unused memory. Returns true if any memory was released.

@@ -2,7 +2,7 @@
 //!
 //! The search places blocks from the bottom up, each resting on offset 0 or on another block, in order of offset and then rank. So each arrangement
 //! is generated once (Moffitt's canonical solutions, from MiniMalloc). Three rules prune the tree:
-//! - A section's lowest possible floor plus the units still to place there exceeds the capacity.
+//! - In some section of time, the lowest offset of an unplaced block plus the units still to be placed exceeds the capacity.
 //! - A gap below a block could still hold another block.
 //! - Time splits into parts that have no unplaced block in common. The parts are searched one after another instead of nested.
 
@@ -118,7 +118,8 @@ impl Search<'_> {
         })
     }
 
-    /// Places `blocks`, which are sorted by rank, at (`at`, `rank`) or after. Groups of blocks without common time are placed independently.
+    /// Places `blocks`, which are sorted by rank, at pairs (offset, rank) not below (`at`, `rank`). Groups of blocks that are never
+    /// alive at the same time are placed independently.
     fn place_parts(&mut self, blocks: &[usize], at: u64, rank: usize) -> SearchOutcome {
         let items = self.blocks.items;
         let mut by_start = blocks.to_vec();
@@ -151,7 +152,7 @@ impl Search<'_> {
         }
     }
 
-    /// Places the blocks of one part, which are sorted by rank. The next block goes to (`at`, `rank`) or after.
+    /// Places the blocks of one part, which are sorted by rank. The next block's (offset, rank) is not below (`at`, `rank`).
     fn place_part(&mut self, part: &[usize], at: u64, rank: usize) -> SearchOutcome {
         if *self.steps == 0 {
             return SearchOutcome::OutOfSteps;
@@ -191,7 +192,7 @@ impl Search<'_> {
             }
             self.restore(mark);
             self.mark_unplaced(index);
-            // Other offsets are pointless for a block that overlaps no unplaced block in time.
+            // A block that overlaps no unplaced block in time did not cause the failure, so no other choice is tried.
             if result == SearchOutcome::OutOfSteps || has_no_overlap {
                 return result;
             }

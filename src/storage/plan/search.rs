@@ -85,7 +85,7 @@ pub fn place(lifetimes: &[Lifetime], alignment: u64, budget: Duration) -> Placem
     }
 }
 
-/// The most blocks of a part that gets more than the greedy passes: the search's tables grow with the square of the count.
+/// Parts with more blocks get only the greedy passes, because the search's tables grow with the square of the number of blocks.
 const MAX_SEARCHED_BLOCKS: usize = 2000;
 /// Backtracking steps for one part, even if time is left: under half a second with about 200 blocks.
 const MAX_STEPS: u64 = 250_000;
@@ -96,8 +96,8 @@ const MIN_PARALLEL_BLOCKS: usize = 64;
 /// Capacities to try, in eighths of the distance from the goal to the best arena so far: the goal itself first, then from easy to hard.
 const CAPACITY_EIGHTHS: [u64; 5] = [0, 6, 4, 2, 1];
 
-/// Returns the best offsets for `items` found in the time that `left` returns. Stops at an arena of at most `goal`. Tries as many orders at once as
-/// there are threads, and evaluates them in sequence, so the result is the same as on one thread.
+/// Returns the best offsets for `items` found before `left`, which returns the time left, reaches zero. Stops at an arena of at most `goal`. Each
+/// thread tries another order at the same time, but the results are evaluated in sequence, so the result is the same as on one thread.
 fn search_offsets(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Duration) -> Vec<u64> {
     let mut best = (u64::MAX, Vec::new());
     let threads = rayon::current_num_threads();
@@ -111,7 +111,7 @@ fn search_offsets(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Du
                 best = (arena, offsets);
             }
         }
-        // Stops unless the time left covers another pass as long as the last.
+        // Stops if the time left is shorter than the last pass took.
         let after = left();
         if best.0 <= goal || after <= before - after {
             return best.1;
@@ -126,7 +126,7 @@ fn search_offsets(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Du
     let mut steps = MAX_STEPS;
     for round in 0u32.. {
         let noise = if round == 0 { 0.0 } else { 0.1 * f64::from(1 + round % 3) };
-        // Multiples of the shortest try, 1, 2, 1, 4, 1, 2, 1, 8, ...: Luby's restart sequence.
+        // The steps allowed are `MIN_STEPS_PER_TRY` times 1, 2, 1, 4, 1, 2, 1, 8, ..., similar to Luby's restart sequence.
         let most = MIN_STEPS_PER_TRY << (round + 1).trailing_zeros();
         for eighths in CAPACITY_EIGHTHS {
             let orders = Ranking::ORDERS.map(|by| ranking.order(by, noise, &mut random));
@@ -238,7 +238,7 @@ impl Ranking {
     fn order(&self, by: [usize; 3], noise: f64, random: &mut Random) -> Vec<usize> {
         let noisy = |key: &[f64; 3]| {
             let off = noise * random.next();
-            // The peaks of blocks alive at the same time differ little, so less noise shuffles them as much.
+            // The peaks of blocks alive at the same time differ little, so less noise suffices to change their order.
             let keys = [key[0] * (1.0 + off), key[1] * (1.0 + off), key[2] * (1.0 + 0.3 * off)];
             by.map(|which| keys[which])
         };
@@ -310,7 +310,7 @@ fn divide_into_sections(lifetimes: &[Lifetime], unit: u64) -> Vec<Item> {
     items
 }
 
-/// Computes the units alive in each section.
+/// Computes the number of units alive in each section.
 fn live_units(items: &[Item]) -> Vec<u64> {
     let sections = items.iter().map(|item| item.end).max().unwrap_or(0);
     let mut change = vec![0i128; sections + 1];
@@ -397,7 +397,7 @@ mod tests {
 
     fn utilisation(name: &str, alignment: u64) -> f64 {
         let blocks = trace(name);
-        let plan = place(&blocks, alignment, Duration::from_secs(600)); // steps end it
+        let plan = place(&blocks, alignment, Duration::from_secs(600)); // the step limit ends the search
         check(&blocks, alignment, &plan);
         plan.lower_bound as f64 / plan.arena as f64
     }

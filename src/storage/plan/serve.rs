@@ -20,15 +20,15 @@ use crate::device::StreamId;
 use crate::device::lock;
 use crate::{Device, Result};
 
-/// How many requests are searched for one of the right size when the step deviates. The search starts at the cursor,
-/// and also where the cursor would be if each missed request had replaced a planned one.
+/// When the step deviates, the next this many requests of the plan are searched for one of the right size. The search
+/// starts at the cursor, and also where the cursor would be if each missed request had replaced a planned one.
 const LOOKAHEAD_REQUESTS: usize = 8;
 
 /// A request of the recorded step.
 #[derive(Debug)]
 struct PlannedRequest {
     size: usize,
-    /// How many blocks had been freed when the request was made.
+    /// The number of blocks that had been freed when the request was made.
     frees: usize,
     /// The block's offset in the arena; `None` if the allocator serves the request.
     offset: Option<usize>,

@@ -59,7 +59,7 @@ fn a_free_image_serves_smaller_images_of_its_format() {
     let others = [new(20, 20, ImageFormat::F32), new(1, 1, ImageFormat::F16)];
     assert!(segment(&others[0]) != halves && segment(&others[1]) == halves);
     assert_eq!((pool.stats().num_device_alloc, sim.live_segments()), (made + 1, 6));
-    // Buffers do not serve images, or the reverse.
+    // Buffers do not serve requests for images, nor images requests for buffers.
     pool.deallocate(pool.allocate(1 << 16, STREAM).unwrap());
     assert_eq!(sim.live_segments(), 7);
     let image = new(16, 16, ImageFormat::F32);
@@ -178,7 +178,7 @@ fn unused_buffers_are_released_if_the_device_runs_out() {
     let (sim, pool) = device(100 * KIB);
     let [a, b, c] = [16, 32, 48].map(|k| pool.allocate(k * KIB, STREAM).unwrap());
     [a, b, c].into_iter().for_each(|block| pool.deallocate(block));
-    // No free buffer is within twice 4 KiB (16 KiB is more). Releasing the smallest one suffices.
+    // The smallest free buffer, 16 KiB, is more than twice as large as the request, so it is not reused. Releasing it makes enough room.
     let small = pool.allocate(6 * KIB, STREAM).unwrap();
     assert_eq!(
         sim.calls().iter().filter(|call| matches!(call, Call::Release(_))).collect::<Vec<_>>(),
@@ -249,7 +249,7 @@ fn buffers_freed_by_others_during_the_wait_are_reused() {
     sim.at_synchronize(move || other.deallocate(block));
     let block = pool.allocate(6 * KIB, STREAM).unwrap();
     assert_eq!((segment(&block), pool.stats().num_sync_all_streams), (at, 1));
-    // A released buffer that does not fit still makes room.
+    // A buffer freed during the wait is too small for the next request, but releasing it makes room.
     let other = Arc::clone(&pool);
     sim.at_synchronize(move || other.deallocate(block));
     let block = pool.allocate(10 * KIB, STREAM).unwrap();

@@ -12,7 +12,7 @@ fn blocks_freed_during_a_move_wait_for_the_streams_that_use_them() {
     let (home, side) = (StreamId::DEFAULT, sim.stream(1));
     let [moves, stays] = [3 * MIB, 4 * MIB].map(|bytes| take(&allocator, bytes));
     let segment = place(&moves).0;
-    // Work that compaction has not waited for: enqueued before one block is locked, and after the other was found in use.
+    // Compaction has not waited for this work. One command is enqueued before `moves` is locked, the other after `stays` was found in use.
     sim.write_tag(side, &moves, 7).unwrap();
     allocator.record_stream(&moves, side);
     let in_use = stays.location();
@@ -48,7 +48,7 @@ fn a_private_segment_that_reuses_a_released_number_does_not_move() {
     let was = number(&allocator, &third);
     let pool = MemPool::new(&allocator, MemPoolOptions::default());
     let inside = Arc::new(Mutex::new(None));
-    // While the first segment's block moves, the third segment is released and the pool reuses its number.
+    // While the first segment's block moves, the third segment is released and the pool reuses the third segment's number.
     let hook = {
         let (allocator, pool, inside) = (Arc::clone(&allocator), pool.clone(), Arc::clone(&inside));
         move || {

@@ -52,13 +52,13 @@ fn a_block_whose_stream_cannot_be_queried_is_not_reused() {
             allocator.deallocate(block);
             assert_eq!((pending(&allocator), allocator.stats().active.current), (1, 1), "{config}");
             for _ in 0..3 {
-                // Larger than the remaining memory, so that only this block could serve it.
+                // Only the pending block could serve these requests, and must not serve them before its stream is done.
                 overwrite(&sim, &allocator, StreamId::DEFAULT, 30 * MIB);
                 overwrite(&sim, &allocator, StreamId::DEFAULT, 20 * MIB);
             }
             sim.synchronize().unwrap_or(());
             assert_eq!(sim.violations(), [""; 0], "{config} {times}");
-            // Once the device answers, the block is free.
+            // Once the device's calls succeed again, the block becomes free.
             sim.clear_failures();
             sim.synchronize().unwrap();
             allocator.empty_cache().unwrap();
@@ -114,7 +114,7 @@ fn a_marker_that_cannot_be_queried_is_replaced_by_a_later_one() {
     sim.run(side, 100);
     assert!(allocator.process_events(false).unwrap());
     assert_eq!(pending(&allocator), 0);
-    // A blocking call returns the device's error, and leaves the block for the next call.
+    // A blocking call returns the device's error, and the block stays pending until the next call.
     let block = take(&allocator, MIB);
     allocator.record_stream(&block, side);
     allocator.deallocate(block);

@@ -117,7 +117,7 @@ fn free_blocks_of_several_streams_at_the_end_are_released() {
     let other = allocator.allocate(32 << 10, stream).unwrap();
     assert_eq!(place(&other), (place(&blocks[0]).0, 2 * MIB - (48 << 10)), "what the first stream has left");
     allocator.deallocate(other);
-    // The longer block is too short to become a hole as long as the shorter one follows it.
+    // The free block of 32 KiB is shorter than the smallest hole, so it is released only after the 16 KiB that follow it.
     allocator.empty_cache().unwrap();
     assert_eq!(sim.committed(), (2 * MIB - (48 << 10)) as u64);
     allocator.check();

@@ -90,11 +90,11 @@ impl FullDevice {
     }
 }
 
-/// Blocks that move down by more than their size, and by less.
+/// Blocks of which some move down by more than their size, and some by less.
 const SLIDES: Layout = &[(2, true), (11, false), (3, true), (4, false), (70, false), (20, true), (6, false), (4, true)];
 /// A block that would need too many copies on the device, so it goes through the host.
 const OVER_HOST: Layout = &[(2, true), (140, false), (20, true), (10, false), (20, false), (8, true)];
-/// Two segments like this one: neither has room by itself, and there is no room for a third.
+/// The layout of each of two segments: neither has room for the request, and the device has no memory for a third segment.
 const THROUGH_HOST: Layout = &[(4, false), (4, true), (8, false), (4, true)];
 
 /// Segments, and a request in MiB that requires moving their blocks.
@@ -118,7 +118,7 @@ fn a_failed_call_loses_neither_blocks_nor_the_device() {
                     full.sim.clear_failures();
                     let what = format!("{times} from call {pass} on: {result:?}");
                     if times == ALWAYS && full.sim.cause_of_loss().is_some() {
-                        continue; // a half-moved block, on a device that is lost
+                        continue; // a block was half moved, so the allocator declared the device lost
                     }
                     assert_eq!(full.sim.cause_of_loss(), None, "{what}");
                     full.check(&what);

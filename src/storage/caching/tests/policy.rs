@@ -46,7 +46,7 @@ fn blocks_are_split_if_the_remainder_is_large_enough() {
     assert_ne!(small, large, "large requests live apart");
     let s = allocator.stats();
     assert_eq!((s.small_pool.allocated_bytes.current, s.small_pool.inactive_split.current), (512 + 1024, 1));
-    // The remainder of a large block is kept only above 1 MiB.
+    // The remainder of a large block becomes a free block only if it has more than 1 MiB.
     let [d, e] = [9 * MIB, 8 * MIB + 3 * 512].map(|bytes| take(&allocator, bytes));
     assert_eq!((place(&d).0, place(&e).0, e.size()), (large, large, 9 * MIB + 3 * 512));
     let s = allocator.stats();

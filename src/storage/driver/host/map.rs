@@ -30,7 +30,7 @@ impl Mapping {
         Some(mapping)
     }
 
-    /// Reserves addresses without memory, and without a promise of memory.
+    /// Reserves addresses. The kernel neither allocates memory for them nor guarantees that it can.
     pub(super) fn reserved(bytes: usize, numa_local: bool) -> Option<Mapping> {
         Mapping::map(bytes, PROT_NONE, MAP_NORESERVE, numa_local)
     }
@@ -50,7 +50,7 @@ impl Mapping {
         self.start
     }
 
-    /// Makes the pages of `from..to` usable. Returns false if the kernel has no memory for them or the range is not inside.
+    /// Makes the pages of `from..to` usable. Returns false if the kernel has no memory for them or if the range is not inside the mapping.
     pub(super) fn extend(&self, from: usize, to: usize) -> bool {
         let (from, to) = (from / page_bytes() * page_bytes(), to.next_multiple_of(page_bytes()));
         if from >= to || to > self.bytes {

@@ -104,7 +104,7 @@ mod reserved {
         host.extend(&memory, page, 3 * page).unwrap();
         host.read((&memory, page), &mut byte).unwrap();
         assert_eq!(byte, [0]);
-        // Partial pages: all are committed, and none is released.
+        // For a range of partial pages, `extend` commits all the pages, and `shrink` releases none.
         host.extend(&memory, 100 * page + 1, 100 * page + 2).unwrap();
         host.write(&vec![3; page], (&memory, 100 * page)).unwrap();
         host.shrink(&memory, 100 * page + 1, 101 * page);

@@ -220,7 +220,7 @@ fn a_refusing_source_is_not_asked_at_every_request() {
 fn a_source_that_refused_is_asked_again_later() {
     let source = Fake::default();
     let pool = pool(&source);
-    source.0.refuses.store(2, Relaxed); // the request, and its retry without cached blocks
+    source.0.refuses.store(2, Relaxed); // the first try of the request, and its retry after unused blocks were released
     assert!(pool.alloc(1 << 20).is_none());
     assert_eq!(pool.stats(), PinnedStats::default(), "a refusal counts nowhere");
     let skipped = (0..1000).take_while(|_| pool.alloc(1 << 20).is_none()).count();
@@ -260,7 +260,7 @@ fn the_reserve_is_divided_and_never_released() {
 #[test]
 fn a_refused_reserve_is_requested_again() {
     let source = Fake::default();
-    source.0.refuses.store(2, Relaxed); // the request, and its retry without cached blocks
+    source.0.refuses.store(2, Relaxed); // the first try of the request, and its retry after unused blocks were released
     let pool = PinnedPool::new(source.clone(), 64 << 10, Budget::new(1 << 20));
     assert_eq!(source.live(), 0);
     assert_eq!(pool.alloc(5000).unwrap().bytes(), 5120);
@@ -332,7 +332,7 @@ fn threads_never_share_a_block() {
 #[derive(Debug, Clone)]
 enum Op {
     Alloc(usize),
-    /// Returns one of the live blocks, now or with an event.
+    /// Returns one of the live blocks, at once or when an event is done.
     Free(usize, bool),
     /// One of the events completes.
     Done(usize),
@@ -355,7 +355,7 @@ proptest! {
         prop_assert!(size >= bytes && size - bytes <= bytes / 8);
     }
 
-    /// Compares with a model that knows which memory is in use and the value of every statistic.
+    /// The pool agrees with a model that knows which memory is in use and the value of every statistic.
     #[test]
     fn counts_are_right_after_every_operation(ops in prop::collection::vec(op(), 1..300)) {
         let source = Fake::default();

@@ -232,7 +232,7 @@ impl Sim {
         })
     }
 
-    /// Creates a segment whose memory the device does not have before [`commit`](Sim::commit) or the first work with it.
+    /// Creates a segment whose memory is committed only by [`commit`](Sim::commit), or by the first work that uses it.
     fn create_lazily(&self, bytes: usize) -> Result<Memory, Failure> {
         self.attempt(Call::Create(bytes), |s| {
             if let Some(failure) = s.failures.create.pop_front() {
@@ -324,11 +324,11 @@ struct Failures {
     call: Vec<(Call, Failure)>,
     /// The number of calls of any kind to let pass, the number that then fail, and the failure.
     calls: Option<(u64, u64, Failure)>,
-    /// Whether writing fails until further notice.
+    /// Whether every write from the host fails.
     writes: bool,
     /// Failures that enqueued copies have when they run.
     copies: VecDeque<Failure>,
-    /// A failure of a command since the last wait for the device.
+    /// A failure of a command that ran since the last wait for the device, which the next wait reports.
     pending_failure: Option<Failure>,
 }
 
@@ -390,7 +390,7 @@ impl Sim {
         self.failures_lined_up().into_iter().sum::<usize>() + self.with(|s| s.failures.remaining())
     }
 
-    /// Returns the numbers of requested failures of creation, commit, enqueueing and other calls.
+    /// Returns the number of requested failures of each kind: creation, commit, enqueueing and other calls.
     pub(crate) fn failures_lined_up(&self) -> [usize; 4] {
         self.with(|s| {
             let Failures { create, commit, enqueue, call, .. } = &s.failures;

@@ -136,7 +136,7 @@ impl State {
         self.step(stream)
     }
 
-    /// Runs everything before the marker.
+    /// Runs all commands that precede the marker.
     ///
     /// # Panics
     /// If streams wait for each other in a cycle, or for a marker of another device.
@@ -320,7 +320,7 @@ impl Order {
         unordered
     }
 
-    /// Forgets the uses of released bytes, which do not matter to their next owner.
+    /// Forgets the uses of released bytes: work of the bytes' next owner need not be ordered after these uses.
     pub(super) fn forget(&mut self, gone: Span) {
         let (apart, cut): (Vec<_>, Vec<_>) = self.uses.drain(..).partition(|used| !used.span.overlaps(&gone));
         self.uses = apart;

@@ -25,7 +25,7 @@ fn memory_is_lazy_counted_and_released() {
     let a = sim.commit(a).unwrap();
     let a = sim.commit(a).unwrap(); // committing twice counts once
     assert_eq!(sim.committed(), 8 << 10);
-    let make = || sim.create_lazily(4 << 10).unwrap(); // creating promises nothing
+    let make = || sim.create_lazily(4 << 10).unwrap(); // creating commits no memory
     assert!(matches!(sim.commit(make()), Err(Failure::DeviceMemory)));
     assert!(matches!(sim.create_lazily((8 << 10) + 1), Err(Failure::TooBig)));
     drop(a);

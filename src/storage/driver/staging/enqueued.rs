@@ -31,8 +31,8 @@ impl EnqueuedTransfer {
 }
 
 impl PinnedBytes {
-    /// Enqueues a transfer on the current stream between `n` of the bytes, starting at `start`, and a buffer of the
-    /// device they are pinned for. The direction is from the buffer if `written`, otherwise to the buffer.
+    /// Enqueues a transfer of the `n` bytes at `start` on the current stream: from the device's buffer if `written`,
+    /// otherwise to the buffer. The buffer belongs to the device that the bytes are pinned for.
     ///
     /// Call it under the tensor's lock, the exclusive one if the bytes are written. Later accesses to the bytes wait
     /// for the transfer in [`wait_and_check`](Self::wait_and_check). A failure is reported at the stream's next wait.

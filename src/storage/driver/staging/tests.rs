@@ -208,7 +208,8 @@ fn pinned_bytes_belong_to_a_transfer_until_it_is_over() {
     }
 }
 
-/// Transfers in halves, on both sides of the sizes where halving begins and ends.
+/// Small transfers, which use slices of half their size, reuse the blocks of large transfers. Sizes on both sides of the limits of
+/// halving are tested.
 #[test]
 fn small_transfers_use_the_blocks_of_large_ones() {
     for device in devices() {

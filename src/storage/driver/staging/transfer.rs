@@ -24,8 +24,8 @@ pub(super) struct Chunk {
     pub(super) begun: AtomicBool,
 }
 
-/// A transfer in progress. All threads take pieces in order, and none sleeps before the end. A thread that needs a
-/// slice in use waits for the device. The thread that copies the last piece of a chunk hands the slice on.
+/// A transfer in progress. All threads take pieces in order, and none sleeps before the end. A thread that needs a slice in use
+/// waits for the device. The thread that copies the last piece of a chunk makes its slice available to the next transfer.
 pub(super) struct Transfer<'a> {
     ring: &'a Ring,
     pub(super) chunks: Vec<Chunk>,
@@ -111,7 +111,8 @@ impl<'a> Transfer<'a> {
     }
 }
 
-/// Splits a transfer into chunks of at most `slice` bytes, smaller at both ends: the device waits for the first, the host for the last.
+/// Splits a transfer into chunks of at most `slice` bytes. The first and last chunks are smaller, because the host and the device
+/// cannot both work during them.
 pub(super) fn chunks_of(total: usize, slice: usize) -> Vec<Range<usize>> {
     let least = slice.div_ceil(4);
     let (mut ranges, mut at, mut next) = (Vec::new(), 0, least);
@@ -124,10 +125,10 @@ pub(super) fn chunks_of(total: usize, slice: usize) -> Vec<Range<usize>> {
     ranges
 }
 
-/// Passes `n` bytes at both addresses to `copy`.
+/// Calls `copy` with the `n` bytes at `to` and the `n` bytes at `from`.
 ///
 /// # Safety
-/// Both addresses have `n` bytes. Nothing else writes them meanwhile, or reads those at `to`.
+/// Both addresses have `n` bytes. Until the call returns, no other code writes these bytes, or reads the bytes at `to`.
 pub(super) unsafe fn copy_raw(from: *const u8, to: *mut u8, n: usize, copy: impl FnOnce(&mut [u8], &[u8])) {
     // SAFETY: promised by the caller.
     let (from, to) = unsafe { (std::slice::from_raw_parts(from, n), std::slice::from_raw_parts_mut(to, n)) };

@@ -22,7 +22,7 @@ fn is(frame: &Frame, name: &str) -> bool {
     frame.filename.ends_with("stack/tests.rs") && frame.name.rsplit("::").next() == Some(name)
 }
 
-/// Captured again, a stack equals the one that unwinding finds, whatever stacks were captured in between.
+/// A stack captured again equals the stack that unwinding finds, whatever stacks were captured in between.
 #[test]
 fn captured_stacks_agree_with_unwinding() {
     let depths = if cfg!(miri) { 3 } else { 30 };

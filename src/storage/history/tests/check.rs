@@ -20,7 +20,7 @@ proptest! {
         prop_assert!(text.lines().count() >= 2 && text.lines().count() <= 24 + 20 + snapshot.segments.len());
     }
 
-    /// Whichever entry of the pair is missing, the other one reveals it.
+    /// A free has two entries, requested and completed. Whichever is missing, the check reports the other.
     #[test]
     fn a_missing_half_of_a_free_is_reported(steps in prop::collection::vec((0_u8..6, any::<u32>()), 20..80), n in any::<usize>()) {
         let snapshot = Toy::after(1000, &steps)?.snapshot();
@@ -131,7 +131,7 @@ fn each_fault_is_reported() -> Result<()> {
 
 #[test]
 fn pages_merge_and_split() -> Result<()> {
-    // Mapped in three parts, of which the middle one is unmapped: two segments stay.
+    // Three pages are mapped and the middle page is unmapped, which leaves two segments.
     let page = |address: u64| BlockInfo {
         address,
         size: 4096,
@@ -157,7 +157,7 @@ fn pages_merge_and_split() -> Result<()> {
         snapshot.device_traces[0].push(TraceEntry { action, addr: (1 << 20) + offset, size, ..model.clone() });
     }
     snapshot.check()?;
-    // Parts of different streams are not merged: a map over both has no segment around it.
+    // Pages of different streams are not merged, so no segment contains the whole range of the second map.
     snapshot.segments[1].stream = 9;
     assert!(snapshot.check().is_err());
     Ok(())
@@ -167,7 +167,8 @@ fn pages_merge_and_split() -> Result<()> {
 fn fragmentation_figures_are_exact() -> Result<()> {
     let snapshot = whole()?;
     let fragmentation = snapshot.fragmentation();
-    // Small: 2 MiB with 1000 and 2000 bytes in 1024 and 2048, and the reservation's page; large: 6 MiB with 5 MiB.
+    // Small: 2 MiB with blocks of 1024 and 2048 bytes, of which 1000 and 2000 are requested. Large: 6 MiB with a block of 5 MiB,
+    // and 2 MiB of the reservation.
     let small = fragmentation.small_pool;
     assert_eq!((small.reserved, small.requested), (2 << 20, 3000));
     assert_eq!((small.total_free, small.largest_free), ((2 << 20) - 3072, (2 << 20) - 3072));

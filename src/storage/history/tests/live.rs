@@ -78,7 +78,8 @@ the largest blocks in use:
       512 B  unknown  unknown
 ";
     assert!(printed.contains(expected), "{printed}");
-    // A block that is only freed in the history existed before; at the peak it and the later blocks were in use.
+    // Blocks that the trace frees but does not allocate existed before it. At the peak the block of 300 bytes is in use; the block
+    // of 700 bytes was freed before.
     let mut earlier = snapshot.clone();
     let entries = |text: &[String]| serde_json::from_str::<Vec<TraceEntry>>(&format!("[{}]", text.join(", "))).unwrap();
     let at = |line| -> Arc<[Frame]> { [Frame { filename: "peak.rs".into(), line, name: String::new() }].into() };

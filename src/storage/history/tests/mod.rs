@@ -216,7 +216,7 @@ fn csv_logs_round_trip() -> Result<()> {
 
 #[test]
 fn reads_rmm_logs() -> Result<()> {
-    // As spdlog and glibc print them; older versions had a colon before the microseconds.
+    // Lines as RMM writes them through spdlog and glibc. Older versions wrote a colon before the microseconds.
     let text = "Thread,Time,Action,Pointer,Size,Stream\r\n\
         2146,12:41:22.000123,allocate,0x7f5c3e000000,256,0\r\n\
         2146,23:59:59:999999,free,0x7f5c3e000000,256,0x55d0c0ffee00\n\

@@ -69,7 +69,7 @@ impl Toy {
         }
     }
 
-    /// Returns the `n`th block in that state, modulo their number.
+    /// Returns the `n`th block in that state, where `n` is taken modulo the number of such blocks.
     fn find(&mut self, state: BlockState, n: usize) -> Option<(usize, usize)> {
         let all = self.segments.iter().enumerate();
         let all = all.flat_map(|(s, segment)| segment.blocks.iter().enumerate().map(move |(b, block)| (s, b, block)));

@@ -24,7 +24,7 @@ struct Setup {
     capacity: u64,
     asynchronous: bool,
     page: usize,
-    /// Operations between checks. Checks empty the thread caches, because they query the statistics.
+    /// Number of operations between two checks. Checks empty the thread caches, because they query the statistics.
     every: usize,
     /// Whether live blocks are moved together before an allocation fails.
     compacts: bool,
@@ -111,7 +111,7 @@ const EXPECTED: [&str; 58] = [
     "step Compact",
 ];
 
-/// Operations per run.
+/// Number of operations per run.
 const OPERATIONS: usize = if cfg!(miri) { 30 } else { 10_000 };
 
 fn run_operations(setup: Setup, ops: &[Op]) -> Result<Tally, String> {
@@ -138,7 +138,7 @@ fn failure_kind(why: &str) -> String {
     what.chars().filter(|c| !c.is_ascii_digit()).take(40).collect()
 }
 
-/// Runs one case, or `PROPTEST_CASES`. Panics with the shortest failing list of operations.
+/// Runs `PROPTEST_CASES` cases, by default one. Panics with the shortest failing list of operations.
 #[track_caller]
 fn check_random_operations(setup: Setup) {
     let persistence = FileFailurePersistence::WithSource("regressions");
@@ -231,7 +231,7 @@ fn with_garbage_collection_of_a_fraction_and_blocks_that_are_not_split() {
     check_random_operations(COLLECTING);
 }
 
-/// Without these events, the random runs would prove nothing about them.
+/// An event that never happens in the random runs would be untested.
 #[cfg(not(miri))]
 #[test]
 fn random_runs_reach_every_expected_event() {

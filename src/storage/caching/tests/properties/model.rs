@@ -48,13 +48,13 @@ pub(super) struct World {
     _callback: Registration,
     pools: Vec<Pool>,
     next_tag: u32,
-    /// The most bytes to reserve: by the fraction alone, and by the fraction and the limit.
+    /// Bounds on the reserved bytes: by the memory fraction alone, and by the fraction and the limit together.
     fraction: u64,
     limit: u64,
     others: u64,
-    /// Peaks of the allocation count, allocated bytes and requested bytes since the last reset, as the user counts them.
+    /// Peaks of the allocation count, allocated bytes and requested bytes since the last reset, computed from the live blocks.
     peaks: [u64; 3],
-    /// Current values when the sums were last reset.
+    /// The current value of each statistic when its accumulated sums were last reset.
     bases: Vec<u64>,
     /// The statistics as last queried.
     stats: DeviceStats,
@@ -63,7 +63,7 @@ pub(super) struct World {
     tally: Tally,
 }
 
-/// The nine quantities, each in total and for both size kinds.
+/// Returns the nine quantities of the statistics, each in total and for both size kinds.
 fn quantities(s: &DeviceStats) -> Vec<(&'static str, [Stat; 3])> {
     let of = |f: fn(&crate::storage::PoolStats) -> Stat| [f(&s.total), f(&s.small_pool), f(&s.large_pool)];
     vec![
@@ -351,7 +351,7 @@ impl World {
         ensure!(self.unused_segments() == 0, "no memory for {size} bytes, and there are unused segments");
         let room = self.limit.min(self.setup.capacity - self.others);
         let [_, allocated, _] = self.totals_of(|live| live.pool == 0);
-        // Expandable segments reserve whole pages, as would a new one.
+        // Each expandable segment, also a new one, may hold up to a page more than its blocks need.
         let slack = (growing + 1) * (self.setup.page as u64).saturating_sub(512);
         if self.setup.compacts && private + allocated + size as u64 + slack <= room {
             let held = format!("{allocated} allocated and {private} private of {room}");

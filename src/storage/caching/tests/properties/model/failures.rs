@@ -5,7 +5,7 @@ use super::*;
 /// Calls that query or order streams.
 pub(super) const ASKING: [Call; 5] = [Call::Record, Call::Query, Call::Wait, Call::StreamWaits, Call::Synchronize];
 
-/// Repeats a call that does not belong to the allocator until it succeeds.
+/// Repeats a driver call, made by the test and not by the allocator, until it succeeds.
 pub(super) fn retry_until_ok<T>(call: impl Fn() -> Result<T>) -> T {
     (0..).find_map(|_| call().ok()).expect("failures come to an end")
 }

@@ -139,7 +139,7 @@ impl World {
         Ok(())
     }
 
-    /// Makes some of the blocks that a callback would free ordinary blocks again.
+    /// Moves the spare blocks for which `which` is true, which a callback would free, back to the ordinary live blocks.
     pub(super) fn unmark_spare_blocks(&mut self, which: impl Fn(&Live) -> bool) {
         let mut spare_blocks = self.spare_blocks.lock().unwrap();
         let (back, stays) = std::mem::take(&mut *spare_blocks).into_iter().partition::<Vec<_>, _>(which);
