@@ -97,8 +97,8 @@ pub(crate) fn with_host<R>(
     let mut write: SmallVec<[&mut [u8]; 4]> = SmallVec::new();
     for s in writes {
         let (start, size) = s.allocation().host_range();
-        // SAFETY: as above, with the lock held for writing. The loop above returned an error if another slice were of
-        // this allocation. (Empty slices alias nothing.)
+        // SAFETY: as above, but the lock is held for writing. The loop above returns an error if another slice belongs
+        // to this allocation. (Empty slices alias nothing.)
         write.push(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
     }
     let result = f(&read, &mut write);
@@ -169,7 +169,7 @@ impl Storage {
         self.restore_spilled_or_fail()
     }
 
-    /// The slow path of [`cl`](Self::cl): copies spilled bytes back to the device, or explains why there is no buffer.
+    /// The slow path of [`cl`](Self::cl): copies spilled bytes back to the device, or returns an error that says why there is no buffer.
     #[cold]
     fn restore_spilled_or_fail(&self) -> Result<ClBlockLocation<'_>> {
         if let Backing::OpenCl(_, lease) = &self.allocation().backing
@@ -244,7 +244,7 @@ impl Storage {
         Ok(true)
     }
 
-    /// Returns the location of the bytes in OpenCL memory, for reading them to the host.
+    /// Returns the location of the bytes in OpenCL memory, for a read to the host.
     fn location_to_read(&self) -> Result<ClBlockLocation<'_>> {
         capture::refuse_while_capturing(self.device(), "read", READ_DURING_CAPTURE)?;
         self.cl()
@@ -317,7 +317,7 @@ impl Storage {
     }
 
     /// Like [`copy_from`](Self::copy_from) between a device and host memory pinned for that device, but returns when
-    /// the copy is enqueued on the current stream. Returns false, with nothing done, for any other two storages.
+    /// the copy is enqueued on the current stream. Returns false, with nothing done, for all other pairs of storages.
     pub(crate) fn start_copy_from(
         &self,
         offset: usize,

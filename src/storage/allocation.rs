@@ -67,7 +67,7 @@ pub(super) fn get_mut_if_unique(shared: &mut Arc<Allocation>) -> Option<&mut All
         return None;
     }
     fence(Ordering::Acquire); // makes visible what other threads did before they dropped their handles
-    // SAFETY: the crate makes no weak handles, so this is the only handle, and it is borrowed exclusively.
+    // SAFETY: the crate makes no weak handles, so `shared` is the only handle, and `shared` is borrowed exclusively.
     Some(unsafe { &mut *Arc::as_ptr(shared).cast_mut() })
 }
 
@@ -88,17 +88,17 @@ thread_local! {
 }
 
 impl Storage {
-    /// Returns the device the bytes are on.
+    /// Returns the device that holds the bytes.
     pub fn device(&self) -> Device {
         self.0.device()
     }
 
-    /// Returns the size in bytes, as requested.
+    /// Returns the requested size in bytes.
     pub fn nbytes(&self) -> usize {
         self.0.nbytes()
     }
 
-    /// True if both are handles on the same allocation.
+    /// True if `self` and `other` are handles on the same allocation.
     pub fn ptr_eq(&self, other: &Storage) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -109,10 +109,10 @@ impl Storage {
     }
 
     /// Records that work on `stream` uses the bytes (`torch.Tensor.record_stream`). After the storage is dropped, its
-    /// bytes are not reused until the work submitted to `stream` by then has finished.
+    /// bytes are not reused before all work that was submitted to `stream` until the drop has finished.
     ///
-    /// Call this method for every stream except the one the storage was made on. It is not needed if the storage is
-    /// kept until its own stream has waited for `stream`.
+    /// Call this method for every stream that uses the storage, except the stream it was made on. The call is not
+    /// needed if the storage is kept until its own stream has waited for `stream`.
     ///
     /// The call does not order streams: `stream` itself has to [wait](Stream::wait_stream) for the work that fills the
     /// storage. On the CPU the call does nothing, because work there is done when an operation returns.
@@ -131,9 +131,9 @@ impl Storage {
 
     /// Returns the `cl_mem` that holds the bytes, and the offset of the first byte, for use by other code. From now on the storage never moves.
     ///
-    /// The `cl_mem` is not retained for the caller: keep the storage alive as long as anything enqueued elsewhere uses
-    /// the bytes. The `cl_mem` may be larger than the storage; the rest belongs to other storages. Its context is the
-    /// one that `CL_MEM_CONTEXT` names.
+    /// The `cl_mem` is not retained for the caller: keep the storage alive as long as commands of other code use the
+    /// bytes. The `cl_mem` may be larger than the storage; the rest belongs to other storages. `CL_MEM_CONTEXT` gives
+    /// its context.
     ///
     /// Queues of other code are not ordered with streams of this crate, unless the queues were
     /// [adopted](Device::adopt). Call [`Stream::synchronize`] before other code uses the bytes, and `clFinish` on the
@@ -208,7 +208,7 @@ impl Storage {
         let mut shared = spare.unwrap_or_else(empty_allocation);
         let allocation = get_mut_if_unique(&mut shared).expect("the handle is unique");
         (allocation.device, allocation.size, allocation.version) = (device, size, AtomicU64::new(0));
-        // The old backing is `Empty`, so there is nothing to drop.
+        // The old backing is `Empty`, so it need not be dropped.
         std::mem::forget(std::mem::replace(&mut allocation.backing, backing));
         Storage(ManuallyDrop::new(shared))
     }
@@ -218,7 +218,7 @@ impl Storage {
         self.0.host_range().0.addr().get().is_multiple_of(to)
     }
 
-    /// True if this is the only handle, so that changing the bytes affects no other tensor.
+    /// True if no other handle on the allocation exists, so that changing the bytes affects no other tensor.
     pub fn is_unique(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }
@@ -275,7 +275,7 @@ pub struct Allocation {
 pub(super) enum Backing {
     /// Zero bytes.
     Empty,
-    Uninit(OnceLock<Box<str>>), // no memory: a parameter still to be loaded, with its name if known
+    Uninit(OnceLock<Box<str>>), // no memory yet: a parameter whose values will be loaded, with its name if known
     Host(Lease),
     /// Host memory that came with a vector, is pinned, or belongs to other code.
     Adopted(Box<Adopted>), // boxed: rare, and its size would make every other variant larger to move
@@ -312,18 +312,18 @@ impl HostBytes {
 }
 
 impl Allocation {
-    /// Returns the device the bytes are on.
+    /// Returns the device that holds the bytes.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// Returns the size in bytes, as requested.
+    /// Returns the requested size in bytes.
     pub fn nbytes(&self) -> usize {
         self.size
     }
 
-    /// Returns the id of the segment that contains the block. `None` for an empty allocation and for memory taken over
-    /// from the host. Compaction may change the id.
+    /// Returns the id of the segment that contains the block. Returns `None` for an empty allocation and for memory
+    /// taken over from the host. Compaction may change the id.
     pub fn segment(&self) -> Option<u64> {
         self.block().map(|block| block.location().segment().id())
     }
@@ -333,7 +333,7 @@ impl Allocation {
         self.block().map_or(0, |block| block.location().offset())
     }
 
-    /// Returns the block. `None` for an empty allocation and for memory taken over from the host.
+    /// Returns the block. Returns `None` for an empty allocation and for memory taken over from the host.
     pub fn block(&self) -> Option<&Block> {
         match &self.backing {
             Backing::Empty | Backing::Uninit(_) | Backing::Adopted(_) => None,
@@ -437,7 +437,7 @@ impl Lease {
         };
         let allocator = owner.allocator();
         let block = allocator.allocate(bytes, scope::home_stream(device))?;
-        // A user's allocator is not trusted: its block is checked, because the bytes are about to be read and written.
+        // A user's allocator is not trusted: its block is checked, because a wrong block would make later reads and writes unsound.
         if !is_built_in && !satisfies_request(&block, device, bytes) {
             return Err(reject_block(allocator, block, device, bytes));
         }
@@ -469,7 +469,7 @@ fn report_change_to_profiler(allocator: &dyn Allocator, bytes: i64) {
     });
 }
 
-/// Returns a block that does not satisfy its request to the allocator, and makes the error.
+/// Gives a block that does not satisfy its request back to the allocator, and returns the error to report.
 #[cold]
 fn reject_block(allocator: &dyn Allocator, block: Block, device: Device, bytes: usize) -> Error {
     let reason = format!("{allocator:?} gave {block:?} for {bytes} bytes on {device}");
@@ -477,7 +477,8 @@ fn reject_block(allocator: &dyn Allocator, block: Block, device: Device, bytes: 
     Error::invalid("allocate", reason)
 }
 
-/// True if the block satisfies a request for `bytes` bytes on this device. The size has to cover the last 16 bytes, which kernels write whole.
+/// True if the block satisfies a request for `bytes` bytes on this device. The block's size must be at least `bytes` rounded up to
+/// a multiple of 16, because kernels write the last 16 bytes whole.
 fn satisfies_request(block: &Block, device: Device, bytes: usize) -> bool {
     let location = block.location();
     block.requested() >= bytes

@@ -32,15 +32,15 @@ pub(super) fn check_fraction(fraction: f64) -> Result<f64> {
 /// [`DirectAllocator`](super::DirectAllocator). A user's own allocator is installed with [`set_allocator`](super::set_allocator). A wrapper that
 /// counts, limits or logs needs no unsafe code: the default methods call the allocator that [`inner`](Allocator::inner) returns.
 pub trait Allocator: Any + Send + Sync + fmt::Debug {
-    /// The device whose memory this allocator hands out.
+    /// Returns the device whose memory this allocator hands out.
     fn device(&self) -> Device;
 
-    /// The alignment of blocks in bytes: the driver's alignment, a power of two of at least 512.
+    /// Returns the alignment of blocks in bytes: the driver's alignment, a power of two of at least 512.
     fn alignment(&self) -> usize {
         self.inner().map_or(ALIGNMENT, |inner| inner.alignment())
     }
 
-    /// The wrapped allocator, if there is one.
+    /// Returns the wrapped allocator, or `None` if this allocator wraps none.
     fn inner(&self) -> Option<&Arc<dyn Allocator>> {
         None
     }
@@ -49,10 +49,10 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// `stream`. Tensors reject a block whose offset is not a multiple of 512 bytes.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if there is no room after releasing all unused memory; errors that the driver reports.
+    /// [`Error::OutOfMemory`] if memory does not suffice even after all unused memory was released; errors that the driver reports.
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block>;
 
-    /// Frees a block. Work on its stream may still use the block, because its next owner on that stream runs later.
+    /// Frees a block. Queued work on the block's stream may still use the block, because work of the next owner on that stream runs later.
     fn deallocate(&self, block: Block);
 
     /// Records that work on `stream` also uses the block. Once freed, the block is not reused before that work is
@@ -74,12 +74,12 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         self.inner().into_iter().for_each(|inner| inner.reset_accumulated_stats());
     }
 
-    /// Releases all cached, unused memory to the driver.
+    /// Returns all cached, unused memory to the driver.
     fn empty_cache(&self) -> Result<()> {
         self.inner().map_or(Ok(()), |inner| inner.empty_cache())
     }
 
-    /// Limits the reserved bytes from now on. Memory that is already reserved stays.
+    /// Limits the reserved bytes from now on. Memory that is already reserved stays reserved.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the allocator does not support a limit.
@@ -89,7 +89,7 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     }
 
     /// Limits the reserved bytes to a fraction, 0 to 1, of the device's memory, within [`set_memory_limit`]'s bound.
-    /// Memory that is already reserved stays.
+    /// Memory that is already reserved stays reserved.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the fraction is outside 0 to 1, or the allocator does not support a limit.
@@ -103,19 +103,20 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         self.inner().map_or_else(limit, |inner| inner.set_memory_fraction(fraction))
     }
 
-    /// Releases unused memory while at least `keep` bytes stay reserved. Returns the bytes released. Never waits:
-    /// memory that streams may still be using stays.
+    /// Releases unused memory while at least `keep` bytes stay reserved. Returns the number of bytes released. Never
+    /// waits: memory that streams may still be using is kept.
     fn trim(&self, keep: u64) -> Result<u64> {
         self.inner().map_or(Ok(0), |inner| inner.trim(keep))
     }
 
-    /// Moves live blocks together, copying at most `budget` bytes, and releases the memory this frees. Returns the bytes released.
+    /// Moves live blocks together, copying at most `budget` bytes, and releases the memory that becomes free. Returns the number of
+    /// bytes released.
     fn compact(&self, budget: u64) -> Result<u64> {
         self.inner().map_or(Ok(0), |inner| inner.compact(budget))
     }
 
-    /// Returns the current segments and blocks, and the recorded history (`torch.cuda.memory._snapshot`). Empty if
-    /// the allocator does not support snapshots.
+    /// Returns the current segments and blocks, and the recorded history (`torch.cuda.memory._snapshot`). The snapshot
+    /// is empty if the allocator does not support snapshots.
     fn snapshot(&self) -> Snapshot {
         self.inner().map_or_else(Snapshot::default, |inner| inner.snapshot())
     }

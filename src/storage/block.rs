@@ -24,7 +24,7 @@ impl ReaderCount {
         ReaderCount(AtomicU32::new(0))
     }
 
-    /// Adds a reader. Call it under the lock, which orders the call before the next writer.
+    /// Adds a reader. Call this method while holding the lock, so that the next thread that locks for writing sees the reader.
     pub(super) fn add_reader(&self) {
         self.0.fetch_add(1, Relaxed);
     }
@@ -112,10 +112,10 @@ pub(super) fn next_owner_number() -> u32 {
     NEXT.fetch_add(1, Relaxed)
 }
 
-/// A block handed out by an [`Allocator`](super::Allocator): the right to use its bytes until the block is returned.
+/// A block handed out by an [`Allocator`](super::Allocator): the right to use the block's bytes until the block is returned.
 ///
 /// [`Allocator::deallocate`](super::Allocator::deallocate) takes the block by value, so a block is returned once and
-/// not used after. A block that is dropped instead stays allocated for the rest of the process.
+/// not used afterwards. A block that is dropped instead stays allocated for the rest of the process.
 #[must_use = "a block that is dropped stays allocated: give it back with Allocator::deallocate"]
 pub struct Block {
     slot: NonNull<Slot>,
@@ -160,8 +160,8 @@ impl Block {
     /// [`Error::Invalid`] if the range is not inside the segment.
     ///
     /// # Safety
-    /// The segment's memory has as many bytes as the segment says. No other live block has any of the block's bytes,
-    /// and nothing else writes to them while the block lives.
+    /// The segment's memory has at least [`Segment::bytes`] bytes. No other live block overlaps the block, and no other
+    /// code writes to the block's bytes while the block lives.
     pub unsafe fn new(segment: &Arc<Segment>, offset: usize, size: usize, requested: usize) -> Result<Block> {
         if requested > size || offset.checked_add(size).is_none_or(|end| end > segment.bytes()) {
             let all = segment.bytes();
@@ -315,8 +315,8 @@ impl Block {
         let _held = self.location();
         // The pointer from the Arc itself: a pointer derived from a reference may not access the Arc's count.
         let segment = self.slot().segment.load(Relaxed).cast_const();
-        // SAFETY: `set_location` took the pointer from an Arc, which the block's maker keeps as long as the block lives;
-        // `_held` keeps the block from moving meanwhile. The new Arc takes over the count added here.
+        // SAFETY: `set_location` took the pointer from an Arc, which the block's maker keeps as long as the block
+        // lives. While `_held` lives, the block does not move. The new Arc takes over the count added here.
         unsafe {
             Arc::increment_strong_count(segment);
             Arc::from_raw(segment)
@@ -336,7 +336,8 @@ impl Block {
 
     /// Returns the segment. Valid while the slot's lock is held, or if no block can be moved meanwhile.
     pub(crate) fn segment(&self) -> &Segment {
-        // SAFETY: `set_location` was called before the block was made; its caller promised that the segment outlives the block.
+        // SAFETY: `set_location` was called before the block was made, and the caller of `set_location` promised that the segment
+        // outlives the block.
         unsafe { &*self.slot().segment.load(Relaxed) }
     }
 
@@ -350,7 +351,7 @@ impl Drop for Block {
     #[inline]
     fn drop(&mut self) {
         if self.entry_and_flags & OWN_SLOT_FLAG != 0 {
-            // SAFETY: the flag says that this is the OwnedSlot that `with_own_slot` leaked, and only this drop frees it.
+            // SAFETY: the flag says that the slot is in the OwnedSlot that `with_own_slot` leaked, and only this drop frees it.
             drop(unsafe { Box::from_raw(self.slot.cast::<OwnedSlot>().as_ptr()) });
         }
     }
@@ -371,7 +372,7 @@ pub struct BlockLocation<'a> {
 }
 
 impl BlockLocation<'_> {
-    /// Returns the block's segment. Once this `BlockLocation` is dropped, the block may move and its segment be released.
+    /// Returns the block's segment. Once this `BlockLocation` is dropped, the block may move, and the segment may be released.
     pub fn segment(&self) -> &Segment {
         self.segment
     }
@@ -386,7 +387,7 @@ impl Sim {
     /// Enqueues work that writes this tag to a block's bytes.
     ///
     /// # Errors
-    /// Errors of the launch: the block is not of this device, or a lazy device is too full to commit the block's memory now.
+    /// If the block does not belong to this device, or if the device commits memory lazily and has no memory left for the block.
     pub fn write_tag(&self, stream: StreamId, block: &Block, tag: u32) -> Result<()> {
         let location = block.location();
         self.write_tag_at(stream, (location.segment().memory(), location.offset()), block.size(), tag)

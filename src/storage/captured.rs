@@ -1,4 +1,4 @@
-//! The device memory that a captured graph uses, and how the graph keeps it alive.
+//! The device memory that a captured graph uses and keeps alive.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -15,7 +15,7 @@ use super::segment::Segment;
 use crate::Result;
 use crate::device::{OnDrop, capture};
 
-/// The memory of a graph: its own pool, and the storages from before the capture that it uses.
+/// The memory of a graph: the graph's own pool, and the storages from before the capture that the graph uses.
 pub(crate) struct CapturedMemory {
     /// The segments that commands use. This field is dropped before the storages, because a storage may own the host memory that a
     /// segment's buffer uses.
@@ -69,7 +69,7 @@ impl SegmentRange {
     }
 }
 
-/// A storage that a command of a capture uses. Its handles may be dropped; the graph still owns its memory.
+/// A storage that a command of a capture uses. Its handles may be dropped; the graph still owns the storage's memory.
 pub(crate) struct CapturedStorage {
     driver: OpenCl,
     segment: Arc<Segment>,
@@ -108,7 +108,7 @@ impl CapturedStorage {
     }
 }
 
-/// A storage created before the capture, and how many changes of it the capture counted.
+/// A storage created before the capture, and the number of its changes that the capture counted.
 struct OutsideStorage {
     storage: Storage,
     changes: u64,

@@ -89,8 +89,8 @@ keys::config! {
     /// PyTorch's `large_segment_size_mb`.
     large_segment_size: usize = 20 * MIB,
         "large_segment_size_mb", MIB_FROM_20, "size of a segment for requests between 1 and 10 MiB";
-    /// PyTorch's `roundup_power2_divisions`. 0 and 1 round to the alignment only. Entry `i` applies to sizes from `1 << i` MiB to the next power of
-    /// two. The first entry also applies to all smaller sizes, the last to all larger ones.
+    /// PyTorch's `roundup_power2_divisions`. With 0 and 1, sizes are rounded up to the alignment only. Entry `i` applies to sizes
+    /// from `1 << i` MiB to the next power of two. The first entry also applies to all smaller sizes, the last to all larger ones.
     roundup_power2_divisions: [usize; ROUNDUP_INTERVALS] = [0; ROUNDUP_INTERVALS],
         "roundup_power2_divisions", DIVISIONS, "sizes are rounded up to a multiple of their power of two divided by this";
     /// PyTorch's `garbage_collection_threshold`: the fraction of the limit above which unused segments are released, oldest first;
@@ -190,7 +190,7 @@ impl Config {
         capacity.min(fraction).min(self.memory_limit as u64)
     }
 
-    /// The byte with which new storages are filled, if any.
+    /// Returns the byte with which new storages are filled; `None` if their contents are unspecified.
     pub(super) fn fill_byte(&self) -> Option<u8> {
         match self {
             Config { zero_fill: true, .. } => Some(0),

@@ -25,8 +25,8 @@ pub(super) struct ThreadCacheDeltas {
     pub(super) increases: BlockAmounts,
 }
 
-/// A quantity over time, as the sums of increases and decreases; the current value is their difference. Signed, because
-/// a part of a change may be counted before the rest.
+/// A quantity over time, as the sums of increases and decreases; the current value is their difference. The sums are
+/// signed, because a decrease may be counted before the increase it belongs to.
 ///
 /// Each quantity has its own struct. In an array of sums, the compiler would vectorise updates of neighbouring sums,
 /// and a wide load of two values stored just before stalls until both stores are done.
@@ -52,7 +52,7 @@ impl FlowCounter {
         self.freed += up - by;
     }
 
-    /// Adds the small and the large pool. The peak of the sum is passed in, because it is not the sum of the peaks.
+    /// Adds the counters of the small and the large pool. `peak` is the peak of the total, which is not the sum of the two peaks.
     fn total(kinds: [&FlowCounter; 2], peak: i64) -> FlowCounter {
         let [a, b] = kinds;
         let base = [a.base[0] + b.base[0], a.base[1] + b.base[1]];

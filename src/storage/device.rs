@@ -21,7 +21,7 @@ impl Device {
     /// Peaks are the sums of the allocator's and the images' peaks.
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; likewise for the methods below.
+    /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; the same holds for the methods below.
     pub fn memory_stats(&self) -> Result<DeviceStats> {
         Ok(with_images(&**registry::device_allocator(*self)?))
     }
@@ -92,8 +92,8 @@ impl Device {
     /// the recorded events, so take the snapshot first.
     ///
     /// While recording, an allocation and its release take about a microsecond longer, or half of that without
-    /// [`stacks`](HistoryOptions::stacks). In both cases each allocation is attributed to the program's line that
-    /// called a method of this crate, without debug information.
+    /// [`stacks`](HistoryOptions::stacks). In both cases, and without debug information, each allocation is attributed
+    /// to the program's line that called a method of this crate.
     ///
     /// ```
     /// use claystone::storage::HistoryOptions;
@@ -109,15 +109,15 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if there is no memory for the requested number of entries, or if the
-    /// allocator cannot record.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the host has no memory for the requested number of entries, or if
+    /// the allocator cannot record.
     pub fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
         registry::device_allocator(*self)?.record_memory_history(options)?;
         self.image_pool()?.map_or(Ok(()), |images| images.record_memory_history(options))
     }
 
-    /// Returns unused memory to the driver while at least `keep` bytes stay held. Returns the number of bytes released.
-    /// Does not wait: while the device is busy, nothing is released.
+    /// Returns unused memory to the driver while the allocator still holds at least `keep` bytes. Returns the number of
+    /// bytes released. Does not wait: while the device is busy, nothing is released.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -135,7 +135,7 @@ impl Device {
             + registry::device_allocator(*self)?.trim(keep.saturating_sub(held(self.image_memory_stats()?)))?)
     }
 
-    /// Moves blocks together and releases the memory this frees. Returns the number of bytes released.
+    /// Moves blocks together and releases the memory that becomes free. Returns the number of bytes released.
     ///
     /// # Errors
     /// Errors that the driver reports while copying.
@@ -143,7 +143,7 @@ impl Device {
         registry::device_allocator(*self)?.compact(u64::MAX)
     }
 
-    /// Registers a callback for allocations that find no room on the device or within the limit (PyTorch's
+    /// Registers a callback for allocations that would exceed the device's memory or the limit (PyTorch's
     /// `FreeMemoryCallback`). The callback stays registered until the returned value is dropped.
     ///
     /// `free` may drop memory that the program can spare, and returns true if it did. Then the allocation is tried
@@ -201,7 +201,7 @@ impl Device {
     }
 
     /// Limits the allocator to this fraction, 0 to 1, of the device's memory
-    /// (`torch.cuda.set_per_process_memory_fraction`). Memory it already holds stays held.
+    /// (`torch.cuda.set_per_process_memory_fraction`). Memory that the allocator already holds is kept.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) for a fraction outside 0 to 1.
@@ -210,8 +210,8 @@ impl Device {
         self.image_pool()?.map_or(Ok(()), |images| images.set_memory_fraction(fraction))
     }
 
-    /// Limits the allocator to this many bytes, in addition to the fraction. If it already holds more, unused memory is
-    /// released at the next allocation.
+    /// Limits the allocator to this many bytes, in addition to the fraction. If the allocator already holds more,
+    /// unused memory is released at the next allocation.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the device's allocator supports no limit.
@@ -220,7 +220,8 @@ impl Device {
         self.image_pool()?.map_or(Ok(()), |images| images.set_memory_limit(bytes))
     }
 
-    /// Returns the pool of images, created now if the device supports images, so that limits and recording apply from its first use.
+    /// Returns the pool of images, or `None` if the device does not support images. Creates the pool if needed, so that limits and
+    /// recording apply to it from its first use.
     fn image_pool(&self) -> Result<Option<Arc<PoolAllocator>>> {
         image_pool::pool(*self)
     }
@@ -239,7 +240,7 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; likewise for the methods below.
+    /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; the same holds for the methods below.
     pub fn pinned_memory_stats(&self) -> Result<PinnedStats> {
         Ok(self.pinned_pool()?.map(DevicePinnedPool::stats).unwrap_or_default())
     }

@@ -60,8 +60,8 @@ impl Storage {
         let made = Dynamic::new(shape, strides).initialize(Box::new(self.clone()));
         let mut made = made.map_err(|e| Error::invalid("to_dlpack", e.to_string()))?;
         made.set_data(data).set_device(DLDevice::CPU).set_dtype(described);
-        // SAFETY: the storage, which the tensor owns, keeps the elements in place. Shape and strides are copies of
-        // those of a tensor in the storage. Consumers may write to the storage, as views may.
+        // SAFETY: the storage, which the tensor owns, keeps the elements in place. The shape and the strides are copied
+        // from a tensor in the storage. Consumers may write to the storage, as views may.
         Ok(unsafe { made.finish() })
     }
 }
@@ -89,8 +89,8 @@ pub struct DlpackMemory {
 }
 
 impl DlpackMemory {
-    /// Takes over a tensor; its owner is notified when the last handle on the memory is dropped. Nothing is copied,
-    /// unless the tensor is read-only: tensors of this crate can always be written to.
+    /// Takes over a tensor of another library; its owner is notified when the last handle on the memory is dropped.
+    /// Nothing is copied, unless the tensor is read-only: tensors of this crate can always be written to.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the tensor
@@ -103,7 +103,7 @@ impl DlpackMemory {
     /// # Safety
     /// The tensor follows the DLPack specification. Until its owner is notified, all bytes from the first element to
     /// the last, including the bytes between elements, exist and are initialised. The bytes are writable unless the
-    /// tensor is marked as read-only, which a tensor from before DLPack 1.0 cannot be. The elements are valid values of
+    /// tensor is marked as read-only, a mark that DLPack has only since version 1.0. The elements are valid values of
     /// their type (bools are 0 or 1).
     ///
     /// Until then no other code writes to these bytes while this crate uses them, or uses them while this crate writes

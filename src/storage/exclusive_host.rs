@@ -31,8 +31,9 @@ impl<T: Element> ExclusiveHost<T> {
     /// Takes exclusive access to `count` elements from byte `offset` on.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if some bytes are not a valid `T`, the storage is not in host memory, or it has another handle. [`Error::DeviceLost`] if a
-    /// transfer may still be using the bytes. If the memory must be mapped, also kernel faults and errors that the driver reports.
+    /// [`Error::Invalid`] if some bytes are not a valid `T`, the storage is not in host memory, or the storage has another handle.
+    /// [`Error::DeviceLost`] if a transfer may still be using the bytes. If the memory must be mapped, also kernel faults and
+    /// errors that the driver reports.
     pub(crate) fn new(op: &'static str, mut storage: Storage, offset: usize, count: usize) -> Result<ExclusiveHost<T>> {
         storage.check_memory()?;
         let is_host_buffer = storage.is_host_buffer();
@@ -58,8 +59,8 @@ impl<T: Element> ExclusiveHost<T> {
         };
         // SAFETY: `offset` is at most `end`, which is at most the size of the storage.
         let start = unsafe { start.add(offset) };
-        // SAFETY: these are initialised bytes of the storage. No one writes to them, because there is no other
-        // handle. The block is pinned, so the bytes do not move.
+        // SAFETY: these are initialised bytes of the storage. No other code writes to the bytes, because there is no
+        // other handle. The block is pinned, so the bytes do not move.
         elements::<T>(op, unsafe { slice::from_raw_parts(start.as_ptr(), end - offset) })?;
         (exclusive.start, exclusive.count) = (start.cast(), count);
         Ok(exclusive)
@@ -83,8 +84,8 @@ impl<T> Deref for ExclusiveHost<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `new` checked that `count` aligned, valid elements start here, and they do not move while `self`
-        // lives. No other handle reaches them, and `self` is borrowed as long as the slice is used.
+        // SAFETY: `new` checked that `count` aligned, valid elements start here, and the elements do not move while
+        // `self` lives. No other handle exists, and `self` is borrowed as long as the slice is used.
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.count) }
     }
 }

@@ -17,7 +17,7 @@ use crate::{Device, Error, Result};
 const GUARD_BYTE: u8 = 0xFD;
 /// The guard after a block begins at a multiple of this many bytes, because the crate's own stores may fill a block up to there.
 const GUARD_START_ALIGNMENT: usize = 16;
-/// Bytes written per driver call.
+/// Number of guard or poison bytes that one driver call writes.
 const WRITE_CHUNK_BYTES: usize = 1 << 20;
 
 /// Wraps another allocator to detect writes beyond a block's bounds. Every block has guard bytes before and after it,
@@ -26,7 +26,7 @@ const WRITE_CHUNK_BYTES: usize = 1 << 20;
 /// Overwritten guards are reported as an error to `tracing`, and counted. Each call waits for the device, and blocks
 /// cannot move, so this is for debugging only. The configuration key `guard_bytes` wraps any backend in this allocator.
 ///
-/// Statistics are those of the inner allocator, in which guards count as requested bytes.
+/// The statistics are the inner allocator's, which count guards as requested bytes.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -69,7 +69,7 @@ impl GuardAllocator {
         GuardAllocator { inner, driver, number, violations, state }
     }
 
-    /// Returns how many blocks' guard bytes were found overwritten, by this allocator and others that it wraps.
+    /// Returns the number of blocks whose guard bytes were found overwritten, by this allocator and by guard allocators that it wraps.
     pub fn guard_violations(&self) -> u64 {
         self.violations.load(Relaxed) + guard_violations(&*self.inner)
     }
@@ -104,7 +104,7 @@ impl GuardAllocator {
         let memory = block.segment().memory();
         for guard in self.guard_ranges(block, whole) {
             let mut bytes = vec![0; guard.len()];
-            // SAFETY: the guards belong to a freed block, so nothing else uses them.
+            // SAFETY: the guards belong to a freed block, so no other code uses them.
             let mut read = || unsafe { self.driver.read((memory, guard.start), &mut bytes) };
             if let Err(error) = read() {
                 // A read also reports earlier kernel faults of this thread, once. They are unrelated to the guard.
@@ -132,7 +132,7 @@ impl fmt::Debug for GuardAllocator {
     }
 }
 
-/// Returns how many overwritten guards the allocator and those that it wraps have found.
+/// Returns the number of overwritten guards that the allocator and the allocators it wraps have found.
 pub(super) fn guard_violations(allocator: &dyn Allocator) -> u64 {
     find_allocator::<GuardAllocator>(allocator).map_or(0, GuardAllocator::guard_violations)
 }

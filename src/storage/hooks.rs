@@ -18,11 +18,12 @@ pub type OomObserver = dyn Fn(&OutOfMemoryEvent) + Send + Sync;
 pub struct OutOfMemoryEvent {
     /// The device that is full.
     pub device: Device,
-    /// Bytes requested.
+    /// The number of bytes requested.
     pub requested: usize,
-    /// Bytes of segments that the allocator may hold in total: the device's memory, or the limit.
+    /// The maximum number of bytes of segments that the allocator may hold: the device's memory, or the limit if that is lower.
     pub allowed: u64,
-    /// Bytes of the device's memory that this allocator does not hold. Other programs may hold some of them, which OpenCL cannot tell.
+    /// The number of bytes of the device's memory that this allocator does not hold. Other programs may hold a part of these bytes,
+    /// which OpenCL does not report.
     pub device_free: u64,
 }
 
@@ -100,7 +101,7 @@ impl Hooks {
         self.observers.add(Arc::from(observe))
     }
 
-    /// Calls every free-memory callback. Returns true if any of them freed memory.
+    /// Calls every free-memory callback. Returns true if any callback freed memory.
     pub(super) fn call_free_memory_callbacks(&self) -> bool {
         let callbacks = self.free_memory.all();
         !callbacks.is_empty()

@@ -20,17 +20,17 @@ const VECTOR_BYTES: usize = 16;
 /// An owner of memory, boxed so that memory inside the owner does not move. The owner is never accessed again, only dropped.
 pub(super) struct HostOwner {
     owner: NonNull<dyn Send>,
-    /// Whether to leave the owner, and the memory, alive for ever.
+    /// Whether to never drop the owner, so that its memory stays valid.
     leaked: AtomicBool,
 }
 
-// SAFETY: the owner is only dropped, by one thread, and may be sent there.
+// SAFETY: the owner implements `Send`, and is only dropped, by one thread.
 unsafe impl Send for HostOwner {}
 // SAFETY: as above; no reference to the owner is ever given out.
 unsafe impl Sync for HostOwner {}
 
 impl HostOwner {
-    /// Prevents the owner, and the memory with it, from being dropped.
+    /// Prevents the owner and its memory from being dropped.
     pub(super) fn leak(&self) {
         self.leaked.store(true, Relaxed);
     }
@@ -39,7 +39,7 @@ impl HostOwner {
 impl Drop for HostOwner {
     fn drop(&mut self) {
         if !self.leaked.load(Relaxed) {
-            // SAFETY: made from a box, and dropped only here, once.
+            // SAFETY: the pointer was made from a box, and only this call drops it, once.
             drop(unsafe { Box::from_raw(self.owner.as_ptr()) });
         }
     }
@@ -63,7 +63,8 @@ impl<T: Element> HostElements<T> {
     pub(crate) fn new<M: AsMut<[T]> + Send + 'static>(memory: M) -> HostElements<T> {
         let memory = NonNull::from(Box::leak(Box::new(memory)));
         let owner = HostOwner { owner: memory, leaked: AtomicBool::new(false) };
-        // SAFETY: no other code has a pointer to `memory`, which is not accessed again while it lives; the elements are borrowed exclusively.
+        // SAFETY: no other code has a pointer to `memory`, and `memory` is not accessed again until it is dropped. The elements are
+        // borrowed exclusively.
         let elements = unsafe { (*memory.as_ptr()).as_mut() };
         HostElements { start: NonNull::from(&mut *elements).cast(), count: elements.len(), owner }
     }
@@ -72,7 +73,8 @@ impl<T: Element> HostElements<T> {
         self.count
     }
 
-    /// Makes a storage on a device: the memory itself with its owner if the device can use it in place, or a copy.
+    /// Makes a storage on a device. The storage uses the memory itself and keeps the owner if the device can use the memory in
+    /// place; otherwise it is a copy.
     ///
     /// # Errors
     /// Errors of a copy.
@@ -103,7 +105,7 @@ impl<T: Element> HostElements<T> {
 }
 
 impl Storage {
-    /// True if the bytes are host memory that the OpenCL device uses in place, through a buffer of its own.
+    /// True if the bytes are host memory that the OpenCL device uses in place, through an OpenCL buffer over that memory.
     pub(crate) fn is_host_buffer(&self) -> bool {
         let Backing::OpenCl(_, lease) = &self.allocation().backing else { return false };
         let imported = (lease.allocator() as &dyn std::any::Any).downcast_ref::<ImportedBuffers>();

@@ -15,7 +15,8 @@ use super::segment::Segment;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
-/// Bytes that kernels access at once at the end of a storage: kernels write the last 16 bytes whole, and read vectors of 16 bytes.
+/// Number of bytes that kernels access together at the end of a storage: kernels write the last 16 bytes whole, and read vectors of
+/// 16 bytes.
 const TAIL_VECTOR_BYTES: usize = 16;
 
 /// Alignment, in bytes, of host memory that other programs fill.
@@ -24,7 +25,7 @@ const HOST_ALIGNMENT_BYTES: usize = 64;
 impl Storage {
     /// Makes a storage of `bytes` bytes at `offset` in an OpenCL buffer that other code created: the counterpart of
     /// [`export_cl`](Self::export_cl). The buffer must belong to the device's own context ([`Device::cl_context`]), and
-    /// is retained while the storage lives. Allocators do not count it.
+    /// is retained while the storage lives. Allocators do not count the buffer.
     ///
     /// Queues of other code are not ordered with streams of this crate, unless the queues were
     /// [adopted](Device::adopt). Finish the queues before this crate uses the bytes, and call
@@ -119,13 +120,13 @@ impl Storage {
         Ok(Storage::new(Device::Cpu, bytes, backing))
     }
 
-    /// Allocates `bytes` bytes of host memory as a storage on the CPU device, pinned for transfers to and from
-    /// `device`, and returns its address. Another library can fill the memory there;
-    /// [`Tensor::pin_memory`](crate::Tensor::pin_memory) is the counterpart for tensors. For the CPU device, and if no
-    /// pinned memory is left, the memory is ordinary, but does not move either. Its contents are unspecified.
+    /// Allocates `bytes` bytes of host memory as a storage on the CPU device, pinned for transfers to and from `device`, and
+    /// returns its address. Another library can fill the memory there; [`Tensor::pin_memory`](crate::Tensor::pin_memory) is the
+    /// counterpart for tensors. For the CPU device, and if no pinned memory is left, the memory is ordinary host memory, which does
+    /// not move either. The contents are unspecified.
     ///
     /// Code that reads or writes at the address must keep the storage alive. No operation on the storage, and no
-    /// [enqueued](crate::Tensor::copy_non_blocking_) copy, may run meanwhile.
+    /// [enqueued](crate::Tensor::copy_non_blocking_) copy, may run while that code reads or writes.
     ///
     /// ```
     /// use claystone::storage::Storage;
@@ -199,7 +200,7 @@ pub(super) fn storage_of_external_block(driver: OpenCl, block: Block, host: Opti
     Storage::new(device, bytes, Backing::OpenCl(driver, Lease { block: ManuallyDrop::new(block), owner }))
 }
 
-/// The allocator of imported buffers: it allocates nothing, and releases a buffer when its block is returned.
+/// The allocator of imported buffers: allocates nothing, and releases a buffer when the buffer's block is returned.
 #[derive(Debug)]
 pub(super) struct ImportedBuffers {
     driver: OpenCl,
@@ -220,7 +221,7 @@ impl Allocator for ImportedBuffers {
         if let Some(host) = &self.host
             && self.driver.device.finish_host_memory().is_err()
         {
-            host.leak(); // commands may still use the memory, for ever
+            host.leak(); // commands of a lost device may use the memory and never end
         }
         let none = block.into_parent_block(); // drops the handle on the segment
         debug_assert!(none.is_none());

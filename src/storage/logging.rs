@@ -18,18 +18,18 @@ type Log = CsvLog<Box<dyn Write + Send>>;
 /// Wraps another allocator and logs every allocation, free and failure as a line in RMM's format
 /// (`logging_resource_adaptor`).
 ///
-/// The pointer in a line identifies the block; it does not change if compaction moves the block. The size is the
-/// requested size. [`Device::log_allocations`] installs a log for a device.
+/// The pointer in a line identifies the block; the pointer does not change if compaction moves the block. The size in a
+/// line is the requested size. [`Device::log_allocations`] installs a log for a device.
 pub struct LoggingAllocator {
     inner: Arc<dyn Allocator>,
     state: Mutex<State>,
 }
 
-/// The log and its state, under the lock.
+/// The log and its state, guarded by the allocator's lock.
 struct State {
     /// `None` after the log was finished, or could not be written.
     log: Option<Log>,
-    /// The writer's error, until it was returned to the caller.
+    /// The writer's error, until the error is returned to the caller.
     failed: Result<()>,
     /// The streams of live blocks, by the block's pointer in the log, except the default stream.
     streams: HashMap<u64, u32>,
@@ -56,7 +56,7 @@ impl LoggingAllocator {
         std::mem::replace(&mut state.failed, Ok(())).and(flushed)
     }
 
-    /// Writes a line. For a free, the stream is that of the allocation.
+    /// Writes a line. For a free, the line has the stream of the block's allocation.
     fn log_line(&self, action: CsvAction, block: Option<&Block>, bytes: usize, stream: StreamId) {
         let name = block.map_or(0, |block| block.slot_ptr().as_ptr().addr() as u64);
         let mut state = lock(&self.state);
@@ -100,7 +100,7 @@ impl Allocator for LoggingAllocator {
     }
 
     fn deallocate(&self, block: Block) {
-        // Logged first: another thread may get the block as soon as it is returned.
+        // The free is logged before the block is returned, because another thread may get the block right after that.
         self.log_line(CsvAction::Free, Some(&block), block.requested(), StreamId::DEFAULT);
         self.inner.deallocate(block);
     }

@@ -14,7 +14,7 @@ pub enum MemoryMode {
     Buffer,
     /// Images, if the device has them and the operands fit. Tensors are converted first.
     Image,
-    /// The faster of the two, as measured by `claystone tune` on the device; buffers if it was not measured.
+    /// The faster of the two, as measured by `claystone tune` on the device. Buffers if the device was not measured.
     #[default]
     Auto,
 }

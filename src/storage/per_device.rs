@@ -13,7 +13,7 @@ impl<T: Clone> PerDevice<T> {
         PerDevice(RwLock::new(Vec::new()))
     }
 
-    /// Returns the device's value, if it has one.
+    /// Returns the device's value, or `None` if the device has none.
     pub(super) fn get(&self, device: Device) -> Option<T> {
         let table = read(&self.0);
         table.iter().find(|(of, _)| *of == device).map(|(_, value)| value.clone())

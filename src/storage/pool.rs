@@ -34,7 +34,7 @@ pub enum StorageType {
 }
 
 /// Keeps freed buffers and reuses them whole: each allocation takes the smallest free buffer that is large enough. Buffers are never split. A program
-/// whose sizes vary therefore reserves more than with the caching allocator; a program whose sizes repeat has one buffer for each.
+/// whose sizes vary therefore reserves more than with the caching allocator; a program whose sizes repeat has one buffer for each size in use.
 ///
 /// The policy is that of MNN's OpenCL `BufferPool` with its storage types ([`StorageType`]). In addition:
 /// - A free buffer of more than `pool_overfit` times the request is left for larger requests.
@@ -68,7 +68,7 @@ pub struct PoolAllocator {
     state: Mutex<State>,
 }
 
-/// The allocator's state behind its lock.
+/// The allocator's state, guarded by the allocator's lock.
 struct State {
     ledger: SegmentLedger,
     /// Allocated buffers, by the id of their segment.
@@ -85,7 +85,7 @@ struct Buffer {
     /// The image's description, if the buffer is an image.
     image: Option<ImageDesc>,
     is_static: bool,
-    /// The stream whose work may use the buffer without a wait, unless `others` is not empty.
+    /// The stream on which the buffer can be reused without a wait if `others` is empty.
     stream: StreamId,
     /// Other streams that used the buffer and that `stream` has not waited for.
     others: Streams,
@@ -106,7 +106,7 @@ struct Request {
     kind: StorageType,
 }
 
-/// The steps tried, in order, when there is no room.
+/// The steps tried, in order, when a new buffer would exceed the device's memory or the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ReleaseStep {
     /// Release the smallest unused buffer that makes enough room.
@@ -180,9 +180,9 @@ impl PoolAllocator {
         })
     }
 
-    /// Allocates an image. Reuses a free image of the same format that is at least as wide and as high, the one with the least excess, or creates
-    /// one. Follows MNN's `ImagePool`, except that formats are compared and that a static image is at most `pool_overfit` times too large, because
-    /// static images live long. The returned block can neither be split nor be used as a buffer.
+    /// Allocates an image. Reuses a free image of the same format that is at least as wide and as high, choosing the image with the least
+    /// excess area, or creates an image. Follows MNN's `ImagePool`, except that formats are compared and that a static image is at most
+    /// `pool_overfit` times too large, because static images live long. The returned block can neither be split nor be used as a buffer.
     ///
     /// # Errors
     /// As [`allocate_kind`](Self::allocate_kind).
@@ -192,17 +192,17 @@ impl PoolAllocator {
         self.allocate_or_release(&Request { bytes, size: bytes, image: Some(image), stream, kind })
     }
 
-    /// Bytes of segments that the pool holds.
+    /// Returns the number of bytes of segments that the pool holds.
     pub(super) fn reserved(&self) -> u64 {
         lock(&self.state).ledger.stats.reserved()
     }
 
-    /// The most bytes that the pool may hold.
+    /// Returns the maximum number of bytes that the pool may hold.
     pub(super) fn limit(&self) -> u64 {
         lock(&self.state).ledger.limit()
     }
 
-    /// Serves a request, releasing unused memory step by step if there is no room.
+    /// Serves a request, releasing unused memory step by step if memory does not suffice.
     fn allocate_or_release(&self, request: &Request) -> Result<Block> {
         let &Request { bytes, stream, .. } = request;
         let mut why = match self.reuse_or_create(request)? {
@@ -231,7 +231,7 @@ impl PoolAllocator {
             };
             unused.bytes += gone.iter().map(|buffer| buffer.size() as u64).sum::<u64>();
             unused.largest = gone.iter().map(Buffer::size).fold(unused.largest, usize::max);
-            drop(gone); // outside the lock: a driver may wait for the work that uses them
+            drop(gone); // dropped without the lock, because a driver may wait for work that uses the buffers
             why = match self.reuse_or_create(request)? {
                 Ok(block) => return Ok(block),
                 Err(why) => why,
@@ -240,7 +240,7 @@ impl PoolAllocator {
         Err(lock(&self.state).ledger.out_of_memory(bytes, stream, &why, unused))
     }
 
-    /// Frees a block and releases its buffer to the driver at once (MNN's `recycle` with `release`).
+    /// Frees a block and returns its buffer to the driver at once (MNN's `recycle` with `release`).
     pub fn release(&self, block: Block) {
         if let Some((state, buffer)) = self.remove_live_buffer(block) {
             drop(state);
@@ -312,13 +312,13 @@ impl PoolAllocator {
         Ok(Some(block))
     }
 
-    /// Removes a block's buffer from the live buffers. Returns it with the lock, or `None` for a block of another allocator.
+    /// Removes a block's buffer from the live buffers. Returns the buffer and the lock guard, or `None` for a block of another allocator.
     fn remove_live_buffer(&self, block: Block) -> Option<(MutexGuard<'_, State>, Buffer)> {
         if block.is_foreign(self, self.number) {
             return None;
         }
         let id = block.segment().id();
-        drop(block); // releases its reference to the segment
+        drop(block); // releases the block's reference to the segment
         let mut state = lock(&self.state);
         let buffer = state.live.remove(&id)?;
         Some((state, buffer))
@@ -404,7 +404,7 @@ impl Allocator for PoolAllocator {
         Ok(())
     }
 
-    /// Releases the oldest buffers first. Buffers that work may still use stay, because a driver would wait for that work.
+    /// Releases the oldest buffers first. Keeps buffers that work may still use, because the driver would wait for that work.
     fn trim(&self, keep: u64) -> Result<u64> {
         let (now, streams) = {
             let state = lock(&self.state);
@@ -438,7 +438,7 @@ impl State {
         Ok(block)
     }
 
-    /// The free list of static buffers if `is_static`, else of dynamic ones.
+    /// Returns the free list of static buffers if `is_static`, and of dynamic buffers otherwise.
     fn free_list(&mut self, is_static: bool) -> &mut FreeList {
         if is_static { &mut self.static_buffers } else { &mut self.dynamic_buffers }
     }
@@ -475,7 +475,7 @@ impl State {
         self.remove(&ages)
     }
 
-    /// Removes the free buffers of these ages. The caller drops them after it releases the lock.
+    /// Removes the free buffers of these ages. The caller must release the lock before dropping the buffers.
     fn remove(&mut self, ages: &BTreeSet<u64>) -> Vec<Buffer> {
         let mut gone = Vec::new();
         for list in [&mut self.static_buffers, &mut self.dynamic_buffers] {
@@ -515,7 +515,7 @@ impl Buffer {
         self.segment.bytes()
     }
 
-    /// True if the buffer, which must be large enough, matches the request's kind: buffer, or image of the same format.
+    /// True if the buffer, which must be large enough, is of the requested kind: a buffer, or an image of the requested format.
     fn serves(&self, request: &Request) -> bool {
         match (&self.image, &request.image) {
             (Some(own), Some(wanted)) => own.serves(wanted),
@@ -523,7 +523,7 @@ impl Buffer {
         }
     }
 
-    /// The streams whose work may be using the buffer.
+    /// Iterates over the streams whose work may be using the buffer.
     fn streams(&self) -> impl Iterator<Item = StreamId> {
         std::iter::once(self.stream).chain(self.others.iter().copied())
     }

@@ -40,7 +40,7 @@ impl DeviceEntry {
 /// Lock-free table of the first 16 devices' allocators, because every allocation looks one up.
 static FIRST_DEVICES: [AtomicPtr<DeviceEntry>; 16] = [const { AtomicPtr::new(std::ptr::null_mut()) }; 16];
 
-/// The allocators of all devices in use. They live as long as the process, because blocks keep plain references to them.
+/// The allocators of all devices in use. They live as long as the process, because blocks keep `'static` references to allocators.
 static DEVICE_TABLE: PerDevice<&'static DeviceEntry> = PerDevice::new();
 
 /// Returns the device's slot in [`FIRST_DEVICES`].
@@ -153,7 +153,7 @@ pub(super) fn device_entry(device: Device) -> Result<&'static DeviceEntry> {
     }
 }
 
-/// The slow path of [`device_entry`]: devices without a slot in [`FIRST_DEVICES`], and the first use of a device.
+/// The slow path of [`device_entry`], for devices without a slot in [`FIRST_DEVICES`] and for the first use of a device.
 #[cold]
 fn find_or_create(device: Device) -> Result<&'static DeviceEntry> {
     if let Some(current) = DEVICE_TABLE.get(device) {

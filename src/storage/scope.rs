@@ -13,7 +13,8 @@ thread_local! {
     static SCOPES: RefCell<Vec<(Device, Arc<dyn Allocator>)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Returns the innermost allocator in scope on this thread for the device. Takes a few ns without a scope: every allocation calls it.
+/// Returns the innermost allocator in scope on this thread for the device. Takes only a few ns if no scope is active, because every
+/// allocation calls this function.
 pub(super) fn allocator(device: Device) -> Option<Arc<dyn Allocator>> {
     let find = |scopes: &RefCell<Vec<(Device, Arc<dyn Allocator>)>>| {
         scopes.borrow().iter().rev().find(|(of, _)| *of == device).map(|(_, allocator)| Arc::clone(allocator))
@@ -21,8 +22,8 @@ pub(super) fn allocator(device: Device) -> Option<Arc<dyn Allocator>> {
     SCOPES.try_with(find).ok().flatten() // none while the thread ends
 }
 
-/// Runs `f` with `allocator` in place of `device`'s allocator for this thread's storages, which are returned to `allocator` whenever and
-/// wherever they are dropped. The scope also ends if `f` panics.
+/// Runs `f` with `allocator` in place of `device`'s allocator for this thread's storages, whose blocks are returned to
+/// `allocator` even if they are dropped later or on another thread. The scope also ends if `f` panics.
 pub(super) fn with_allocator<R>(device: Device, allocator: Arc<dyn Allocator>, f: impl FnOnce() -> R) -> R {
     let entered = SCOPES.try_with(|scopes| scopes.borrow_mut().push((device, allocator)));
     let _leave = entered.is_ok().then_some(OnDrop(|| {
@@ -31,7 +32,7 @@ pub(super) fn with_allocator<R>(device: Device, allocator: Arc<dyn Allocator>, f
     f()
 }
 
-/// Returns the stream of new storages of this thread. Host memory has no stream, because work on the CPU is done when its call returns.
+/// Returns the stream of new storages of this thread. Host memory has no stream, because work on the CPU is done when an operation returns.
 pub(super) fn home_stream(device: Device) -> StreamId {
     if device == Device::Cpu { StreamId::DEFAULT } else { current_id(device) }
 }

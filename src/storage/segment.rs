@@ -27,7 +27,7 @@ fn next_id() -> u64 {
     NEXT_ID.fetch_add(1, Relaxed)
 }
 
-/// Returns the bytes of address space for a reserved segment: an address step before and after the segment.
+/// Returns the number of bytes of address space for a reserved segment: an address step before and after the segment.
 fn reserved_span(bytes: usize) -> u64 {
     (bytes as u64).next_multiple_of(ADDRESS_STEP) + 2 * ADDRESS_STEP
 }
@@ -45,7 +45,7 @@ impl Segment {
         let span = reserved_span(bytes);
         let mut vacant = lock(&VACANT_SPANS);
         let at = vacant.iter().position(|&(vacant, _)| vacant == span).map(|at| vacant.swap_remove(at).1);
-        // An address step on either side keeps viewers from merging the segment's pages with those of its neighbours.
+        // An address step on either side keeps viewers from merging the segment's pages with the pages of its neighbours.
         let address = at.unwrap_or_else(|| NEXT_ADDRESS.fetch_add(span, Relaxed) + ADDRESS_STEP);
         Segment { id: next_id(), address, bytes, memory, reserved: true }
     }

@@ -237,8 +237,8 @@ fn a_panic_inside_leaves_the_storage_usable() {
     s.write(0, &[2]).unwrap();
 }
 
-/// Every thread locks the same storages in a different order, and moves one unit between them. No thread deadlocks and
-/// no unit is lost.
+/// Every thread locks the same storages in a different order, and moves one unit from one storage to another. No thread
+/// deadlocks and no unit is lost.
 #[test]
 fn threads_that_lock_the_same_storages_take_turns() {
     const N: usize = 4;

@@ -25,7 +25,7 @@ const CLASSES: usize = LEVELS * CLASSES_PER_LEVEL;
 #[derive(Debug)]
 pub(super) struct Bins {
     level_bits: u32,
-    /// Bitmap of non-empty classes per level. The last word stays 0, for searches that find no level.
+    /// Bitmap of non-empty classes per level. The last word stays 0, so that a search that finds no level finds no class either.
     class_bits: [u32; LEVELS + 1],
     /// First block of each class. Allocated lazily, because most arenas never have a block.
     heads: Option<Box<[u32; CLASSES]>>,
@@ -35,7 +35,7 @@ pub(super) struct Bins {
 #[inline(always)]
 fn class(units: u32) -> usize {
     let shift = (units | CLASSES_PER_LEVEL as u32).ilog2() - CLASSES_PER_LEVEL_LOG2;
-    (((shift as usize) << CLASSES_PER_LEVEL_LOG2) + (units >> shift) as usize) % CLASSES // `%` changes nothing, and proves the bound to the compiler
+    (((shift as usize) << CLASSES_PER_LEVEL_LOG2) + (units >> shift) as usize) % CLASSES // `%` changes nothing, but saves bounds checks
 }
 
 impl Bins {
@@ -83,8 +83,8 @@ impl Bins {
         self.level_bits &= !(u32::from(*sub == 0) << (class / CLASSES_PER_LEVEL));
     }
 
-    /// Finds a block of at least `size` bytes in constant time, and returns it with its class. Checks the first block
-    /// of the request's own `class`, then takes the first block of the next non-empty class.
+    /// Finds a block of at least `size` bytes in constant time, and returns the block and its class. Checks the first
+    /// block of the request's own `class`, then takes the first block of the next non-empty class.
     #[inline(always)]
     pub(super) fn find_good_fit(&self, table: &[Entry], size: usize, class: usize) -> Option<(u32, usize)> {
         let heads = self.heads.as_deref()?;
@@ -96,7 +96,7 @@ impl Bins {
         Some((heads[class % CLASSES], class))
     }
 
-    /// Finds the smallest block of at least `size` bytes, with its class. May scan a whole class.
+    /// Finds the smallest block of at least `size` bytes, and returns the block and its class. May scan all blocks of a class.
     pub(super) fn find_best_fit(&self, table: &[Entry], size: usize) -> Option<(u32, usize)> {
         let mut class = Bins::class_of(size);
         loop {

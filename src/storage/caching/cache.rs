@@ -1,7 +1,7 @@
 //! Per-thread caches of recently freed small blocks, which serve requests without the allocator's lock.
 //!
-//! To the allocator a cached block is live: it is in no bin and is not merged. Before a request fails, all caches are emptied, so no cached block can
-//! cause an out-of-memory error. Threads share 64 caches by thread number, each behind a lock that is rarely contended.
+//! To the allocator a cached block is live: the block is in no bin and is not merged. Before a request fails, all caches are emptied, so no
+//! cached block can cause an out-of-memory error. Threads share 64 caches by thread number, each behind a lock that is rarely contended.
 
 use std::array;
 use std::cell::Cell;
@@ -55,7 +55,7 @@ pub(super) struct ThreadCache {
     /// Bitmap of the sizes of which a block is cached. Like the fields below, read without the lock and written under
     /// it. The last word, for sizes that are never cached, stays 0.
     occupied: [AtomicU64; BITMAP_WORDS + 1],
-    /// Change in live blocks, bytes and requested bytes since the cache was last emptied.
+    /// Changes in the number of live blocks, their bytes and their requested bytes since the cache was last emptied.
     change: [AtomicI64; 3],
     /// The greatest `change` since the allocator last read it. The allocator may read without the lock, so statistics
     /// of threads that share a cache may miss a peak.
@@ -117,7 +117,7 @@ impl ThreadCache {
 /// The thread caches of one allocator.
 #[derive(Debug)]
 pub(super) struct ThreadCaches {
-    /// A cache is created when one of its threads first frees a block.
+    /// The caches. Each is created when one of its threads first frees a block.
     shards: [OnceLock<Box<ThreadCache>>; CACHE_COUNT],
     /// Bytes that one cache may hold (0 turns all caches off), and the size of the largest block that it keeps.
     capacity: AtomicUsize,
@@ -126,14 +126,14 @@ pub(super) struct ThreadCaches {
     shift: u32,
 }
 
-/// Returns the number of this thread's cache.
+/// Returns the index of this thread's cache.
 #[inline]
 fn this_thread_index() -> usize {
     #[cfg(not(loom))]
     {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         thread_local!(static INDEX: Cell<usize> = const { Cell::new(usize::MAX) });
-        // A terminating thread may have lost its index; any cache will do.
+        // The thread-local index may be gone while a thread terminates. Any cache may be used instead.
         INDEX
             .try_with(|index| {
                 if index.get() == usize::MAX {
@@ -166,12 +166,12 @@ impl ThreadCaches {
         self.largest.store((bytes / MAX_CACHED_PART).min(CACHED_SIZE_COUNT << self.shift), Relaxed);
     }
 
-    /// The largest block size, in bytes, that the caches keep now.
+    /// Returns the largest block size, in bytes, that the caches currently keep.
     pub(super) fn largest(&self) -> usize {
         self.largest.load(Relaxed)
     }
 
-    /// This thread's cache, if it exists.
+    /// Returns this thread's cache, or `None` if the cache was not created yet.
     #[inline(always)]
     pub(super) fn of_this_thread(&self) -> Option<&ThreadCache> {
         self.shards[this_thread_index()].get().map(|shard| &**shard)
@@ -207,7 +207,7 @@ impl ThreadCaches {
         Some(cached)
     }
 
-    /// Caches a block of the default stream that was allocated for `requested` bytes, if there is room.
+    /// Caches a block of the default stream that was allocated for `requested` bytes, if the cache is not full.
     #[inline(always)]
     pub(super) fn put(&self, shard: &ThreadCache, cached: CachedBlock, size: usize, requested: usize) -> PutOutcome {
         if size > self.largest() {
@@ -217,7 +217,8 @@ impl ThreadCaches {
         let mut guard = lock(&shard.contents);
         let contents = &mut *guard;
         let count = usize::from(contents.counts[at]);
-        // Checked again under the lock, because turning the caches off empties them under it.
+        // The capacity is checked again under the lock, because a thread that turns the caches off sets the capacity to 0 and then
+        // empties each cache under its lock.
         if count == BLOCKS_PER_SIZE || contents.bytes + size > self.capacity.load(Relaxed) {
             contents.refused += 1;
             return if contents.refused < MAX_REFUSALS { PutOutcome::Refused } else { PutOutcome::Stale };

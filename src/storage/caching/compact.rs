@@ -2,17 +2,17 @@
 //!
 //! A block may move while no thread holds its address, because handles are indirect. The block's slot is write-locked
 //! from planning until the table is updated. Blocks are copied on the device, or through the host if the old and the
-//! new segment do not fit side by side. A block that is exported, pinned or currently in use stays, and its segment
-//! with it. After a failure, every block keeps its contents and is in its old or new location, or on the host.
+//! new segment do not fit side by side. A block that is exported, pinned or currently in use is not moved, and its
+//! segment is kept. After a failure, every block keeps its contents and is in its old or new location, or on the host.
 //!
 //! With compaction, an allocation succeeds whenever the free memory suffices in total and the device can hold the block in one buffer.
 //!
 //! Within a segment, a block's destination may overlap its own source or another block's. Copies are therefore grouped into waves. Within a wave no
-//! copy writes bytes that another one reads, so a failed wave can be repeated. The next wave starts when the device has finished the previous one.
+//! copy writes bytes that another copy reads, so a failed wave can be repeated. The next wave starts when the device has finished the previous one.
 //!
-//! A block that was moved through the host stays there if another thread took the room that was made for it. It gets its own segment in host
-//! memory, in a pool that no request searches, and stays readable. The block returns to the device at its next use or when the cache is emptied, if
-//! there is memory. Statistics count the block as reserved, so that a limit leaves room for it.
+//! A block that was moved through the host stays on the host if another thread took the memory that was freed for the block. The block then gets
+//! its own segment in host memory, in a pool that no request searches, and stays readable. The block returns to the device at its next use or when
+//! the cache is emptied, if the device has memory for the block. Statistics count the block as reserved, so that a limit leaves room for it.
 
 use std::cmp::Reverse;
 use std::sync::atomic::Ordering::Relaxed;
@@ -112,7 +112,7 @@ struct Piece {
 enum Step {
     /// Independent copies on the device.
     Wave(Vec<Piece>),
-    /// One block, given by its index in `moves`, copied through the host.
+    /// A copy of one block, given by its index in `moves`, through the host.
     ThroughHost(usize),
 }
 
@@ -213,7 +213,7 @@ impl CachingAllocator {
                 }
             }
             if !shrunk {
-                self.process_events(true)?; // for blocks freed meanwhile
+                self.process_events(true)?; // frees blocks that became pending during the move
                 return self.grow(request, true, recovery);
             }
         }
@@ -306,7 +306,7 @@ impl CachingAllocator {
     }
 
     /// Moves the blocks of an expandable segment to its start and releases the rest. Returns false if nothing was
-    /// released. A segment with holes is moved to a new segment of exactly the needed size instead.
+    /// released. If the segment has holes, the blocks are instead moved to a new segment of exactly the needed size.
     pub(super) fn pack_expandable(&self, segment: u64, budget: &mut u64) -> Result<bool> {
         let Some(expandable) = &self.expandable else { return Ok(false) };
         let _page_lock = self.lock_pages();
@@ -494,7 +494,7 @@ impl CachingAllocator {
     /// Creates memory for a segment that blocks move to.
     pub(super) fn create_memory(&self, bytes: usize) -> Result<Memory, Failure> {
         if bytes == 0 {
-            return Ok(Memory::released()); // there is nothing to move
+            return Ok(Memory::released()); // no block moves, so no memory is needed
         }
         self.driver.create(bytes)
     }
@@ -526,8 +526,8 @@ impl CachingAllocator {
         self.copy_wave(&plan.moves, &plan.moves.iter().enumerate().map(whole).collect::<Vec<_>>(), target)
     }
 
-    /// Like [`copy_to_new_segment`](Self::copy_to_new_segment), but releases the pages of the old segments as they are copied.
-    /// Returns false, with nothing copied, if the driver cannot.
+    /// Like [`copy_to_new_segment`](Self::copy_to_new_segment), but releases the pages of the old segments as they are
+    /// copied. Returns false, with nothing copied, if the driver does not support relocation.
     fn relocate(&self, plan: &CompactionPlan<'_>, target: &Segment) -> Result<bool> {
         let places = plan.moves.iter().map(|m| ((m.from.0.memory(), m.from.1), (target.memory(), m.to), m.size));
         let moves: Vec<_> = places.collect();
@@ -615,7 +615,7 @@ impl CachingAllocator {
         let mut host = self.retry(tries, || bytemuck::allocation::try_zeroed_slice_box::<u8>(bytes).map_err(full))?;
         let (new, old) = host.split_at_mut(done.min(bytes));
         self.retry(tries, || {
-            // SAFETY: the block is write-locked, here and below.
+            // SAFETY: the block is write-locked until its bytes are in the new location.
             unsafe { self.driver.read((m.from.0.memory(), m.from.1 + done), old) }?;
             match done {
                 0 => Ok(()),
@@ -656,8 +656,8 @@ impl CachingAllocator {
         })
     }
 
-    /// Copies every block kept on the host back to the device, as far as there is memory, and frees the host copies of dropped tensors. The
-    /// compaction lock must be held.
+    /// Copies every block kept on the host back to the device, if the device has memory for it, and frees the host
+    /// copies of dropped tensors. The compaction lock must be held.
     pub(super) fn restore_all(&self) {
         self.free_spilled();
         let spilled = self.lock().spilled();
@@ -743,8 +743,8 @@ impl CachingAllocator {
         Ok(ReservedRange { has_own_segment: true, ..core.reserve_range(made, size) })
     }
 
-    /// Moves blocks whose bytes are only on the host into host segments. The caller [counts](Core::count_spilled) them
-    /// once their old memory is no longer counted.
+    /// Moves blocks whose bytes are only on the host into host segments. The caller must call
+    /// [`count_spilled`](Core::count_spilled) for the blocks once the statistics no longer count the old memory.
     pub(super) fn keep_on_host<'a>(
         &self,
         core: &mut Core,
@@ -771,7 +771,7 @@ impl Core {
         entries.filter(|entry| entry.usage() == Use::Free).map(|entry| entry.size()).sum()
     }
 
-    /// Returns the segments of the default pool that have free bytes, those with the most first.
+    /// Returns the segments of the default pool that have free bytes, sorted by the number of free bytes, the most first.
     pub(super) fn segments_by_free_bytes(&self) -> Vec<&SegmentRecord> {
         let free =
             self.heap.segments().filter(|(_, held)| held.pool == 0).map(|(at, held)| (self.free_bytes(at), at, held));
@@ -786,8 +786,8 @@ impl Core {
     }
 
     /// Plans to move the blocks of these segments together, in order. Until the plan is applied or cancelled, no request can allocate in the
-    /// segments, and their freed blocks stay live. Blocks that cannot move stay. With `around`, the other blocks move down as far as the staying
-    /// blocks allow. Returns `None` if a segment is gone or has a pending block.
+    /// segments, and their freed blocks stay live. Blocks that cannot move keep their location. With `around`, each other block moves down as
+    /// far as these blocks allow; otherwise the destinations ignore them. Returns `None` if a segment is gone or has a pending block.
     pub(super) fn plan_compaction<'a>(
         &mut self,
         segments: &[u64],
@@ -843,7 +843,8 @@ impl Core {
         self.unlock_moved_blocks(moves, stay);
     }
 
-    /// Updates the table after the moves: all blocks of the plan's segments are now in `target`. Returns the unused segments.
+    /// Updates the table after the moves: all blocks of the plan's segments are now in `target`. Returns the segments that are no
+    /// longer used.
     pub(super) fn apply_moves(
         &mut self,
         plan: CompactionPlan<'_>,
@@ -864,20 +865,21 @@ impl Core {
         let gone = self.heap.rebuild_segment(&segments, &layout, target, bytes, stream);
         moved.iter().for_each(|&(id, requested)| _ = self.heap.record(TraceAction::Alloc, id, requested));
         for m in &moves {
-            // SAFETY: the segment is held as long as one of its blocks is live. The slot is write-locked, and the bytes have been copied.
+            // SAFETY: the allocator keeps the segment as long as one of its blocks is live. The slot is write-locked, and the bytes
+            // have been copied.
             unsafe { m.slot.set_location(target, m.to) };
         }
         self.unlock_moved_blocks(moves, stay);
         gone
     }
 
-    /// Unlocks the blocks of a plan. Blocks freed during the move become free now.
+    /// Unlocks the blocks of a plan. Blocks that their owners freed during the move become free now.
     pub(super) fn unlock_moved_blocks<'a>(
         &mut self,
         moves: impl IntoIterator<Item = Move<'a>>,
         stay: impl IntoIterator<Item = (u32, usize, usize)>,
     ) {
-        let moves: Vec<Move<'a>> = moves.into_iter().collect(); // unlocks the blocks only after all of them are in the table
+        let moves: Vec<Move<'a>> = moves.into_iter().collect(); // the blocks are unlocked only after the table is updated for all of them
         for id in moves.iter().map(|m| m.id).chain(stay.into_iter().map(|(id, ..)| id)) {
             match self.moving.remove(&id) {
                 Some(AfterMove::FreeBlock(requested)) => self.heap.free_block(id, requested),
@@ -899,14 +901,15 @@ impl Core {
         self.spilled().into_iter().map(|id| self.heap.entry(id).size() as u64).sum()
     }
 
-    /// Write-locks a block that is kept on the host. Returns `None` if it is not on the host, and `Err` with its size in bytes if it is in use.
+    /// Write-locks a block that is kept on the host. Returns `None` if the block is not on the host, and `Err` with the block's
+    /// size in bytes if the block is in use.
     fn lock_spilled<'a>(&mut self, id: u32) -> Result<Option<Move<'a>>, usize> {
         let entry = self.heap.entry(id);
         if entry.usage() != Use::Live || self.heap.segment_of(id).pool != SPILLED_POOL {
             return Ok(None);
         }
         let slot = self.slots.get_or_create(id);
-        // SAFETY: slots live as long as the allocator, which outlives the call that uses this one.
+        // SAFETY: slots live as long as the allocator, which outlives the call that uses the slot.
         let slot = unsafe { slot.as_ref() };
         let write_lock = slot.try_lock_for_move().ok_or(entry.size())?;
         self.moving.insert(id, AfterMove::Nothing);
@@ -925,7 +928,7 @@ impl Core {
         if !cached {
             self.heap.record(TraceAction::Alloc, id, block.slot.requested());
         }
-        // SAFETY: the segment is held as long as its block is live. The slot is write-locked, and the bytes are in the segment.
+        // SAFETY: the allocator keeps the segment as long as its block is live. The slot is write-locked, and the bytes are in the segment.
         unsafe { block.slot.set_location(&segment, 0) };
         block.slot.used_by_other_stream.store(true, Relaxed); // keeps the block out of thread caches
         self.unlock_moved_blocks([block], []);

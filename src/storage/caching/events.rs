@@ -1,10 +1,10 @@
 //! Blocks that other streams may still be using.
 //!
-//! A freed block that other streams have used stays pending until those streams finish the work they had then. Each
-//! stream has its own queue, so that a slow stream does not delay the blocks of others.
+//! A freed block that other streams have used stays pending until those streams finish the work that was submitted to them before
+//! the block was freed. Each stream has its own queue, so that a slow stream does not delay the blocks of others.
 //!
-//! If the driver cannot record a marker behind that work, or cannot query the marker, the block stays pending. A new marker, which is also behind
-//! that work, is recorded each time events are processed. On a lost device such a block is never reused.
+//! If the driver fails to record a marker after that work, or to query the marker, the block stays pending. Each time events are
+//! processed, a new marker is recorded, which is also after that work. On a lost device such a block is never reused.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -16,13 +16,13 @@ use crate::device::StreamId;
 /// Streams that used a block; rarely more than two.
 pub(super) type Streams = SmallVec<[StreamId; 2]>;
 
-/// Streams that may still be using a block, each with a marker behind that work. The marker is `None` until the driver has recorded one.
+/// Streams that may still be using a block, each with a marker after that work. The marker is `None` until the driver has recorded one.
 pub(super) type PendingUses = SmallVec<[(StreamId, Option<Marker>); 2]>;
 
-/// A block that waits for a stream. Tickets are unique, because one block may wait several times.
+/// A block that waits for a stream. Tickets are unique, because one block may wait for several streams.
 #[derive(Debug)]
 struct Waiting {
-    /// A marker behind the stream's work with the block. `None` if it could not be recorded or queried yet.
+    /// A marker after the stream's work with the block. `None` if the driver failed to record or query a marker so far.
     marker: Option<Marker>,
     id: u32,
     ticket: u64,
@@ -75,17 +75,17 @@ impl Pending {
         self.used.remove(&id).unwrap_or_default()
     }
 
-    /// The ticket of the next wait. Later waits have larger tickets.
+    /// Returns the ticket of the next wait. Later waits have larger tickets.
     pub(super) fn next_ticket(&self) -> u64 {
         self.next_ticket
     }
 
-    /// True if nothing was submitted to the second stream since the first one last waited for it.
+    /// True if nothing was submitted to the second stream since the first stream last waited for the second.
     pub(super) fn has_waited(&self, streams: (StreamId, StreamId), at: Progress) -> bool {
         self.waited.get(&streams) == Some(&at.submitted)
     }
 
-    /// Records that the first stream waits for the work that the second one has submitted.
+    /// Records that the first stream waits for the work that was submitted to the second stream so far.
     pub(super) fn record_wait(&mut self, streams: (StreamId, StreamId), at: Progress) {
         self.waited.insert(streams, at.submitted);
     }
@@ -120,7 +120,7 @@ impl Pending {
     }
 
     /// Assigns a marker to the waiting blocks that have none. `marker` was recorded after all tickets below `before`
-    /// were issued, so it is behind the work of those blocks.
+    /// were issued, so it comes after the work with those blocks.
     pub(super) fn assign_marker(&mut self, stream: StreamId, before: u64, marker: &Marker) {
         let queue = self.queues.get_mut(&stream).into_iter().flatten();
         for waiting in queue.filter(|waiting| waiting.marker.is_none() && waiting.ticket < before) {
@@ -154,7 +154,7 @@ impl Pending {
         before.into_iter().filter_map(|(stream, ticket)| self.pop(stream, ticket)).collect()
     }
 
-    /// Removes a block, and returns the uses it still waits for.
+    /// Removes a block, and returns the uses that the block still waits for.
     pub(super) fn take(&mut self, id: u32) -> PendingUses {
         self.waiting.remove(&id);
         let mut uses = PendingUses::new();

@@ -1,8 +1,8 @@
 //! Block bookkeeping: which bytes of each segment are in use, which are free, and which blocks are neighbours.
 //!
-//! The heap knows no driver, clock or lock. An arena is one search space: a memory pool, a stream, and a size kind (small or large). An arena keeps
-//! its free blocks in two [`Bins`]: blocks that are part of a segment, and blocks that cover one. Unused segments are taken last, because they can
-//! be released.
+//! The heap uses no driver, clock or lock. An arena is one search space: a memory pool, a stream, and a size kind
+//! (small or large). An arena keeps its free blocks in two [`Bins`]: one for blocks that are part of a segment, and one
+//! for blocks that cover a whole segment. Unused segments are taken last, because they can be released.
 //!
 //! Between two calls, the following holds ([`Heap::check`] tests it):
 //! - The blocks of a segment cover its bytes without gaps or overlaps, and form a doubly linked list in address order.
@@ -59,7 +59,7 @@ pub(super) struct SegmentRecord {
     pub(super) address: u64,
     /// Call stack of the segment's creation.
     pub(super) context: Context,
-    /// Bytes covered by blocks: the whole segment, unless the segment grows in place.
+    /// Number of bytes covered by blocks: the whole segment, unless the segment grows in place.
     pub(super) size: usize,
     pub(super) kind: SizeKind,
     pub(super) pool: u32,
@@ -78,7 +78,7 @@ pub(super) struct SegmentEnd {
     hint: u32,
     /// Offset up to which blocks were in use at decay's recent checks. `usize::MAX` for checks before the segment last grew.
     used: [usize; REMEMBERED_ENDS],
-    /// Bytes of uncommitted holes before the end.
+    /// Number of bytes in uncommitted holes before the end.
     pub(super) holes: usize,
 }
 
@@ -89,7 +89,7 @@ impl Default for SegmentEnd {
 }
 
 impl SegmentEnd {
-    /// The highest offset in use at any of the recent checks.
+    /// Returns the highest offset in use at any of the recent checks.
     pub(super) fn last_used(&self) -> usize {
         self.used.into_iter().max().unwrap_or(usize::MAX)
     }
@@ -133,12 +133,12 @@ pub(super) struct Extension {
 }
 
 impl Extension {
-    /// The ranges to commit.
+    /// Iterates over the ranges to commit.
     pub(super) fn ranges(&self) -> impl Iterator<Item = &Range<usize>> {
         self.holes.iter().map(|(_, range)| range).chain([&self.end]).filter(|range| !range.is_empty())
     }
 
-    /// The number of bytes to commit.
+    /// Returns the number of bytes to commit.
     pub(super) fn bytes(&self) -> u64 {
         self.ranges().map(|range| range.len() as u64).sum()
     }
@@ -168,7 +168,7 @@ pub(super) struct Heap {
     contexts: HashMap<u32, Context>,
     /// The block freed last, if it has not been merged yet. The table still lists it as live.
     last_freed: u32,
-    /// Number of blocks freed so far. Device work that uses a freed block may be unfinished.
+    /// Number of blocks freed so far. Work that uses a freed block may still run on the device.
     freed_blocks: u64,
     /// Number of searches so far, which garbage collection uses as its clock.
     ticks: u64,
@@ -215,7 +215,7 @@ impl Heap {
         self.get_or_create_arena(pool, stream, kind)
     }
 
-    /// Looks up an arena outside the fast path, and creates it if needed.
+    /// The slow path of [`arena`](Self::arena): looks up an arena, and creates it if needed.
     #[cold]
     fn get_or_create_arena(&mut self, pool: u32, stream: StreamId, kind: SizeKind) -> u32 {
         if let Some(&arena) = self.arena_of.get(&(pool, stream, kind)) {
@@ -280,7 +280,7 @@ impl Heap {
         self.now = now;
     }
 
-    /// Returns the number of blocks freed so far. Device work that uses a freed block may be unfinished.
+    /// Returns the number of blocks freed so far. Work that uses a freed block may still run on the device.
     pub(super) fn freed_blocks(&self) -> u64 {
         self.freed_blocks
     }
@@ -413,7 +413,7 @@ impl Heap {
         (taken, streams)
     }
 
-    /// Takes the first `size` bytes of a free block out of the bins. The rest stays free.
+    /// Takes the first `size` bytes of a free block out of the bins. The rest of the block stays free.
     pub(super) fn freeze_start(&mut self, id: u32, size: usize) {
         self.freeze_block(id);
         if self.entry(id).size() > size {
@@ -458,7 +458,7 @@ impl Heap {
         }
     }
 
-    /// Merges the block kept by [`free_block_unmerged`](Self::free_block_unmerged), if it has not been reused.
+    /// Merges the block kept by [`free_block_unmerged`](Self::free_block_unmerged), if the block has not been reused.
     #[inline]
     pub(super) fn merge_last_freed(&mut self) {
         if self.last_freed != NONE {
@@ -487,7 +487,7 @@ impl Heap {
         self.stats.record_split_change(kind, split);
     }
 
-    /// Reuses the last freed block if it has this arena and exactly this size, and otherwise merges the block.
+    /// Reuses the last freed block if it belongs to this arena and has exactly this size. Otherwise merges the block.
     #[inline(always)]
     pub(super) fn reuse_last_freed(&mut self, arena: u32, size: usize, requested: usize) -> Option<u32> {
         let id = std::mem::replace(&mut self.last_freed, NONE);
@@ -541,7 +541,7 @@ impl Heap {
         self.table[id as usize].set_arena(arena);
     }
 
-    /// Moves a free block to another arena of the same pool, and merges it with its neighbours there.
+    /// Moves a free block to another arena of the same pool, and merges the block with its free neighbours in that arena.
     pub(super) fn move_to_arena(&mut self, id: u32, arena: u32) {
         let mut split = Split::default();
         self.remove_free(id, &mut split);
@@ -622,7 +622,7 @@ impl Heap {
         }
     }
 
-    /// Merges a block with its next neighbour, whose entry becomes vacant.
+    /// Merges a block with the block behind it, whose entry becomes vacant.
     fn merge_next(&mut self, id: u32) {
         let gone = self.table[id as usize].next;
         merge_with_next(&mut self.table, id, gone);
@@ -699,7 +699,7 @@ impl Heap {
         })
     }
 
-    /// Removes a segment whose blocks are all free from the table. The caller releases it.
+    /// Removes a segment, whose blocks must all be free, from the table. The caller releases the segment.
     pub(super) fn remove_segment(&mut self, segment: u32) -> Arc<Segment> {
         let mut split = Split::default();
         let blocks: Vec<u32> = self.blocks_of(segment).collect();
@@ -777,9 +777,9 @@ impl Heap {
         self.table.iter().filter(|e| e.usage() != Use::Vacant).map(|e| self.arenas[e.arena() as usize].stream).collect()
     }
 
-    // Adjacent free blocks that belong to different streams. They are not merged, because only its own stream may reuse a block without a wait.
-    // A request that finds nothing else takes the bytes it needs from several of them, behind a wait for each of their streams. A segment left
-    // with only such blocks counts as unused. Its blocks merge once all but one of their streams have finished.
+    // Adjacent free blocks that belong to different streams. They are not merged, because only its own stream may reuse a block
+    // without a wait. If nothing else serves a request, it gets the bytes of several such blocks, and its stream waits for their
+    // streams. A segment with only such blocks counts as unused. Its blocks merge once all but one of their streams have finished.
 
     /// Arenas of a pool that have free blocks smaller than their segment.
     fn arenas_with_partial_blocks(&self, pool: u32) -> impl Iterator<Item = &Arena> {
@@ -970,7 +970,7 @@ impl Heap {
         gone
     }
 
-    /// Moves a live block into its own segment in the pool of host blocks. Its old range stays reserved.
+    /// Moves a live block into its own segment in the pool of host blocks. The block's old range stays reserved.
     pub(super) fn move_to_host_segment(&mut self, id: u32, segment: Arc<Segment>) {
         let entry = self.table[id as usize];
         let size = entry.size();
@@ -998,7 +998,7 @@ impl Heap {
         self.segments[at as usize].take().expect("a block's segment is held")
     }
 
-    /// Moves entry `id` to the range of entry `of`, which has the same size and is left without a range.
+    /// Gives entry `id` the range of entry `of`, which must have the same size. Entry `of` is left without a range.
     fn take_position(&mut self, id: u32, of: u32) {
         let Entry { segment, prev, next, .. } = self.table[of as usize];
         let offset = self.table[of as usize].offset();
@@ -1016,7 +1016,7 @@ impl Heap {
 
     // Pages of expandable segments. A hole is a block that no request can take.
 
-    /// True if the table still has this segment under its number.
+    /// True if the table still has this segment under the number `at`.
     pub(super) fn is_segment(&self, at: u32, segment: &Arc<Segment>) -> bool {
         self.segment(at).is_some_and(|held| Arc::ptr_eq(&held.segment, segment))
     }
@@ -1107,7 +1107,7 @@ impl Heap {
             let mut split = Split::default();
             let is_free = self.table[last as usize].usage() == Use::Free;
             if is_free {
-                self.remove_free(last, &mut split); // before growing, this block may cover its whole segment
+                self.remove_free(last, &mut split); // as long as the segment has not grown, `last` may cover it
             }
             let made = self.insert(made);
             self.table[made as usize].prev = last;
@@ -1382,7 +1382,7 @@ impl Heap {
         self.table.iter().filter(|entry| entry.usage() != Use::Vacant)
     }
 
-    /// The blocks in all bins, each with its arena and whether it is in the bins of whole segments.
+    /// Returns the blocks in all bins, each with its arena and whether it is in the bins of whole segments.
     fn binned(&self) -> std::collections::HashSet<(u32, bool, u32)> {
         let mut all = std::collections::HashSet::new();
         for (arena, bins) in (0..).zip(&self.arenas) {

@@ -1,10 +1,10 @@
 //! Out-of-memory recovery: the steps tried, in order, when the bins have no block. The bins are searched again after each. The steps create, extend
 //! and release segments.
 //!
-//! An expandable segment grows in place: an address range larger than the device's memory, in which only used pages are committed. A request that
-//! does not fit fills a hole or extends the end, together with adjacent free bytes. Free memory is released in whole pages, which leaves a hole
-//! (addresses without memory) between live blocks. When no block is left, the addresses are released too. A dedicated lock lets one thread at a time
-//! commit or release pages. Blocks are allocated and freed meanwhile.
+//! An expandable segment grows in place: an address range larger than the device's memory, in which only used pages are committed.
+//! A request that does not fit fills a hole or extends the end, together with adjacent free bytes. Free memory is released in whole
+//! pages, which leaves a hole (addresses without memory) between live blocks. When no block is left, the addresses are released
+//! too. A dedicated lock lets one thread at a time commit or release pages. Other threads can allocate and free blocks meanwhile.
 //!
 //! Decay releases segments that have been unused for a while. There is no background thread: the allocator checks the clock every
 //! [`SEARCHES_PER_CLOCK_CHECK`](super::policy::SEARCHES_PER_CLOCK_CHECK) searches. Decay keeps at least the peak of active bytes of the last two
@@ -90,7 +90,7 @@ fn count_served(_step: RecoveryStep) {
 pub(super) struct OomRecovery {
     /// Why the driver created no segment; `None` if it did not refuse one.
     pub(super) failure: Option<Failure>,
-    /// The kind of memory created, for the log, and its size in bytes.
+    /// The kind of the memory that was created and its size in bytes, for a log message.
     pub(super) growth_message: Option<(&'static str, u64)>,
 }
 
@@ -145,8 +145,8 @@ enum ExtensionDecision {
 }
 
 impl CachingAllocator {
-    /// Registers `free`, which is called when the device or the limit has no room for an allocation. `free` may drop memory it can spare, and returns
-    /// whether it did (PyTorch's `FreeMemoryCallback`). The allocator then searches again.
+    /// Registers `free`, which is called when an allocation would exceed the device's memory or the limit. `free` may release memory that
+    /// the program can spare, and returns whether it did (PyTorch's `FreeMemoryCallback`). The allocator then searches again.
     ///
     /// The allocating thread calls `free` with no allocator lock held, so `free` may allocate.
     pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Registration {
@@ -193,7 +193,7 @@ impl CachingAllocator {
                 count_served(step);
                 return Ok(Some(block));
             }
-            // Until growing has failed, unused segments are reserved for requests that fill them.
+            // Before the step `Grow`, unused segments serve only requests that the policy allows to split them.
             let any = step as usize >= RecoveryStep::Grow as usize;
             if let Some(block) = self.lock_with_stats().search_best_fit(self.number, request, any) {
                 count_served(step);
@@ -276,12 +276,12 @@ impl CachingAllocator {
 
     /// Updates the bytes that other allocators of this device hold, which count towards the limits.
     fn update_held_elsewhere(&self) {
-        let elsewhere = other_holder(self.driver.device()).map_or(0, |other| other.held()); // takes the other allocators' locks, so not under this one
+        let elsewhere = other_holder(self.driver.device()).map_or(0, |other| other.held()); // takes their locks, so this one is not held
         self.lock().limits.elsewhere = elsewhere;
     }
 
     /// Waits for all streams, and moves their free blocks to the request's stream. If a block was freed during the
-    /// wait, its work may be unfinished, so the wait is repeated up to [`MAX_SYNC_ATTEMPTS`] times.
+    /// wait, work that uses the block may be unfinished, so the wait is repeated up to [`MAX_SYNC_ATTEMPTS`] times.
     pub(super) fn wait_for_streams(&self, request: &Request) -> Result<()> {
         for _ in 0..MAX_SYNC_ATTEMPTS {
             let freed_blocks = self.drain_caches().heap.freed_blocks();
@@ -345,8 +345,8 @@ impl CachingAllocator {
 
     // Creating and releasing segments.
 
-    /// Creates a segment for the request and allocates its first block. Returns `None` if the limit or the device has
-    /// no room, and leaves the reason in `recovery`. If `exact`, the segment is no larger than the request.
+    /// Creates a segment for the request and allocates its first block. Returns `None` if the memory limit or the device does not
+    /// allow the segment, and stores the reason in `recovery`. If `exact`, the segment is no larger than the request.
     pub(super) fn grow(&self, request: &Request, exact: bool, recovery: &mut OomRecovery) -> Result<Option<Block>> {
         match self.expand(request, exact, recovery)? {
             ExpandOutcome::Block(block) => return Ok(Some(block)),
@@ -500,7 +500,7 @@ impl CachingAllocator {
         loop {
             let (extension, unmapped) = {
                 let mut core = self.lock_with_stats();
-                // The whole segment may be free, or another thread has just extended it.
+                // A free block may suffice: the whole segment may be free, or another thread may have just extended it.
                 if let Some(block) = core.search_best_fit(self.number, request, true) {
                     return Ok(ExpandOutcome::Block(block));
                 }
@@ -547,7 +547,7 @@ impl CachingAllocator {
                 None => _ = core.heap.add_segment(segment, extension.end.len(), arena),
                 Some((at, _)) if core.heap.is_segment(*at, &segment) => core.heap.extend(*at, &extension, arena),
                 Some(_) => {
-                    drop(guard); // the segment was released meanwhile, together with the newly committed pages
+                    drop(guard); // another thread released the segment, together with the newly committed pages
                     continue;
                 }
             }
@@ -614,7 +614,7 @@ impl CachingAllocator {
     /// Decommits pages that were removed from the table. The caller must hold the page lock. Returns the bytes released.
     pub(super) fn decommit(&self, unmapped: Vec<UnmappedPages>) -> u64 {
         let decommit = |(segment, range): UnmappedPages| {
-            // SAFETY: the pages are in no block, and no block can be created on them before the page lock is released.
+            // SAFETY: the pages are in no block, and no block can be created on these pages before the page lock is released.
             unsafe { self.driver.shrink(segment.memory(), range.start, range.end) };
             range.len() as u64
         };
@@ -645,13 +645,13 @@ impl Core {
         Some(self.create_handle(owner, id, request.bytes))
     }
 
-    /// The other memory pools that have `use_on_oom`.
+    /// Iterates over the other memory pools that have `use_on_oom`.
     fn pools_with_use_on_oom(&self, request: &Request) -> impl Iterator<Item = u32> {
         let others = self.pools.iter().filter(|(id, options)| options.use_on_oom && **id != request.pool);
         others.map(|(&id, _)| id)
     }
 
-    /// Moves all free blocks of the request's pool and kind to its stream, and merges them. All streams must have been waited for.
+    /// Moves all free blocks of the request's pool and kind to its stream, and merges them. The caller must have waited for all streams.
     pub(super) fn move_free_blocks_to_stream(&mut self, request: &Request) {
         let home = self.heap.arena(request.pool, request.stream, request.kind);
         let others: Vec<u32> = (0..)
@@ -710,7 +710,7 @@ impl Core {
         unused.into_iter().map(|id| self.heap.remove_whole(id)).collect()
     }
 
-    /// Removes unused segments from the table, the largest first, until they add up to `bytes`.
+    /// Removes unused segments from the table, the largest first, until the removed segments have at least `bytes` bytes together.
     fn remove_at_least(&mut self, bytes: u64, mut unused: Vec<u32>) -> Vec<Arc<Segment>> {
         unused.sort_unstable_by_key(|&id| Reverse((self.heap.segment_of(id).committed(), id)));
         let (mut left, mut removed) = (bytes, Vec::new());
@@ -724,7 +724,7 @@ impl Core {
     }
 
     /// Removes oversize segments from the table, as PyTorch does first if `max_split_size_mb` is set, because they serve few requests. Removes the
-    /// smallest unused one that covers the request, or else the largest ones that together do.
+    /// smallest unused oversize segment that is large enough for the request, or else the largest ones until they are large enough together.
     fn remove_oversize(&mut self, size: usize) -> Vec<Arc<Segment>> {
         let max = self.rules.config.max_split_size;
         let bytes = |id: u32| self.heap.segment_of(id).committed();

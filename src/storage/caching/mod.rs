@@ -1,13 +1,13 @@
-//! The caching allocator: takes device memory from the driver in segments and hands it out in blocks.
+//! The caching allocator: gets segments of device memory from the driver and divides them into blocks for requests.
 //!
 //! Driver allocations are slow (tens of microseconds, and releasing waits for the device). So segments are cut into
 //! blocks, and a freed block is cached for the next request. The design follows PyTorch's CUDA caching allocator,
 //! with three differences: the free-list search takes constant time ([`bins`]), segment sizes adapt to the program's
 //! need ([`policy`]), and out-of-memory recovery searches the bins again after every step ([`ladder`]).
 //!
-//! A block belongs to the stream of its allocation. That stream may reuse a freed block at once, even if queued work still uses the block, because
-//! the next owner's work is enqueued later. Another stream gets the block behind a device-side wait ([`events`]), or once the queued work is
-//! complete.
+//! A block belongs to the stream of its allocation. That stream may reuse a freed block at once, even if queued work
+//! still uses the block, because the next owner's work is enqueued later. Another stream gets the block after a
+//! device-side wait for the block's stream ([`events`]), or once the queued work is complete.
 //!
 //! No driver call, wait or callback happens while the lock is held.
 
@@ -88,7 +88,7 @@ pub struct CachingAllocator {
     clock: Clock,
 }
 
-/// The allocator's state behind its lock.
+/// The allocator's state, guarded by the allocator's lock.
 struct Core {
     rules: Arc<Rules>,
     heap: Heap,
@@ -98,7 +98,7 @@ struct Core {
     /// Options of the memory pools that still have handles, by pool number. The default pool is not included.
     pools: BTreeMap<u32, MemPoolOptions>,
     limits: Limits,
-    /// Bytes of segments that are being created outside the lock.
+    /// Number of bytes of segments that are being created, which happens without the lock.
     bytes_being_created: u64,
     growth: Growth,
     /// Blocks of segments being compacted, and what to do with each after its copy.
@@ -205,7 +205,7 @@ impl CachingAllocator {
         core
     }
 
-    /// Releases memory above the limit, and memory that has decayed.
+    /// Releases unused memory above the limit, and memory that decay releases because it was unused for long.
     #[cold]
     #[inline(never)]
     fn trim_if_due<'a>(&'a self, mut core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
@@ -229,7 +229,7 @@ impl CachingAllocator {
         self.lock_with_stats().free_used_block(block.id(), requested, uses);
     }
 
-    /// Frees pending blocks whose streams have finished; with `wait`, waits for all of them. Returns whether any became free.
+    /// Frees pending blocks whose streams have finished; with `wait`, waits for all of them. Returns whether any block became free.
     ///
     /// # Errors
     /// With `wait`, the errors that the driver reports. Blocks whose streams could not be waited for stay pending.
@@ -295,7 +295,7 @@ impl CachingAllocator {
             }
             let (streams, at) = ((request.stream, *stream), self.driver.progress(*stream));
             if at.is_finished() || self.lock().pending.has_waited(streams, at) {
-                return Ok(()); // done, or nothing was submitted since the last wait
+                return Ok(()); // the work is done, or nothing was submitted since the last wait
             }
             self.driver.stream_waits(request.stream, marker.insert(self.driver.record(*stream)?))?;
             self.lock().pending.record_wait(streams, at);
@@ -339,7 +339,7 @@ impl CachingAllocator {
 }
 
 impl Core {
-    /// Frees a block that no other stream uses. A block that is being moved is freed after its copy.
+    /// Frees a block that no other stream uses. If compaction is moving the block, it is freed after the move.
     #[cold]
     fn free_block(&mut self, id: u32, requested: usize) {
         match self.moving.get_mut(&id) {
@@ -363,7 +363,7 @@ impl Core {
         ids.into_iter().for_each(|id| self.uncache(id));
     }
 
-    /// Frees a block that leaves a thread's cache. A block that is being moved is freed after its copy.
+    /// Frees a block that leaves a thread's cache. If compaction is moving the block, it is freed after the move.
     fn uncache(&mut self, id: u32) {
         match self.moving.get_mut(&id) {
             Some(then) => *then = AfterMove::Uncache,
@@ -411,8 +411,8 @@ impl Core {
 
     // Blocks used by several streams.
 
-    /// Frees a block that these streams may still be using. A block that is being moved is freed after its copy,
-    /// because the move may not have waited for the latest work.
+    /// Frees a block that these streams may still be using. If compaction is moving the block, it is freed after the
+    /// move, because the move may not have waited for the latest work.
     fn free_used_block(&mut self, id: u32, requested: usize, uses: PendingUses) {
         match self.moving.get_mut(&id) {
             _ if uses.is_empty() => self.free_block(id, requested),
@@ -578,7 +578,7 @@ impl Allocator for CachingAllocator {
 
     fn record_stream(&self, block: &Block, stream: StreamId) {
         if block.owner != self.number {
-            return; // the block's number is meaningful only to its owner
+            return; // only the allocator that made the block knows its number
         }
         let mut core = self.lock();
         if stream == core.heap.arena_of_block(block.id()).stream {

@@ -14,8 +14,8 @@ const SMALL_REQUEST_MAX_BYTES: usize = MIB;
 const SMALL_SEGMENT_BYTES: usize = 2 * MIB;
 const MIN_DEDICATED_SEGMENT_BYTES: usize = 10 * MIB;
 const SEGMENT_STEP_BYTES: usize = 2 * MIB;
-/// A new segment has at least 1/16 of the reserved bytes, capped at the size of a small or large segment. A program
-/// then creates few segments, and never reserves much more than it needs.
+/// A new segment has at least 1/16 of the reserved bytes, but no less than its request and no more than PyTorch's
+/// segment size. So a program creates few segments, and never reserves much more than it needs.
 const GROWTH_DIVISOR: usize = 16;
 
 /// Addresses reserved per segment, in eighths of the device's memory (PyTorch's factor 1.125).
@@ -86,7 +86,7 @@ impl SizeKind {
     }
 }
 
-/// The policy of one allocator: its configuration and its device's alignment.
+/// The policy of one allocator: the allocator's configuration and the device's alignment.
 #[derive(Debug, Clone)]
 pub(super) struct Rules {
     pub(super) alignment: usize,
@@ -97,7 +97,7 @@ pub(super) struct Rules {
     has_roundup_divisions: bool,
     /// True if blocks are taken from both ends of a segment. False if segments can grow at one end.
     pub(super) both_ends: bool,
-    /// The smallest remainder, in bytes, that is split off as a block of its own, for small and large.
+    /// The smallest remainder, in bytes, that is split off as a block of its own, for small and for large requests.
     min_remainder: [usize; 2],
 }
 
@@ -154,7 +154,7 @@ impl Rules {
     /// True if a larger block may be split for a request of `size` bytes.
     #[inline(always)]
     pub(super) fn may_split_for(&self, size: usize) -> bool {
-        size < self.config.max_split_size // sizes above it are always of the large kind
+        size < self.config.max_split_size // sizes above `max_split_size` are always of the large kind
     }
 
     /// Returns the size in bytes of a new segment for a rounded request, given the bytes already reserved.
@@ -197,12 +197,12 @@ pub(super) struct Limits {
 }
 
 impl Limits {
-    /// The most bytes that all allocators of the device may reserve together.
+    /// Returns the maximum number of bytes that all allocators of the device may reserve together.
     pub(super) fn allowed(&self) -> u64 {
         self.fraction.min(self.bytes)
     }
 
-    /// The most bytes of segments that this allocator may reserve.
+    /// Returns the maximum number of bytes that this allocator may reserve.
     pub(super) fn limit(&self) -> u64 {
         self.allowed().saturating_sub(self.elsewhere)
     }
@@ -222,7 +222,7 @@ pub(super) fn fraction_of(capacity: u64, fraction: f64) -> u64 {
 /// driver calls.
 #[derive(Debug)]
 pub(super) struct Growth {
-    /// Bytes that may be reserved without releasing anything, and the factor by which the target exceeds the peak.
+    /// Number of bytes that may be reserved before unused segments are released, and the factor by which the target exceeds the peak.
     target: u64,
     slack: f64,
     /// The peak of active bytes, the last clear rise of it, and the search count at that rise.
@@ -295,7 +295,8 @@ impl Growth {
         }
     }
 
-    /// Upper bound, in bytes, on an unused segment that may be split during warm-up. `segment` is the size of a new segment for the request.
+    /// Returns the size, in bytes, of the largest unused segment that may be split during warm-up. `segment` is the size of a new
+    /// segment for the request.
     pub(super) fn max_segment_to_split(segment: usize) -> usize {
         segment.saturating_add(segment / 2)
     }
@@ -310,7 +311,7 @@ impl Growth {
         (reserved + bytes).saturating_sub(self.target)
     }
 
-    /// The target in bytes: peak times slack.
+    /// Returns the target in bytes: `peak` times `slack`.
     fn implied_target(&self) -> u64 {
         (self.slack * self.peak as f64) as u64
     }
@@ -330,7 +331,8 @@ impl Growth {
 pub(super) struct Decay {
     /// Milliseconds for which an unused segment is kept, at least; 0 means forever.
     interval: u64,
-    /// Search count and milliseconds at past checks. A segment that was idle at a check and is idle now has been idle since.
+    /// Search count and milliseconds at past checks. A segment whose last use precedes a check's search count has been unused since
+    /// the time of that check.
     checks: VecDeque<(u64, u64)>,
     /// The peaks of active bytes in this interval and the previous one, and when this interval started.
     peaks: [u64; 2],
@@ -374,7 +376,7 @@ impl Decay {
         self.peaks[0].max(self.peaks[1])
     }
 
-    /// Milliseconds for which unused segments are kept now.
+    /// Returns for how many milliseconds unused segments are currently kept.
     fn keep_milliseconds(&self) -> u64 {
         self.interval.saturating_mul(self.patience)
     }

@@ -15,7 +15,7 @@ pub(super) struct Report {
     /// For each pool, the default pool first: its number, its statistics, and whether other pools may allocate from its free blocks.
     pub(super) pools: Vec<(u32, MemPoolStats, bool)>,
     pub(super) ran_out: Option<&'static str>,
-    /// Bytes of tensors that were moved to the host to make room.
+    /// Number of bytes of tensors that compaction left on the host.
     pub(super) spilled: u64,
     /// Bytes of the device's memory that images or other allocators hold.
     pub(super) elsewhere: u64,

@@ -41,7 +41,7 @@ mod spin {
     pub(in super::super) struct Spin(AtomicBool);
 
     // SAFETY: `lock`, and a `try_lock` that returns true, return only after this thread changed the flag from false to true. Only `unlock`, which the
-    // owner calls, resets it, so there is one owner at a time. Acquire and Release order the owners' accesses.
+    // owner calls, resets the flag, so at most one thread owns the lock at a time. Acquire and Release order the owners' accesses.
     unsafe impl lock_api::RawMutex for Spin {
         const INIT: Spin = Spin(AtomicBool::new(false));
         type GuardMarker = lock_api::GuardSend;

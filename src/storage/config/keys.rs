@@ -27,12 +27,12 @@ pub struct ConfigKey {
 }
 
 impl ConfigKey {
-    /// The default value, as text.
+    /// Returns the default value as text.
     pub fn default_value(&self) -> String {
         self.value(&Config::default())
     }
 
-    /// The value in a configuration, as text.
+    /// Returns the value in a configuration as text.
     pub fn value(&self, config: &Config) -> String {
         (self.print)(config)
     }
@@ -214,12 +214,12 @@ fn parse_number(value: &str, range: RangeInclusive<f64>) -> Option<f64> {
 
 const UNLIMITED: &str = "unlimited";
 
-/// Format of a size in whole units of `UNIT` bytes, at least `MIN_UNITS` units.
+/// Returns the format of a size in whole units of `UNIT` bytes, at least `MIN_UNITS` units.
 const fn bytes<const UNIT: usize, const MIN_UNITS: usize>(allowed: &'static str) -> ValueFormat<usize> {
     ValueFormat { allowed, parse: |text| parse_units(text, UNIT, MIN_UNITS), print: |bytes| print_units(*bytes, UNIT) }
 }
 
-/// Format of a size in whole MiB, at least `MIN_UNITS` MiB, or of no limit.
+/// Returns the format of a size in whole MiB, at least `MIN_UNITS` MiB, or of no limit.
 const fn limit<const MIN_UNITS: usize>(allowed: &'static str) -> ValueFormat<usize> {
     let parse = |text: &str| if text == UNLIMITED { Some(usize::MAX) } else { parse_units(text, MIB, MIN_UNITS) };
     ValueFormat { allowed, parse, print: |bytes| print_units(*bytes, MIB) }

@@ -211,7 +211,7 @@ fn values_that_text_cannot_express_are_refused() {
     Config::default().check().unwrap();
 }
 
-/// Any configuration that can be written as text.
+/// Generates any configuration that can be written as text.
 fn configs() -> impl Strategy<Value = Config> {
     let mib = |least: usize| (least..100_000).prop_map(|n| n << 20);
     let part = prop_oneof![Just(0), (0..40u32).prop_map(|n| 1usize << n)];

@@ -1,8 +1,8 @@
 //! The interface between allocators and a device's memory.
 //!
-//! A [`Driver`] creates and releases segments, orders streams after one another, and moves bytes. The crate
-//! has three drivers: host memory, OpenCL memory, and [`Sim`], a simulated device for testing allocators. Allocators
-//! never hold one of their locks while they call a driver.
+//! A [`Driver`] creates and releases segments, makes streams wait for each other, and moves bytes. The crate has three
+//! drivers: host memory, OpenCL memory, and [`Sim`], a simulated device for testing allocators. An allocator holds none
+//! of its locks while it calls a driver.
 
 /// Safe versions of a driver's unsafe methods, for tests in which no other thread uses the memory.
 #[cfg(test)]
@@ -106,7 +106,7 @@ pub(crate) enum MemoryKind {
     Custom(Box<dyn Any + Send + Sync>),
     /// A block's bytes, spilled to the host until the device has memory for them.
     Spilled(Box<[u8]>),
-    /// No memory: the segment was released while its blocks were spilled.
+    /// No memory any more: the segment was released while its blocks were spilled.
     Released,
 }
 
@@ -139,7 +139,7 @@ impl Memory {
         Ok(Memory(MemoryKind::Host(unsafe { HostMemory::owned_by(start, bytes, Box::new(owner)) })))
     }
 
-    /// Returns the value given to [`new`](Self::new) or [`of_host`](Self::of_host), if it has type `T`.
+    /// Returns the value given to [`new`](Self::new) or [`of_host`](Self::of_host), or `None` if the value does not have type `T`.
     pub fn get<T: Any>(&self) -> Option<&T> {
         let owner = match &self.0 {
             MemoryKind::Custom(owner) => &**owner,
@@ -203,7 +203,7 @@ impl Marker {
         Marker(MarkerKind::Custom(Arc::new(event)))
     }
 
-    /// Returns the value given to [`new`](Self::new), if it has type `T`.
+    /// Returns the value given to [`new`](Self::new), or `None` if the value does not have type `T`.
     pub fn get<T: Any>(&self) -> Option<&T> {
         match &self.0 {
             MarkerKind::Custom(event) => event.downcast_ref(),
@@ -246,12 +246,12 @@ pub type At<'a> = (&'a Memory, usize);
 ///
 /// # Safety
 /// Allocators rely on a driver's promises about memory, and tensors on the blocks that allocators hand out:
-/// * A segment from [`create`](Driver::create) or [`reserve`](Driver::reserve) has as many bytes as requested, and
-///   belongs to the caller alone until it is dropped. It begins at a multiple of [`alignment`](Driver::alignment),
-///   which is at least 512 for host memory ([`Memory::of_host`]).
-/// * Only [`copy`](Driver::copy), [`relocate`](Driver::relocate) and [`write`](Driver::write) write bytes, within the
-///   ranges they are given, besides the work of the blocks' owners. [`shrink`](Driver::shrink) releases no bytes
-///   outside its range.
+/// * A segment from [`create`](Driver::create) or [`reserve`](Driver::reserve) has as many bytes as requested, and is
+/// used by no other code until it is dropped. The segment begins at a multiple of [`alignment`](Driver::alignment),
+/// which is at least 512 for host memory ([`Memory::of_host`]).
+/// * Only [`copy`](Driver::copy), [`relocate`](Driver::relocate) and [`write`](Driver::write) write bytes, and only
+/// within the given ranges. (The owners of blocks also write bytes, through queued work.) [`shrink`](Driver::shrink)
+/// releases no bytes outside its range.
 /// * Work before a [marker](Driver::record) is done if [`is_done`](Driver::is_done) or [`wait`](Driver::wait) reports
 ///   so. All work of a stream is done if [`is_idle`](Driver::is_idle) or [`progress`](Driver::progress) reports so.
 pub unsafe trait Driver: Send + Sync + fmt::Debug {
@@ -260,26 +260,29 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn device(&self) -> Device;
     /// Returns the size of the device's memory in bytes.
     fn capacity(&self) -> u64;
-    /// Returns the largest segment the driver promises, in bytes. Larger ones may succeed: some drivers state a quarter of the real limit.
+    /// Returns the largest segment the driver promises, in bytes. Creating larger segments may succeed: some OpenCL drivers state a
+    /// quarter of the real limit.
     fn largest_segment(&self) -> usize;
     /// Returns the alignment of blocks in bytes, a power of two.
     fn alignment(&self) -> usize {
         ALIGNMENT
     }
 
-    /// Creates a segment with unspecified contents. The device allocates the memory now, so that running out of memory is reported here and
-    /// not at a later launch.
+    /// Creates a segment with unspecified contents. The device must allocate the memory during this call, so that
+    /// running out of memory is reported here and not at a later launch.
     fn create(&self, bytes: usize) -> Result<Memory, Failure>;
     /// Creates an image of at most [`bytes`](ImageDesc::bytes) bytes for the device's kernels to read. Otherwise like [`create`](Driver::create).
     fn create_image(&self, _image: ImageDesc) -> Result<Memory, Failure> {
         Err(Failure::TooBig)
     }
 
-    /// Returns the page size in bytes, a power of two: the unit of committing and releasing reserved memory. 0 if the device cannot reserve.
+    /// Returns the page size in bytes, a power of two: the unit of committing and releasing reserved memory. 0 if the device cannot
+    /// reserve addresses.
     fn page(&self) -> usize {
         0
     }
-    /// Reserves addresses for a segment that grows in place, all of it uncommitted. `None` if the device cannot reserve.
+    /// Reserves addresses for a segment that grows in place, none of which is committed. Returns `None` if the device cannot
+    /// reserve addresses.
     fn reserve(&self, _bytes: usize) -> Option<Memory> {
         None
     }
@@ -303,11 +306,11 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn synchronize(&self) -> Result<()> {
         Ok(())
     }
-    /// Records a marker after everything submitted to the stream so far, and flushes the stream.
+    /// Records a marker after all work submitted to the stream so far, and flushes the stream.
     fn record(&self, _stream: StreamId) -> Result<Marker> {
         Ok(Marker::done())
     }
-    /// True if the work before the marker is done, or has failed for good. An error if that cannot be known, as on a lost device.
+    /// True if the work before the marker is done, or has failed. Returns an error if the state is unknown, as on a lost device.
     fn is_done(&self, _marker: &Marker) -> Result<bool> {
         Ok(true)
     }
@@ -315,7 +318,8 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn is_idle(&self, _stream: StreamId) -> Result<bool> {
         Ok(true)
     }
-    /// Returns the stream's progress as known without querying the device. An allocator may call this method under its lock.
+    /// Returns the stream's progress as far as the host knows it without a query of the device. An allocator may call this method
+    /// under its lock.
     fn progress(&self, _stream: StreamId) -> Progress {
         Progress::default()
     }
@@ -334,21 +338,21 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Until the call returns, nothing on the host writes to the bytes of `from`, or reads or writes the bytes of `to`:
     /// both ranges are free, or in blocks that the caller has locked.
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()>;
-    /// Moves ranges of bytes in the order given, each from one location to another. The source memory is released on
-    /// the way, so that at most a few MiB are held twice. Returns false, with nothing done, if the driver cannot. If the call fails, nothing was
-    /// copied.
+    /// Moves ranges of bytes in the order given, each from one location to another. The source memory is released
+    /// during the copy, so that at most a few MiB exist twice. Returns false, with nothing done, if the driver does not
+    /// support this. If the call fails, nothing was copied.
     ///
     /// # Safety
-    /// As for [`copy`](Driver::copy); and the source bytes are not used again.
+    /// The conditions of [`copy`](Driver::copy) hold, and the source bytes are not used again.
     unsafe fn relocate(&self, _moves: &[(At<'_>, At<'_>, usize)]) -> Result<bool> {
         Ok(false)
     }
-    /// Reads bytes to the host, after all work of the default stream. Waits.
+    /// Reads bytes to the host, after all work of the default stream, and waits for the read.
     ///
     /// # Safety
     /// Until the call returns, nothing else on the host writes to the bytes.
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()>;
-    /// Writes bytes from the host. Waits.
+    /// Writes bytes from the host, and waits for the write.
     ///
     /// # Safety
     /// Until the call returns, nothing else on the host reads or writes the bytes.

@@ -17,7 +17,8 @@ pub(crate) struct OpenCl {
     pub(crate) device: &'static ClDevice,
 }
 
-/// The location of a block's bytes in OpenCL memory. Keep the value until the work is enqueued: while it lives, the block cannot move.
+/// The location of a block's bytes in OpenCL memory. Keep the value until the commands are enqueued: while the value lives, the
+/// block cannot move.
 pub(crate) struct ClBlockLocation<'a> {
     pub(crate) device: &'static ClDevice,
     buffer: &'a ClBuffer,
@@ -42,7 +43,7 @@ impl ClBlockLocation<'_> {
 }
 
 impl ClBlockLocation<'_> {
-    /// Maps the segment for the host. The segment must be a buffer over host memory with this block as its only one. Waits for the device.
+    /// Maps the segment for the host. The segment must be a buffer over host memory and have no other block. Waits for the device.
     ///
     /// # Errors
     /// Errors of [`ClDevice::map`](crate::device::opencl::ClDevice::map).
@@ -76,7 +77,7 @@ impl OpenCl {
         Ok(OpenCl { device: opencl::open(index)? })
     }
 
-    /// Returns the location of a block; `None` if it is not in OpenCL memory.
+    /// Returns the location of a block; `None` if the block is not in OpenCL memory.
     #[inline(always)] // part of every launch
     pub(crate) fn location(self, block: &Block) -> Option<ClBlockLocation<'_>> {
         let location = block.location();
@@ -129,7 +130,7 @@ impl OpenCl {
     }
 }
 
-// SAFETY: segments are buffers or images of the requested size, which no other code has.
+// SAFETY: segments are buffers or images of the requested size, which no other code uses.
 unsafe impl Driver for OpenCl {
     fn device(&self) -> Device {
         self.device.device()

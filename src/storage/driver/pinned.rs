@@ -9,8 +9,8 @@
 //! event is done; other blocks of the class whose events are done earlier overtake it.
 //!
 //! All pinned memory of the process is bounded, because no other program can use it. If the bound is reached or the
-//! source refuses, the caller uses ordinary memory. A source that has refused a block, or the reserve, is asked again
-//! only after a number of requests that grows with every refusal.
+//! source refuses, the caller uses ordinary memory. After the source has refused a block or the reserve, it is asked
+//! again only after a number of requests, which grows with every refusal.
 
 mod stats;
 #[cfg(test)]
@@ -42,7 +42,7 @@ pub(crate) trait PinnedSource: Send + Sync {
     fn create(&self, bytes: usize) -> Result<Self::Memory, Failure>;
     /// True if the transfer is done, or has failed for good.
     fn is_done(&self, event: &Self::Event) -> bool;
-    /// True if dropped memory is not released, because transfers may be using it for ever.
+    /// True if dropped memory is not released, because transfers of a lost device may never end.
     fn is_lost(&self) -> bool;
 }
 
@@ -72,13 +72,13 @@ impl Budget {
 pub(crate) struct PinnedPool<S: PinnedSource> {
     source: S,
     classes: Box<[Mutex<SizeClass<S>>]>,
-    /// Bytes of the reserve (0 for none), and the reserve once the source has created it.
+    /// The size of the reserve in bytes (0 for none), and the reserve once the source has created it.
     reserve_bytes: usize,
     reserve: OnceLock<Reserve<S::Memory>>,
     /// When to ask for the reserve again. Separate, because a refused reserve, which is larger than any block, must not delay blocks.
     reserve_backoff: Backoff,
     budget: Arc<Budget>,
-    /// When to ask the source again after it has failed with nothing cached that could be released.
+    /// When to ask the source again after it refused a block although no unused block was left to release.
     source_backoff: Backoff,
     stats: Mutex<PinnedStats>,
 }
@@ -127,7 +127,7 @@ fn class_size(class: usize) -> usize {
 
 impl<S: PinnedSource> PinnedPool<S> {
     /// Makes a pool over `source`, with a reserve of `reserve` bytes (0 for none). The reserve is created at once, or
-    /// at a later request if the source or the budget refuses it.
+    /// at a later request if the source or the budget refuses the reserve at first.
     pub(crate) fn new(source: S, reserve: usize, budget: Arc<Budget>) -> PinnedPool<S> {
         let last = size_class(budget.cap.max(PAGE_BYTES)).unwrap_or(0);
         let class = |_| Mutex::new(SizeClass { free: Vec::new(), in_flight: Vec::new() });
@@ -145,7 +145,7 @@ impl<S: PinnedSource> PinnedPool<S> {
         pool
     }
 
-    /// Allocates a block of at least `bytes` bytes. `None` if the caller has to use ordinary memory.
+    /// Allocates a block of at least `bytes` bytes. Returns `None` if the caller has to use ordinary memory.
     pub(crate) fn alloc(&self, bytes: usize) -> Option<Pinned<'_, S>> {
         let class = size_class(bytes).filter(|class| *class < self.classes.len())?;
         let size = class_size(class);
@@ -208,7 +208,7 @@ impl<S: PinnedSource> PinnedPool<S> {
         !class.in_flight.is_empty()
     }
 
-    /// Returns the reserve, after asking the source again if it has refused the reserve before.
+    /// Returns the reserve, and asks the source again if it refused the reserve before.
     fn reserve_or_retry(&self) -> Option<&Reserve<S::Memory>> {
         if self.reserve_bytes == 0 || self.reserve.get().is_some() {
             return self.reserve.get();

@@ -37,11 +37,11 @@ use crate::{Device, Error, Result};
 /// How a transfer is split: the pinned slices, used in turn, and the pieces that single threads copy.
 #[derive(Debug, Clone, Copy)]
 struct StagingSizes {
-    /// Bytes of the pinned blocks that contain slices.
+    /// Size in bytes of the pinned blocks that contain the slices.
     block: usize,
     slice: usize,
     slices: usize,
-    /// Bytes that a thread copies at a time.
+    /// Number of bytes that a thread copies at a time.
     piece: usize,
 }
 
@@ -59,11 +59,11 @@ impl StagingSizes {
 const UPLOAD_SIZES: StagingSizes = StagingSizes { block: 2 << 20, slice: 2 << 20, slices: 4, piece: 512 << 10 };
 /// Sizes for transfers to the host, where the device needs more slices to stay busy.
 const DOWNLOAD_SIZES: StagingSizes = StagingSizes { block: 4 << 20, slice: 4 << 20, slices: 6, piece: 256 << 10 };
-/// The smallest transfer, in bytes, that is split. Below it the driver's own transfer is as fast.
+/// The smallest transfer, in bytes, that is split. For smaller transfers the driver's own transfer is as fast.
 const MIN_STAGED_BYTES: usize = 1 << 20;
 /// Transfers of fewer bytes use slices of half their size.
 const SMALL_TRANSFER_BYTES: usize = 4 << 20;
-/// Bytes that a thread copies at a time in transfers below [`SMALL_TRANSFER_BYTES`].
+/// Number of bytes that a thread copies at a time in transfers below [`SMALL_TRANSFER_BYTES`].
 const SMALL_PIECE_BYTES: usize = 64 << 10;
 /// The smallest copy, in bytes, from or to a CPU device's buffer that all threads share.
 const MIN_MAPPED_BYTES: usize = 4 << 20;
@@ -140,8 +140,8 @@ fn budget() -> &'static Arc<Budget> {
     })
 }
 
-/// Reads bytes of a buffer to the host, waits for them and reports faults that this thread's kernels found. `pinned` is
-/// the pinned memory that contains `dst`, if any.
+/// Reads bytes of a buffer to the host, waits until they have arrived, and reports faults that this thread's kernels
+/// found. `pinned` is the pinned memory that contains `dst`, if any.
 pub(in crate::storage) fn read(
     device: &'static ClDevice,
     src: ClAt<'_>,
@@ -217,7 +217,7 @@ fn is_mapped(device: &ClDevice, bytes: usize) -> bool {
 
 /// Pinned host memory that holds a tensor's elements.
 pub(in crate::storage) struct PinnedBytes {
-    /// Taken only on drop.
+    /// The pinned block, which is taken out only when the value is dropped.
     block: ManuallyDrop<Pinned<'static, PinnedDevice>>,
     opened: &'static ClDevice,
     /// Enqueued transfers that were not waited for.
@@ -235,8 +235,8 @@ struct LentBytes<'a> {
     transfer_count: &'a AtomicUsize,
 }
 
-// SAFETY: the bytes are borrowed, exclusively if they are written. After the borrow ends, no other code gets at them
-// until this value is dropped: `PinnedBytes::wait_and_check` fails. Once the device is lost, a `PinnedBytes` is never released.
+// SAFETY: the bytes are borrowed, exclusively if they are written. After the borrow ends, no other code can access the bytes until
+// this value is dropped, because `PinnedBytes::wait_and_check` fails. Once the device is lost, a `PinnedBytes` is never released.
 unsafe impl HostMemory for LentBytes<'_> {
     fn range(&mut self) -> (*mut u8, usize) {
         (self.start, self.bytes)
@@ -278,8 +278,8 @@ impl PinnedBytes {
         Some(LentBytes { start, bytes, transfer_count })
     }
 
-    /// Waits for enqueued transfers before the bytes are read, or written if `written`. Call it under the tensor's
-    /// lock. An error if a transfer of the lost device may still be using the bytes.
+    /// Waits for enqueued transfers before the bytes are read, or written if `written`. Call this method while holding
+    /// the tensor's lock. Returns an error if the device is lost and one of its transfers may still be using the bytes.
     pub(in crate::storage) fn wait_and_check(&self, written: bool) -> Result<()> {
         self.wait_for_enqueued(written)?;
         // Transfers in progress hold the tensor's lock too, exclusively if they write, so a count above 0 means a transfer whose end is unknown.
@@ -306,7 +306,7 @@ impl Drop for PinnedBytes {
     }
 }
 
-/// Allocates pinned memory for a device's transfers. `None` for the CPU device, for zero bytes, and if none is left.
+/// Allocates pinned memory for a device's transfers. Returns `None` for the CPU device, for zero bytes, and if no pinned memory is left.
 pub(in crate::storage) fn alloc_pinned(device: Device, bytes: usize) -> Result<Option<PinnedBytes>> {
     let Device::OpenCL(index) = device else { return Ok(None) };
     let opened = opencl::open(index)?;
@@ -329,7 +329,8 @@ struct Ring {
 }
 
 impl Ring {
-    /// Allocates slices for a transfer of `total` bytes. `None` if there is too little pinned memory for a gain.
+    /// Allocates slices for a transfer of `total` bytes. Returns `None` if there is too little pinned memory to be faster than the
+    /// driver's own transfer.
     fn new(
         pool: &'static DevicePinnedPool,
         device: &'static ClDevice,
@@ -376,7 +377,8 @@ impl Ring {
                 // SAFETY: the piece is inside `src`. No other thread has these bytes of the slice, nor does a transfer:
                 // the previous one is done, and the next one begins when all pieces of the chunk are copied.
                 unsafe {
-                    // Bypasses the cache: the host does not read the bytes again, and the device gets them sooner.
+                    // The copy bypasses the processor's cache, because the host does not read the bytes again and the device can
+                    // read them sooner.
                     copy_raw(src.as_ptr().add(piece.start), to, piece.len(), |to, from| {
                         Streaming::new().copy(to, from)
                     });
@@ -414,7 +416,7 @@ impl SharedSlice {
 struct StagingSlice {
     device: &'static ClDevice,
     stream: StreamId,
-    /// Taken only on drop.
+    /// The pinned block, which is taken out only when the slice is dropped.
     block: Option<Pinned<'static, PinnedDevice>>,
     event: Option<ClEvent>,
 }
@@ -436,8 +438,8 @@ impl StagingSlice {
 
     fn read(&mut self, src: ClAt<'_>, n: usize) -> Result<()> {
         self.wait()?;
-        // SAFETY: `n` bytes of this block, used by no transfer. Nothing touches them before `wait` has found the event
-        // done; on drop the pool gets the block together with the event.
+        // SAFETY: the range is `n` bytes of this block, which no transfer uses. No code accesses the bytes before
+        // `wait` has found the event done; on drop the pool gets the block together with the event.
         self.event = Some(unsafe { self.device.start_read(self.stream, src, self.range(n), n) }?);
         Ok(())
     }

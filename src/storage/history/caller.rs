@@ -11,10 +11,11 @@ thread_local! {
     static CALLER: Cell<Option<&'static Location<'static>>> = const { Cell::new(None) };
 }
 
-/// Attributes this thread's allocations to the line that called the current method, until the value is dropped. Methods that return
-/// tensors begin with a `Caller`, which costs one relaxed load if no history is recording.
+/// Attributes this thread's allocations to the line that called the current method, until the value is dropped. Methods
+/// that return tensors make a `Caller` first, which costs one relaxed load if no history is recording.
 ///
-/// A function that calls such methods, other than from closures, only needs `#[track_caller]` to pass on its caller's line.
+/// A function that calls such methods outside closures needs only `#[track_caller]`: the allocations are then attributed to the
+/// function's caller.
 ///
 /// ```
 /// use claystone::storage::{Caller, History, HistoryOptions, TraceAction};
@@ -31,15 +32,15 @@ thread_local! {
 /// ```
 #[must_use = "it ends when it is dropped"]
 pub struct Caller {
-    /// The enclosing line, if this value replaced it.
+    /// The previous line, if this value replaced it.
     outer: Option<Option<&'static Location<'static>>>,
     of_this_thread: PhantomData<*const ()>,
 }
 
 impl Caller {
-    /// Starts a scope in a function that is `#[track_caller]`. If the caller is a function of this crate, the enclosing
-    /// line stays. If the caller is the program, its line counts even within another scope, as in a hook called by a
-    /// backward pass.
+    /// Starts a scope in a function that is `#[track_caller]`. If the caller is a function of this crate, the previous
+    /// line stays. If the caller is the program, its line replaces the previous line even within another scope, as in a
+    /// hook called by a backward pass.
     #[track_caller]
     #[inline(always)]
     pub fn enter() -> Caller {
@@ -57,7 +58,7 @@ impl Drop for Caller {
     }
 }
 
-/// Sets the thread's line, and returns the enclosing one. Returns `None`, and changes nothing, if the location is in this crate.
+/// Sets the thread's line, and returns the previous line. Returns `None`, and changes nothing, if the location is in this crate.
 #[cold]
 fn replace_line(location: &'static Location<'static>) -> Option<Option<&'static Location<'static>>> {
     if is_inner(location.file()) {

@@ -9,9 +9,9 @@ use crate::{Error, Result};
 const MAX_ADDRESS: u64 = 1 << 53;
 
 impl Snapshot {
-    /// Checks every assumption of PyTorch's viewers. Blocks tile their segments, segments do not overlap, and
-    /// JavaScript can represent the addresses. Undoing the trace from its last entry to its first, as the viewer does,
-    /// finds every block and segment it needs. A trace that lost its first entries is consistent too.
+    /// Checks every assumption of PyTorch's viewers. Blocks tile their segments, segments do not overlap, and JavaScript can
+    /// represent the addresses. Undoing the trace from its last entry to its first, as the viewer does, must find every block and
+    /// segment that an entry refers to. A trace that lost its first entries is consistent too.
     ///
     /// # Errors
     /// The first inconsistency, as a sentence.
@@ -98,7 +98,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Goes from the state after `entry` to the state before it.
+    /// Changes the state after `entry` into the state before `entry`.
     fn undo(&mut self, entry: &TraceEntry) -> Result<(), String> {
         let TraceEntry { addr, size, stream, .. } = *entry;
         if !matches!(entry.action, TraceAction::Snapshot | TraceAction::Oom)

@@ -6,7 +6,8 @@ use super::super::config::Config;
 use super::stack::Stack;
 use super::{Context, FrameCache, RecordedEvents, SegmentInfo, Setting, Snapshot, TraceAction, annotations};
 
-/// A segment, and the contexts of the segment and its blocks. Their frames are looked up after the lock is released.
+/// A segment, and the contexts of the segment and its blocks. The frames of these contexts are looked up later, when the
+/// allocator's lock is released.
 pub(crate) struct SegmentWithContexts {
     pub(crate) segment: SegmentInfo,
     pub(crate) context: Context,

@@ -20,7 +20,7 @@ pub struct Context {
     caller: Option<&'static Location<'static>>,
 }
 
-/// The nested names a thread was inside of, as the index of a node in the tree of names.
+/// The nested names that a thread was inside of, given by the index of the innermost name's node in the tree of names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct NamePath(u32);
 
@@ -37,7 +37,7 @@ struct Node {
 }
 
 thread_local! {
-    /// The names that this thread is inside of.
+    /// The names of the [`with_context`] calls that this thread is inside of.
     static CURRENT: Cell<NamePath> = const { Cell::new(NamePath::NONE) };
 }
 
@@ -77,7 +77,7 @@ impl Context {
     }
 }
 
-/// A cache of resolved contexts, most of which are the same.
+/// A cache of the frames of contexts, because most events have one of a few contexts.
 #[derive(Default)]
 pub(super) struct FrameCache(HashMap<Context, Arc<[Frame]>>);
 
@@ -127,8 +127,8 @@ impl NamePath {
     }
 }
 
-/// Runs `f`. Every event recorded by this thread meanwhile carries `name`, as PyTorch's `compile_context` and as a frame outside the
-/// frames of its stack. Nested names are joined by slashes. Each name is kept for the life of the process, so use few.
+/// Runs `f`. Every event that this thread records during the call carries `name`: in PyTorch's field `compile_context`, and as a frame that
+/// encloses the frames of the event's stack. Nested names are joined by slashes. Each name is kept for the life of the process, so use few.
 ///
 /// ```
 /// use claystone::storage::{History, HistoryOptions, TraceAction, with_context};
@@ -161,7 +161,7 @@ fn names_of(number: u32) -> Vec<String> {
     NamePath(number).list()
 }
 
-/// The number of histories that are recording. Spans and callers' lines are kept only while it is above 0.
+/// The number of histories that are recording. Spans and callers' lines are recorded only while this number is above 0.
 static RECORDING: AtomicUsize = AtomicUsize::new(0);
 
 /// Starts and ends of spans, of the whole process.
@@ -188,8 +188,8 @@ pub(super) fn is_recording() -> bool {
 /// `external_annotations`). Spans are recorded while any allocator's history is on; the latest 50,000 spans of the
 /// process are kept.
 ///
-/// During [profiling](crate::profiler) the span is an event of the profile, and everything this thread records
-/// meanwhile carries `name`. Each name is then kept for the life of the process, so use few.
+/// During [profiling](crate::profiler) the span is an event of the profile, and everything that this thread records
+/// during the call carries `name`. Each name is then kept for the life of the process, so use few.
 ///
 /// ```
 /// let four = claystone::storage::annotate("forward", || 2 + 2);

@@ -1,4 +1,4 @@
-//! RMM's log of allocations, as its `logging_resource_adaptor` writes and its replay benchmark reads.
+//! RMM's log of allocations, in the format that RMM's `logging_resource_adaptor` writes and its replay benchmark reads.
 
 use std::cell::Cell;
 use std::fmt::Display;
@@ -25,7 +25,7 @@ pub enum CsvAction {
     Allocate,
     /// `free`
     Free,
-    /// `allocate failure`: there is no pointer, and no memory was allocated.
+    /// `allocate failure`: no memory was allocated, so the line has no pointer.
     AllocateFailure,
 }
 

@@ -16,7 +16,7 @@ pub struct LiveMemory {
     /// The stack that allocated most of the bytes. All stacks of the site have the same innermost frame, which is the
     /// first. Empty for blocks without a context, such as those allocated before recording began.
     pub frames: Arc<[Frame]>,
-    /// Requested bytes.
+    /// The number of requested bytes of the blocks.
     pub bytes: u64,
     /// The number of blocks.
     pub blocks: u64,
@@ -29,7 +29,7 @@ pub struct LiveBlock {
     pub device: u32,
     /// The address of the first byte.
     pub address: u64,
-    /// Requested bytes.
+    /// The requested size in bytes.
     pub bytes: u64,
     /// The stack that allocated the block, the innermost frame first, with the names given to [`with_context`](super::with_context).
     pub frames: Arc<[Frame]>,
@@ -122,8 +122,8 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Returns the blocks in use grouped by the innermost frame that allocated them, the most bytes first, which makes
-    /// leaks visible. Without [`stacks`](super::HistoryOptions::stacks) that frame is only the source line.
+    /// Returns the blocks in use grouped by the innermost frame that allocated them, groups with the most bytes first,
+    /// which makes leaks visible. Without [`stacks`](super::HistoryOptions::stacks) that frame is only the source line.
     ///
     /// ```
     /// use claystone::storage::HistoryOptions;
@@ -147,7 +147,8 @@ impl Snapshot {
     }
 }
 
-/// Groups blocks, each given by the stack that allocated it and its bytes, by the innermost frame, the most bytes first.
+/// Groups blocks by the innermost frame that allocated them, groups with the most bytes first. Each block is given by its stack and
+/// its size in bytes.
 pub(super) fn group_by_call_site<'a>(blocks: impl Iterator<Item = (&'a Arc<[Frame]>, u64)>) -> Vec<LiveMemory> {
     let mut stacks: HashMap<&Arc<[Frame]>, (u64, u64)> = HashMap::new();
     for (frames, size) in blocks {
@@ -201,7 +202,8 @@ pub(super) fn fmt_sites(f: &mut fmt::Formatter<'_>, head: &str, sites: &[LiveMem
     Ok(())
 }
 
-/// Writes a table of the bytes and blocks of groups, sorted by rank, then the most bytes first. `key` returns a group's rank and name.
+/// Writes a table of groups of blocks with their bytes, sorted by rank and then by bytes, the most first. `key` returns a group's
+/// rank and name.
 fn fmt_groups(
     f: &mut fmt::Formatter<'_>,
     what: &str,
@@ -237,7 +239,7 @@ const MAX_LISTED_SITES: usize = 16;
 /// The number of callers to print per call site.
 const MAX_LISTED_CALLERS: usize = 3;
 
-/// Prints `function (file:line)`, as far as they are known.
+/// Prints `function (file:line)`, leaving out unknown parts.
 impl fmt::Display for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.name.as_str(), self.filename.as_str(), self.line) {

@@ -1,11 +1,11 @@
 //! The history of an allocator, for people and programs to inspect.
 //!
-//! A [`History`] is a ring buffer of an allocator's latest events. Off, it costs one relaxed load per event; on, it
-//! takes one short lock and writes into memory that was reserved when it was switched on. A [`Snapshot`] contains the
-//! allocator's segments and blocks at one moment and the recorded events, in the format of PyTorch's memory viewer. A
-//! [`CsvLog`] writes events in RMM's format.
+//! A [`History`] is a ring buffer of an allocator's latest events. While recording is off, an event costs one relaxed
+//! load. While recording is on, an event takes one short lock and is written into memory that was reserved when
+//! recording was switched on. A [`Snapshot`] contains the allocator's segments and blocks at one moment and the
+//! recorded events, in the format of PyTorch's memory viewer. A [`CsvLog`] writes events in RMM's format.
 //!
-//! Events and live blocks carry the call stack they come from. Without stacks they carry the program's line that
+//! Events and live blocks have the call stack that caused them. Without stacks they have the program's line that
 //! allocated them ([`Caller`]). Programs can also name their work: [`with_context`] labels every event of a thread, and
 //! [`annotate`] marks a span of time.
 
@@ -100,9 +100,9 @@ setters!(HistoryOptions {
 pub enum Recording {
     /// Record nothing. Earlier events stay until they are cleared.
     Off,
-    /// Only the context of live blocks, which snapshots include. A single trace entry is kept.
+    /// Record only the context of live blocks, which snapshots include. The trace keeps a single entry.
     State,
-    /// The context of live blocks, and a trace of all events.
+    /// Record the context of live blocks, and a trace of all events.
     All,
 }
 
@@ -114,7 +114,7 @@ pub enum ContextLevel {
     Never,
     /// Live blocks and segments in the snapshot.
     State,
-    /// Also trace entries of allocations: of blocks, of segments, and those that failed for lack of memory.
+    /// Also trace entries of allocations: of blocks, of segments, and of allocations that failed for lack of memory.
     Alloc,
     /// Every entry, including frees of blocks.
     All,
@@ -181,7 +181,7 @@ impl History {
     /// Switches recording on or off, or changes the number of entries kept. The latest entries that fit are kept.
     ///
     /// # Errors
-    /// If `max_entries` is 0 or there is no memory for that many entries; then nothing has changed.
+    /// If `max_entries` is 0 or the host has no memory for that many entries. Nothing has changed then.
     pub fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
         const OP: &str = "record_memory_history";
         if options.max_entries == 0 {
@@ -247,7 +247,7 @@ impl History {
             true => Context::current(),
             false => Context::NONE,
         };
-        // Frees get no line: a block is often freed long after its last use, so the line would be misleading.
+        // Entries of frees get no line: a block is often freed long after its last use, so the line would be misleading.
         let context = if allocates && (in_entry || in_block) { context.with_caller() } else { context };
         // The clock is read under the lock, so that times increase along the ring.
         let time_us = now_us();
@@ -285,7 +285,7 @@ impl History {
         self.lock().overwritten
     }
 
-    /// Returns the maximum number of entries: PyTorch's `trace_alloc_max_entries`. 1 before recording first began.
+    /// Returns the maximum number of entries: PyTorch's `trace_alloc_max_entries`. Returns 1 if recording was never switched on.
     pub fn max_entries(&self) -> usize {
         self.lock().options.max_entries
     }

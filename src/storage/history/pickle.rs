@@ -1,6 +1,7 @@
 //! Writes snapshots as pickles, and reads pickles of plain data, as written by Python and PyTorch.
 //!
-//! As in PyTorch's pickles, frames shared by events are written once and then referred to by number; serde-pickle would repeat them.
+//! As in PyTorch's pickles, frames shared by events are written once and then referred to by number. (The crate serde-pickle would
+//! write them again for every event.)
 //!
 //! serde-pickle's reader counts how often the file refers to a shared value, and drops the value after the last reference. It does not
 //! count that each use of a shared list refers to the list's items again. So it cannot load snapshots, whose entries share frames.
@@ -129,7 +130,8 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes a list or dict: the instruction that makes an empty one, and batches of items between a mark and the instruction that adds them.
+    /// Writes a list or dict: an instruction that makes an empty list or dict, and then batches of items, each between a mark and
+    /// the instruction that adds the batch.
     fn batches<T>(
         &mut self,
         [empty, add]: &[u8; 2],
@@ -200,7 +202,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<Snapshot, Error> {
     let root = PickleValue { pickle: &pickle, item: root, depth: MAX_DEPTH };
     let mut snapshot = Snapshot::deserialize(root)?;
     for frames in snapshot.frames_mut() {
-        // Frames that the pickle does not contain are empty, and all others are placeholders.
+        // Frames are empty if the pickle does not contain them, and otherwise a placeholder.
         if let Some(placeholder) = frames.first() {
             *frames = root.stack(placeholder.line)?;
         }
@@ -221,7 +223,7 @@ const BASE_FRAME_BYTES_LIMIT: usize = 16 << 20;
 /// Bytes of frames per byte of the file above [`BASE_FRAME_BYTES_LIMIT`]. A stack of shared frames lists references of 2 to 5 bytes each.
 const FRAME_BYTES_PER_FILE_BYTE: usize = 48;
 
-/// A value: the value itself, or the index of the reader's list that holds its items.
+/// A value of the pickle. For a list or dict, the index in the reader's `lists` of the list that holds the items.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Item<'a> {
     Null,
@@ -388,7 +390,7 @@ struct Pickle<'r, 'a> {
     stacks: RefCell<HashMap<u32, Arc<[Frame]>>>,
 }
 
-/// Subtracts from a budget; an error if it is exhausted.
+/// Subtracts `n` values from a budget, or returns an error if fewer are left.
 fn count_values(budget: &Cell<usize>, n: usize) -> Result<(), Error> {
     budget.set(budget.get().checked_sub(n).ok_or_else(|| Error::custom(TOO_MANY))?);
     Ok(())
@@ -462,9 +464,9 @@ impl<'r, 'a> PickleValue<'r, 'a> {
     }
 }
 
-/// Maximum number of a frame's keys and values: three of each, and those that versions of PyTorch add.
+/// Maximum number of a frame's keys and values: three keys and three values, and more that some versions of PyTorch add.
 const MAX_FRAME_ITEMS: usize = 64;
-/// Maximum value count of a frame: its names, and text of a mebibyte.
+/// Maximum value count of a frame: its keys and values, and a mebibyte of text.
 const MAX_FRAME_VALUES: usize = (1 << 20) / TEXT_BYTES_PER_VALUE + MAX_FRAME_ITEMS;
 
 impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {
@@ -536,7 +538,7 @@ impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {
         }
     }
 
-    /// Skips a value that no field requests, without examining it.
+    /// Skips a value that belongs to no field, without decoding the value.
     fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
         visitor.visit_unit()
     }

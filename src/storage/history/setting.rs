@@ -6,7 +6,7 @@ use std::fmt;
 use serde::Serialize;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
-/// The value of a setting. Integers are i64, because PyTorch's viewer requires it.
+/// The value of a setting. Integers are i64, because PyTorch's viewer supports no larger integers.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Setting {
@@ -22,7 +22,7 @@ pub enum Setting {
     List(Vec<Setting>),
     /// Values by name.
     Map(BTreeMap<String, Setting>),
-    /// Not set.
+    /// The setting has no value.
     None,
 }
 
@@ -35,7 +35,7 @@ macro_rules! visit {
     };
 }
 
-/// Written by hand: the derived implementation first buffers a value in a form many times its size.
+/// This implementation is written by hand, because a derived implementation first buffers a value in a form many times its size.
 impl<'de> Deserialize<'de> for Setting {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Setting, D::Error> {
         struct Value;

@@ -26,12 +26,12 @@ use crate::{Device, Error, Result};
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[non_exhaustive]
 pub struct Snapshot {
-    /// All segments; those of a device are sorted by address.
+    /// All segments. The segments of each device are sorted by address.
     pub segments: Vec<SegmentInfo>,
     /// The events recorded on each device, oldest first. The index is the device's number.
     #[serde(default)]
     pub device_traces: Vec<Vec<TraceEntry>>,
-    /// The configuration, by the names of its keys.
+    /// The configuration: a map from each key's name to its value.
     #[serde(default)]
     pub allocator_settings: BTreeMap<String, Setting>,
     /// Starts and ends of the spans given to [`annotate`](super::annotate).
@@ -61,7 +61,7 @@ pub struct SegmentInfo {
     /// The device's number: the index into [`Snapshot::device_traces`].
     #[serde(deserialize_with = "int::deserialize")]
     pub device: u32,
-    /// The address of the first byte. Made up if the device has no addresses; segments of a device never overlap.
+    /// The address of the first byte. An artificial address if the device's memory has no addresses. Segments of a device never overlap.
     #[serde(deserialize_with = "int::deserialize")]
     pub address: u64,
     /// The size in bytes.
@@ -102,17 +102,17 @@ impl SegmentInfo {
         }
     }
 
-    /// The bytes of blocks in use.
+    /// Returns the number of bytes of the blocks in use.
     pub fn allocated_size(&self) -> u64 {
         self.sum(|b| b.state == BlockState::ActiveAllocated, |b| b.size)
     }
 
-    /// The bytes of blocks in use, or waiting for another stream to finish with them.
+    /// Returns the number of bytes of the blocks that are in use, or wait until another stream no longer uses them.
     pub fn active_size(&self) -> u64 {
         self.sum(|b| b.state != BlockState::Inactive, |b| b.size)
     }
 
-    /// The requested bytes of the blocks in [`active_size`](SegmentInfo::active_size).
+    /// Returns the number of requested bytes of the blocks in [`active_size`](SegmentInfo::active_size).
     pub fn requested_size(&self) -> u64 {
         self.sum(|b| b.state != BlockState::Inactive, |b| b.requested_size)
     }
@@ -166,12 +166,12 @@ impl SegmentType {
 #[non_exhaustive]
 pub struct BlockInfo {
     /// The address of the first byte.
-    #[serde(default, with = "int")] // missing before PyTorch 2.1; loading fills it in
+    #[serde(default, with = "int")] // missing in files from before PyTorch 2.1; added when such a file is loaded
     pub address: u64,
     /// The size in bytes.
     #[serde(with = "int")]
     pub size: u64,
-    /// Requested bytes; meaningless for a free block.
+    /// The requested size in bytes; meaningless for a free block.
     #[serde(with = "int")]
     pub requested_size: u64,
     /// Whether the block is in use.
@@ -209,7 +209,7 @@ impl BlockInfo {
 pub enum BlockState {
     /// In use.
     ActiveAllocated,
-    /// Freed, but another stream may still use it.
+    /// Freed, but another stream may still use the block.
     #[serde(alias = "active_awaiting_free")]
     ActivePendingFree,
     /// Free.
@@ -225,7 +225,8 @@ pub struct TraceEntry {
     pub action: TraceAction,
     /// The address of the block or segment; 0 for a snapshot; for an [`Oom`](TraceAction::Oom), the bytes that were free on the device.
     pub addr: u64,
-    /// Requested bytes for blocks and an [`Oom`](TraceAction::Oom), the size for segments, and the bytes in use for a snapshot.
+    /// A number of bytes: for blocks and an [`Oom`](TraceAction::Oom) the requested bytes, for segments the size, and for a
+    /// snapshot the bytes in use.
     pub size: u64,
     /// The stream of the block or segment.
     pub stream: u64,
@@ -247,7 +248,7 @@ impl TraceEntry {
 /// PyTorch's text for a missing compile context.
 const NO_CONTEXT: &str = "N/A";
 
-/// A trace entry as it is written: with either an address or, when out of memory, the free bytes.
+/// The fields of a trace entry in a file. An entry has an address or, if memory ran out, the number of free bytes instead.
 #[derive(Deserialize)]
 struct TraceEntryFields {
     action: TraceAction,
@@ -349,7 +350,7 @@ pub struct Annotation {
     pub time_us: u64,
 }
 
-/// An end of a span.
+/// One of the two ends of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum Stage {
@@ -405,7 +406,7 @@ impl Snapshot {
         crate::file::replace(path, &bytes).map_err(|e| Error::invalid("save", format!("{}: {e}", path.display())))
     }
 
-    /// Reads a file written by [`save`](Snapshot::save) or PyTorch's `_dump_snapshot`, by the ending of its name.
+    /// Reads a file written by [`save`](Snapshot::save) or PyTorch's `_dump_snapshot`, in the format that the ending of its name selects.
     ///
     /// # Errors
     /// If the name has another ending, or the file cannot be read, is not a snapshot, or is a pipe with more than 64 MiB.
@@ -431,7 +432,7 @@ impl Snapshot {
         ])
     }
 
-    /// The frames of all segments, blocks and events.
+    /// Iterates over the frames of all segments, blocks and events.
     pub(super) fn frames_mut(&mut self) -> impl Iterator<Item = &mut Arc<[Frame]>> {
         let segments = self.segments.iter_mut();
         let segments =

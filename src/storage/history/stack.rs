@@ -17,7 +17,7 @@ use super::Frame;
 use super::symbols::frames;
 use crate::device::lock;
 
-/// The number of innermost frames of a stack that are kept. About twenty of them may be this crate's.
+/// The number of innermost frames of a stack that are kept. About twenty of these frames may belong to this crate.
 const MAX_DEPTH: usize = 64;
 
 /// The number of different stacks that are kept, at up to half a KiB each. Programs have some hundreds.
@@ -33,7 +33,7 @@ static STACKS: LazyLock<Mutex<Stacks>> = LazyLock::new(|| Mutex::new(Stacks::new
 impl Stack {
     pub(super) const NONE: Stack = Stack(0);
 
-    /// Captures the calling thread's stack. Returns none if too many different stacks were captured already.
+    /// Captures the calling thread's stack. Returns [`Stack::NONE`] if [`MAX_STACKS`] different stacks were captured already.
     #[inline(never)] // a separate frame, so that the distance from `here` to the caller's frame is learned once
     pub(super) fn capture() -> Stack {
         let here = 0usize;
@@ -54,7 +54,7 @@ impl Stack {
     }
 }
 
-/// All stacks of the process, kept for its life because events of any device may refer to them.
+/// All stacks of the process. They are kept as long as the process lives, because events of any device may refer to them.
 struct Stacks {
     /// The addresses of stack i + 1, at index i.
     kept: Vec<Arc<[usize]>>,
@@ -74,7 +74,7 @@ impl Stacks {
         self.kept.get((stack.0 as usize).checked_sub(1)?).cloned()
     }
 
-    /// Captures the stack, outwards from the frame that contains `here`, an address in the frame of [`Stack::capture`].
+    /// Captures the stack from the frame that contains `here` outwards, where `here` is an address in the frame of [`Stack::capture`].
     fn capture(&mut self, here: usize) -> Stack {
         let memory = StackMemory::above(here);
         let mut addresses = [0; MAX_DEPTH];
@@ -110,7 +110,7 @@ fn unwind(here: usize) -> Vec<(usize, usize)> {
     let mut frames = Vec::with_capacity(MAX_DEPTH);
     backtrace::trace(|frame| {
         let (address, pointer) = (frame.ip() as usize, frame.sp() as usize);
-        // Frames below `here` belong to this module. Without stack pointers they stay in the list, and are left out by their names.
+        // Frames below `here` belong to this module. On platforms without stack pointers such frames are left out later, by their names.
         if address != 0 && (pointer == 0 || pointer > here) {
             frames.push((address, pointer));
         }
@@ -175,12 +175,13 @@ struct StackMemory {
 }
 
 thread_local! {
-    /// The bounds of this thread's stack, once they were queried.
+    /// The bounds of this thread's stack, `None` until they are queried.
     static BOUNDS: Cell<Option<(usize, usize)>> = const { Cell::new(None) };
 }
 
 impl StackMemory {
-    /// Returns `None` if the thread runs on a stack other than its own, such as a coroutine's, or if walks are not supported.
+    /// Returns the stack from the address `low` up. Returns `None` if the thread runs on a stack other than its own, such as a
+    /// coroutine's, or if walks are not supported.
     fn above(low: usize) -> Option<StackMemory> {
         // A destructor of a thread-local may free a block.
         let bounds = BOUNDS.try_with(|bounds| {
@@ -205,8 +206,8 @@ fn read(memory: StackMemory, at: usize) -> usize {
     debug_assert!(memory.low <= at && at + size_of::<usize>() <= memory.end);
     let word: usize;
     // SAFETY: the word is between a live frame of this thread and the end of its stack, memory that stays mapped as
-    // long as the thread runs. The word may belong to any variable, so it is read by an instruction about which Rust
-    // assumes nothing.
+    // long as the thread runs. The word may belong to any variable, so it is read by inline assembly, whose reads the
+    // compiler makes no assumptions about.
     unsafe {
         std::arch::asm!("mov {}, qword ptr [{}]", out(reg) word, in(reg) at, options(readonly, nostack, preserves_flags));
     }
@@ -259,7 +260,7 @@ impl Hasher for AddressHasher {
     }
 
     fn finish(&self) -> u64 {
-        // The map takes its bucket from the low bits, which depend on few bits of the input.
+        // A hash map selects the bucket by the low bits, which without this step depend on few bits of the address.
         self.0 ^ (self.0 >> 32)
     }
 }

@@ -6,7 +6,7 @@ use std::fmt;
 use super::snapshot::{BlockState, SegmentInfo, SegmentType, Snapshot};
 use crate::error::Size;
 
-/// Fragmentation of a snapshot's free memory, for all segments and for those of each type.
+/// Fragmentation of a snapshot's free memory, for all segments and for the segments of each type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fragmentation {
     /// All segments.
@@ -22,7 +22,7 @@ pub struct Fragmentation {
 pub struct FreeSpace {
     /// The sizes of the segments.
     pub reserved: u64,
-    /// Requested bytes of blocks in use and of blocks waiting for a stream.
+    /// The requested sizes of the blocks in use, and of freed blocks that a stream may still use.
     pub requested: u64,
     /// The sizes of the free blocks.
     pub total_free: u64,
@@ -130,7 +130,7 @@ impl fmt::Display for Snapshot {
 /// Draws the segment as a row of characters, each for an equal part of its bytes.
 fn draw_segment(segment: &SegmentInfo) -> String {
     let cells = MAP_WIDTH_CHARS.min(segment.total_size);
-    // In u128, because bytes times cells of a made-up segment may exceed 2^64.
+    // Computed in u128, because the size in a damaged file times the number of cells may exceed 2^64.
     let bound = |cell: u64| (segment.total_size as u128 * cell as u128 / cells as u128) as u64;
     let mut used = vec![0; cells as usize];
     for block in segment.blocks.iter().filter(|b| b.state != BlockState::Inactive) {

@@ -6,7 +6,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 use super::Frame;
 use crate::device::lock;
 
-/// The symbols at a return address: first the functions inlined there, then the function itself.
+/// The symbols at a return address: first the functions inlined at the address, then the function that contains the address.
 type Symbols = Arc<[Symbol]>;
 
 /// A function at a return address.
@@ -17,9 +17,9 @@ struct Symbol {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FunctionOwner {
-    /// The program's.
+    /// A function of the program.
     User,
-    /// This crate, or code between it and the program: the standard library, rayon, smallvec, the test harness.
+    /// A function of this crate, or of code between this crate and the program: the standard library, rayon, smallvec, the test harness.
     Inner,
     /// The function in which the standard library starts the program or a thread. Only the system's frames are around it.
     Start,
@@ -70,8 +70,8 @@ fn is_system(name: &str) -> bool {
     SYSTEM_PREFIXES.iter().any(|start| name.starts_with(start))
 }
 
-/// Classifies a function by the crates in its name, as there may be no debug information. A method of a trait is the
-/// program's if its type or its trait is. This crate's own tests count as users.
+/// Classifies a function by the crates in its name, as there may be no debug information. A method of a trait belongs
+/// to the program if its type or its trait does. This crate's own tests count as the program.
 fn classify_name(name: &str) -> FunctionOwner {
     let crates = crates_in_name(name);
     let is_inner = |name: &&str| INNER_CRATES.contains(name);

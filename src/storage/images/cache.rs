@@ -27,16 +27,16 @@ impl DerivedData for ImageCache {
 
 struct CachedImage {
     key: ImageKey,
-    /// The version of the storage that the image was made of.
+    /// The version of the storage's bytes from which the image was made.
     version: u64,
     image: Image,
 }
 
-/// Limit on the bytes of a storage's images, as a multiple of the storage's bytes: 4, because channels are padded to multiples of 4. A
-/// constant weight stays below the limit; a storage with images of many views loses its oldest ones.
+/// Limit on the bytes of a storage's images, as a multiple of the storage's bytes: 4, because channels are padded to multiples of
+/// 4. A constant weight stays below the limit; a storage with images of many views loses its oldest images.
 const MAX_IMAGE_BYTES_RATIO: usize = 4;
 
-/// The images of all storages, by device, so that they can be dropped when memory runs short.
+/// The images of all storages, by device, so that the images can be dropped when memory runs short.
 static ALL_IMAGES: Mutex<Vec<(Device, Weak<ImageCache>)>> = Mutex::new(Vec::new());
 
 /// Drops all images of a device's storages. They are made again on demand.

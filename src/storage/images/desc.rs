@@ -1,4 +1,4 @@
-//! OpenCL images, and how the allocators of buffers learn of the memory they use.
+//! OpenCL images, and how the allocators of buffers count the memory of images.
 
 use std::sync::Arc;
 

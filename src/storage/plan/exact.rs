@@ -8,7 +8,7 @@
 
 use super::search::Item;
 
-/// The blocks, and which pairs are alive at the same time.
+/// The blocks, and a table of the pairs of blocks that are alive at the same time.
 pub(super) struct OverlapTable<'a> {
     pub items: &'a [Item],
     sections: usize,
@@ -48,23 +48,23 @@ struct Search<'a> {
     capacity: u64,
     /// Each block's priority among blocks that could have the same offset.
     rank: Vec<usize>,
-    /// The lowest offset that the placed blocks leave to each unplaced block. For a placed block, its offset.
+    /// The lowest offset that the placed blocks leave to each unplaced block. For a placed block, the block's offset.
     low: Vec<u64>,
     /// Bitmap of the unplaced blocks.
     unplaced: Vec<u64>,
-    /// Units not yet placed, by section.
+    /// The number of units of unplaced blocks, for each section.
     remaining: Vec<u64>,
     /// Number of unplaced blocks alive both in a section and in the section before it.
     crossing: Vec<u32>,
-    /// Scratch memory: the lowest offset of an unplaced block, by section.
+    /// Scratch memory: the lowest offset that an unplaced block can have, for each section.
     floor: Vec<u64>,
     /// Former values of `low`, for backtracking.
     trail: Vec<(usize, u64)>,
     steps: &'a mut u64,
 }
 
-/// Finds offsets that keep `blocks` within `capacity`, preferring blocks early in `order`. Returns `None` if there
-/// are none or `steps` ran out. Subtracts the steps it used from `steps`.
+/// Finds offsets that keep `blocks` within `capacity`, preferring blocks early in `order`. Returns `None` if no such
+/// offsets exist or `steps` ran out. Subtracts the number of steps used from `steps`.
 pub(super) fn place_within(blocks: &OverlapTable, capacity: u64, order: &[usize], steps: &mut u64) -> Option<Vec<u64>> {
     let count = blocks.items.len();
     let mut rank = vec![0; count];
@@ -234,7 +234,8 @@ impl Search<'_> {
         if (from..to).any(full) {
             return None;
         }
-        // A block at `shelf` or above leaves room for the block that would end at `shelf`, so it need not be tried.
+        // A block at `shelf` or above leaves room for the block that would end at `shelf`, so the block at `shelf` or above need
+        // not be tried.
         next.retain(|&(low, ..)| low < shelf);
         Some((next, from, to))
     }

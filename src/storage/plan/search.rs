@@ -12,7 +12,7 @@ use super::exact::{OverlapTable, place_within};
 pub struct Lifetime {
     /// The number of the event that allocated the block.
     pub start: u64,
-    /// The number of the event that freed the block, which is alive in `start..end`. A block whose end is not after
+    /// The number of the event that freed the block. The block is alive in `start..end`. A block whose end is not after
     /// its start counts as alive at `start`.
     pub end: u64,
     /// The block's size in bytes. The sizes of all blocks together must fit a `u64`.
@@ -24,7 +24,7 @@ pub struct Lifetime {
 pub struct Placement {
     /// The offset of each block in bytes, in the order of the given lifetimes. Multiples of the alignment.
     pub offsets: Vec<u64>,
-    /// The arena's size in bytes: the largest end of a block, with its size rounded up to the alignment.
+    /// The arena's size in bytes: the highest end of a block, where block sizes are rounded up to the alignment.
     pub arena: u64,
     /// The peak of live bytes, with sizes rounded up to the alignment. No arena can be smaller.
     pub lower_bound: u64,
@@ -42,8 +42,8 @@ pub(super) struct Item {
 
 /// Finds offsets, in multiples of `alignment` bytes, such that blocks alive at the same time never overlap. Minimises the arena within `budget`.
 ///
-/// The search stops early if the arena equals the peak of live bytes, or after a fixed number of steps. With a budget of a second the step limit
-/// comes first, so the result is the same every time. A budget of zero means one greedy pass.
+/// The search stops early if the arena equals the peak of live bytes, or after a fixed number of steps. With a budget of a second
+/// the step limit comes first, so the result is the same every time. With a budget of zero, only one greedy pass runs.
 ///
 /// ```
 /// use claystone::storage::plan::{Lifetime, place};
@@ -89,7 +89,8 @@ pub fn place(lifetimes: &[Lifetime], alignment: u64, budget: Duration) -> Placem
 const MAX_SEARCHED_BLOCKS: usize = 2000;
 /// Backtracking steps for one part, even if time is left: under half a second with about 200 blocks.
 const MAX_STEPS: u64 = 250_000;
-/// Backtracking steps of the shortest try. Costs are heavy-tailed: many short tries find more than a few long ones.
+/// Backtracking steps of the shortest try. Most solutions are found early in a try or not at all, and many short tries therefore
+/// find more than a few long tries.
 const MIN_STEPS_PER_TRY: u64 = 1500;
 /// Parts with fewer blocks are searched on one thread, because there is too little work for several.
 const MIN_PARALLEL_BLOCKS: usize = 64;
@@ -176,8 +177,8 @@ struct PlacedBlock {
     end: usize,
 }
 
-/// Assigns offsets to `items` in the order `order`. Each item goes into the smallest gap that holds it between the
-/// blocks alive at the same time, or above those blocks.
+/// Assigns offsets to `items` in the order `order`. Each item goes into the smallest sufficient gap between the blocks
+/// that are alive at the same time, or above those blocks.
 fn best_fit(items: &[Item], order: &[usize]) -> Vec<u64> {
     let mut offsets = vec![0; items.len()];
     let mut placed: Vec<PlacedBlock> = Vec::with_capacity(items.len()); // sorted by offset
@@ -328,7 +329,7 @@ fn live_units(items: &[Item]) -> Vec<u64> {
         .collect()
 }
 
-/// The arena's size in units: the largest end of a block.
+/// Returns the arena's size in units: the highest end of a block.
 fn arena_units(items: &[Item], offsets: &[u64]) -> u64 {
     items.iter().zip(offsets).map(|(item, offset)| offset + item.size).max().unwrap_or(0)
 }

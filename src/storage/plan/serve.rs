@@ -1,8 +1,8 @@
-//! Serving a step from its plan.
+//! Serves the requests of a step from its plan.
 //!
-//! Time is a cursor over the recorded requests. A block is *overdue* if it is still alive although the cursor has passed the point at which it was
-//! freed in the recording. While no block is overdue, every live block matches the plan, so the next request's range is free without a search.
-//! Otherwise the range is free unless an overdue block overlaps it.
+//! Time is a cursor over the recorded requests. A block is *overdue* if it is still alive although the cursor has passed the point
+//! at which the recorded step freed the block. While no block is overdue, every live block matches the plan, so the next request's
+//! range is free without a search. Otherwise the range is free unless an overdue block overlaps it.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
@@ -75,7 +75,7 @@ struct Arena {
     offset: usize,
 }
 
-/// The server's state behind its lock.
+/// The server's state, guarded by the server's lock.
 struct ServerState {
     running: bool,
     /// True once the plan was dropped: the arena is freed with the last of its blocks.
@@ -95,7 +95,7 @@ struct ServerState {
     stats: PlanStats,
 }
 
-/// An allocator that serves the requests of a plan's runs from the arena, and all others from another allocator.
+/// An allocator that serves the requests of a plan's runs from the arena, and all other requests from another allocator.
 pub(super) struct PlanServer {
     inner: Arc<dyn Allocator>,
     stream: StreamId,
@@ -156,7 +156,7 @@ impl PlanServer {
         let block = made.ok()?;
         let segment = block.export_segment();
         let offset = block.location().offset();
-        // Checked because a user's own allocator may violate its contract, and planned blocks rely on size and alignment.
+        // The block is checked, because a user's own allocator may violate its contract, and planned blocks rely on size and alignment.
         if block.size() < self.schedule.arena || !offset.is_multiple_of(self.alignment) {
             self.inner.deallocate(block);
             return None;
@@ -286,7 +286,7 @@ impl Allocator for PlanServer {
         let mut run = lock(&self.state);
         let Some(offset) = self.schedule.entries[id].offset else { return };
         if run.used_by_other_streams.remove(&block.id()) {
-            // The range is lost for good, because without a driver the server cannot tell when the other streams are done.
+            // The range is not used again, because without a driver the server cannot tell when the other streams are done.
             if run.states[id] == State::Live {
                 run.overdue.insert(offset, offset + self.schedule.entries[id].size);
             }

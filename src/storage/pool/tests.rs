@@ -17,7 +17,7 @@ fn device(capacity: usize) -> (Sim, PoolAllocator) {
     (sim, pool)
 }
 
-/// A device whose streams run only on request, and that checks contents.
+/// Returns a device whose streams run only on request and that checks contents, and a pool of its memory.
 fn slow_device() -> (Sim, PoolAllocator) {
     let options = SimOptions { asynchronous: true, contents: true, record_calls: true, ..SimOptions::default() };
     let sim = Sim::new(options);
@@ -52,7 +52,7 @@ fn a_free_image_serves_smaller_images_of_its_format() {
     let halves = segment(&half);
     blocks.into_iter().chain([half]).for_each(|block| pool.deallocate(block));
 
-    // Reuses the image with the least excess area among those that are large enough in both dimensions.
+    // Each request reuses the image with the least excess area among the images that are large enough in both dimensions.
     let again = [(60, 3), (3, 60), (20, 20), (33, 1)].map(|(w, h)| new(w, h, ImageFormat::F32));
     assert_eq!(again.each_ref().map(segment), [wide, high, square, larger]);
     let made = pool.stats().num_device_alloc;

@@ -5,7 +5,7 @@ use super::*;
 const CONFIGS: [&str; 4] =
     ["", "segments:pytorch", "cross_stream_reuse:False", "cross_stream_reuse:False,segments:pytorch"];
 
-/// A device whose streams run only on request, and its allocator.
+/// Returns a device whose streams run only on request, and an allocator of its memory.
 fn device(config: &str) -> (Sim, CachingAllocator) {
     let sim = Sim::new(SimOptions {
         capacity: 48 * MIB as u64,
@@ -23,7 +23,7 @@ fn fail(sim: &Sim, times: usize, kinds: &[Call]) {
     kinds.iter().for_each(|&kind| (0..times).for_each(|_| sim.fail_next_call(kind, Failure::Resources)));
 }
 
-/// The number of pending blocks.
+/// Returns the number of pending blocks.
 fn pending(allocator: &CachingAllocator) -> usize {
     let core = allocator.lock();
     core.pending.blocks().count()

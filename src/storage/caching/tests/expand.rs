@@ -5,7 +5,7 @@ use crate::storage::{HistoryOptions, TraceAction};
 
 const PAGE: usize = 64 << 10;
 
-/// A device that reserves addresses, and an allocator with expandable segments.
+/// Returns a device that can reserve addresses, and an allocator with expandable segments.
 fn expandable_device(capacity: u64, config: &str) -> (Sim, CachingAllocator) {
     expandable_device_with_page(PAGE, capacity, config)
 }
@@ -38,7 +38,7 @@ fn an_expandable_segment_grows_in_place_and_no_other_is_created() {
         assert_eq!(count(&sim, |call| matches!(call, Call::Create(_))), 0);
         allocator.check();
         free_all(&allocator, blocks);
-        // The freed blocks are one contiguous range, which serves any smaller request.
+        // The freed blocks are merged into one range, which serves smaller requests without a driver call.
         let calls = sim.call_count();
         let all = take(&allocator, end);
         assert_eq!(sim.call_count(), calls);
@@ -266,7 +266,7 @@ fn streams_and_pools_have_segments_of_their_own() {
     assert_eq!(segments(&inside)[0], segments(&inside)[1]);
     assert_ne!(segments(&unsplit)[0], segments(&unsplit)[1]);
     assert_eq!((sim.live_segments(), created(&sim)), (5, vec![5 * MIB, 6 * MIB]));
-    // A pool keeps its segment's end until told to release it, and can be restored.
+    // A pool keeps the unused end of its segment until its `empty_cache` is called, and can be restored.
     let checkpoint = pool.checkpoint();
     let [a, b] = inside;
     allocator.deallocate(b);

@@ -6,7 +6,7 @@ use super::super::entry::SPILLED_POOL;
 use super::*;
 use crate::storage::driver::MemoryKind;
 
-/// Bytes per tag: large, so that there are few tags.
+/// Number of bytes per tag. It is large, so that the test needs few tags.
 const GRANULE: usize = MIB;
 const ALWAYS: u64 = u64::MAX;
 
@@ -26,7 +26,7 @@ struct FullDevice {
 }
 
 impl FullDevice {
-    /// Creates segments with these layouts. The device has no memory beyond them.
+    /// Creates segments with these layouts. The device has no memory beyond these segments.
     fn new(asynchronous: bool, segments: &[Layout]) -> FullDevice {
         let capacity = segments.iter().flat_map(|blocks| *blocks).map(|(mib, _)| mib * MIB).sum::<usize>() as u64;
         let options =

@@ -144,8 +144,8 @@ fn garbage_is_collected_oldest_first_and_without_waiting() {
         if left == 0 {
             allocator.deallocate(younger);
             let block = take(&allocator, request * MIB);
-            // 74 MiB would be reserved, above the threshold of 50 MiB. The older segment is released first, because
-            // it is at least as old as the average, and then the younger one.
+            // 74 MiB would be reserved, above the threshold of 50 MiB. The older segment is released first, because it
+            // has been unused for at least the average time. The younger segment is released next.
             assert_eq!(sim.committed(), (2 + 30) * MIB as u64);
             allocator.deallocate(block);
         } else {

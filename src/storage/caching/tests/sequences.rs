@@ -6,7 +6,8 @@ use super::*;
 
 const CONFIGS: [&str; 2] = ["segments:adaptive", "segments:pytorch"];
 
-/// The requests of a network's inference: a layer's output lives until the next layer is done, its workspace only while the layer runs.
+/// Returns the requests of a network's inference: a layer's output lives until the next layer is done, its workspace only while the
+/// layer runs.
 fn inference(layers: usize) -> Vec<(char, usize, usize)> {
     let mut events = Vec::new();
     for layer in 0..layers {

@@ -63,7 +63,7 @@ fn ordinary_memory_cannot_grow() {
 mod reserved {
     use super::*;
 
-    /// Returns the bytes of the range's pages that have memory, as the kernel reports them.
+    /// Returns how many bytes of the range are resident in memory, as the kernel reports.
     fn resident(memory: &Memory, from: usize, to: usize) -> usize {
         let page = host().page();
         let mut pages = vec![0u8; (to - from) / page];
@@ -86,7 +86,7 @@ mod reserved {
         host.write(&vec![7; 4 * page], (&memory, 0)).unwrap();
         assert_eq!(resident(&memory, 0, 4 * page), 4 * page);
         assert!(host.write(&[7], (&memory, 4 * page)).is_err());
-        // The memory grows in place, and keeps its contents.
+        // Committing more pages keeps the address and the contents of the first pages.
         host.extend(&memory, 4 * page, 8 * page).unwrap();
         host.write(&[9], (&memory, 8 * page - 1)).unwrap();
         host.read((&memory, 4 * page - 1), &mut byte).unwrap();

@@ -1,6 +1,6 @@
 //! Statistics of a pool of pinned memory: PyTorch's `HostStats`, with PyTorch's names.
 //!
-//! A block returned with an event stays active until the event is done; a single function then subtracts the block with its own size.
+//! A block returned with an event stays active until the event is done; then the block's own size is subtracted.
 
 use std::fmt;
 use std::time::Duration;

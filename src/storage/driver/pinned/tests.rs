@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// A fake source: its memory is a number, and its transfers are done when a test says so.
+/// A fake source: its memory is only an id and a size, and its transfers are done when a test says so.
 #[derive(Clone, Default)]
 struct Fake(Arc<FakeState>);
 
@@ -14,13 +14,13 @@ struct Fake(Arc<FakeState>);
 struct FakeState {
     next: AtomicUsize,
     live: AtomicUsize,
-    /// Creations that would exceed this many live bytes fail.
+    /// Creations fail that would exceed this many live bytes; `None` for no limit.
     room: Option<usize>,
     /// The number of creations that fail next.
     refuses: AtomicUsize,
     calls: AtomicUsize,
     lost: AtomicBool,
-    /// Called at every call of the source.
+    /// Called whenever the source is called.
     spy: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
@@ -152,8 +152,8 @@ fn a_block_is_reused_within_its_class() {
     assert_eq!(pool.stats(), PinnedStats::default());
 }
 
-/// A block with a late transfer does not delay other blocks of its class. It is subtracted from the active bytes with
-/// its own size. (PyTorch 2.11 adds one byte to them instead.)
+/// A block with a late transfer does not delay other blocks of its class. Its own size is subtracted from the active
+/// bytes. (PyTorch 2.11 adds one byte instead.)
 #[test]
 fn a_late_transfer_does_not_delay_other_blocks() {
     let source = Fake::default();

@@ -64,13 +64,13 @@ pub(super) struct SimSegments {
     late_commits: u64,
 }
 
-/// A segment. It consists of one page, or of many if it was reserved.
+/// A segment. It consists of one page, or of many pages if the segment was reserved.
 struct SimSegment {
     size: usize,
     page: usize,
-    /// True if the segment was reserved: only an extension commits its pages.
+    /// True if the segment was reserved: its pages are committed only by `extend`.
     reserved: bool,
-    /// Whether each page is committed, up to the last page that ever was.
+    /// Whether each page is committed, up to the last page that was ever committed.
     committed: Vec<bool>,
     /// One tag per granule; empty if contents are not kept.
     tags: Vec<u32>,

@@ -1,7 +1,7 @@
-//! A simulated device for testing allocators. It is lazy, has a capacity, runs streams on demand, checks contents,
-//! fails on demand and records every call.
+//! A simulated device for testing allocators. It commits memory lazily, has a capacity, runs streams on demand, checks
+//! contents, fails on demand and records every call.
 //!
-//! Memory is only counted. With [`SimOptions::contents`] it also carries one number (a *tag*) per granule of
+//! Memory has no bytes, but is counted. With [`SimOptions::contents`] it also holds one number (a *tag*) per granule of
 //! [`SimOptions::alignment`] bytes. Work consists of writing and checking blocks' tags. Bytes that were reused too
 //! early, moved without their contents or handed out twice are reported as [violations](Sim::violations) when the check
 //! runs.
@@ -25,7 +25,7 @@ use memory::SimSegments;
 pub(crate) use queue::SimMarker;
 use queue::{Command, Order, Span};
 
-/// A driver call, with the number of bytes it concerns.
+/// A driver call, with the number of bytes that it creates, releases or copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Call {
@@ -60,12 +60,12 @@ pub struct SimOptions {
     pub largest_segment: usize,
     /// The alignment of blocks in bytes, a power of two.
     pub alignment: usize,
-    /// Whether commands wait in their streams until [`Sim::step`] and the like run them, or until something waits for
-    /// them. Otherwise each command is done when its call returns.
+    /// Whether commands wait in their streams until [`Sim::step`], [`Sim::run`] or [`Sim::run_some`] runs them, or
+    /// until a wait needs them. Otherwise each command is done when its call returns.
     pub asynchronous: bool,
     /// Whether memory has tags, which take four bytes of host memory per granule.
     pub contents: bool,
-    /// Bytes of the pages in which reserved memory is committed; 0 for a device that cannot reserve.
+    /// The size in bytes of the pages in which reserved memory is committed; 0 if the device cannot reserve addresses.
     pub page: usize,
     /// Whether unordered uses of the same bytes by different streams are [violations](Sim::violations), in whatever order they run.
     pub check_order: bool,
@@ -89,7 +89,7 @@ impl Default for SimOptions {
     }
 }
 
-/// A device whose memory is only counted, or carries tags. Cloning makes another handle on it.
+/// A simulated device, whose memory is only counted or has tags. Cloning makes another handle on the device.
 #[derive(Clone)]
 pub struct Sim(Arc<SimShared>);
 
@@ -140,12 +140,12 @@ impl Sim {
         self.with(|s| s.calls.clone())
     }
 
-    /// Returns the bytes that are committed.
+    /// Returns the number of bytes that are committed.
     pub fn committed(&self) -> u64 {
         self.with(|s| s.pieces.committed())
     }
 
-    /// Returns how often work had to commit the memory it touched because no allocator had committed it. At that point
+    /// Returns how often enqueued work had to commit memory because no allocator had committed it before. At that point
     /// running out of memory could no longer be handled.
     pub fn late_commits(&self) -> u64 {
         self.with(|s| s.pieces.late_commits())
@@ -156,12 +156,13 @@ impl Sim {
         self.with(|s| s.pieces.len())
     }
 
-    /// Returns how often memory was released while queued work still needed it: the call had to run that work first, as a real device stalls.
+    /// Returns how often memory was released while queued work still used it. As on a real device, such a call first runs that
+    /// work, which stalls the program.
     pub fn stalls(&self) -> u64 {
         self.with(|s| s.stalls)
     }
 
-    /// Returns the bytes copied on the device or read to the host so far.
+    /// Returns the number of bytes copied on the device or read to the host so far.
     pub fn bytes_copied(&self) -> u64 {
         self.with(|s| s.copied)
     }
@@ -171,7 +172,7 @@ impl Sim {
         self.with(|s| s.violations.clone())
     }
 
-    /// Sets the bytes that other processes hold; `capacity` does not include them.
+    /// Sets the number of bytes that other processes hold, which reduce the memory that is left of `capacity`.
     pub fn set_others(&self, bytes: u64) {
         self.with(|s| s.other_process_bytes = bytes);
     }
@@ -186,17 +187,17 @@ impl Sim {
         StreamId(index)
     }
 
-    /// Like [`write_tag`](Sim::write_tag), for `bytes` bytes anywhere.
+    /// Like [`write_tag`](Sim::write_tag), for `bytes` bytes at any location.
     pub fn write_tag_at(&self, stream: StreamId, at: At<'_>, bytes: usize, tag: u32) -> Result<()> {
         self.launch(stream, at, bytes, |span| Command::Write(span, tag))
     }
 
-    /// Like [`check_tag`](Sim::check_tag), for `bytes` bytes anywhere.
+    /// Like [`check_tag`](Sim::check_tag), for `bytes` bytes at any location.
     pub fn check_tag_at(&self, stream: StreamId, at: At<'_>, bytes: usize, tag: u32) -> Result<()> {
         self.launch(stream, at, bytes, |span| Command::Check(span, tag))
     }
 
-    /// Runs the next command of a stream. Returns false if there is none, or if it waits for another stream.
+    /// Runs the next command of a stream. Returns false if no command is queued, or if the next command waits for another stream.
     pub fn step(&self, stream: StreamId) -> bool {
         self.with(|s| s.step(stream))
     }
@@ -259,7 +260,7 @@ impl Sim {
         self.0.options.capacity.saturating_sub(s.other_process_bytes)
     }
 
-    /// Returns a segment as this device's own memory, also if a driver that wraps this one handed it out.
+    /// Returns a segment as this device's own memory, even if the segment was made by a driver that wraps this driver.
     fn own_memory<'a>(&self, memory: &'a Memory) -> Result<&'a SimMemory> {
         match &memory.get().unwrap_or(memory).0 {
             MemoryKind::Sim(m) if Arc::ptr_eq(&m.sim.0, &self.0) => Ok(m),
@@ -288,7 +289,7 @@ impl Sim {
         })
     }
 
-    /// Commits these bytes if no allocator did, as a lazy device does when work on them is enqueued.
+    /// Commits these bytes if they are not committed yet. A lazy device does this when work on the bytes is enqueued.
     fn commit_touched(&self, s: &mut State, span: Span) -> Result<()> {
         let (granule, room) = (self.granule(), self.commit_limit(s));
         let range = span.first * granule..span.end * granule;
@@ -363,7 +364,7 @@ impl Failures {
 }
 
 impl Sim {
-    /// Makes the next creation fail. Calling again queues another failure; likewise for the methods below.
+    /// Makes the next creation fail. Calling again queues another failure; the same holds for the methods below.
     pub fn fail_next_create(&self, failure: Failure) {
         self.with(|s| s.failures.create.push_back(failure));
     }
@@ -373,12 +374,12 @@ impl Sim {
         self.with(|s| s.failures.commit.push_back(failure));
     }
 
-    /// Makes the next work that touches uncommitted memory fail when it is enqueued.
+    /// Makes the next work that uses uncommitted memory fail when the work is enqueued.
     pub fn fail_next_enqueue(&self, failure: Failure) {
         self.with(|s| s.failures.enqueue.push_back(failure));
     }
 
-    /// Makes the next call of this kind fail and do nothing, whatever its bytes. The kind is one of
+    /// Makes the next call of this kind fail and do nothing, whatever its number of bytes. The kind is one of
     /// [`Synchronize`](Call::Synchronize), [`Record`](Call::Record), [`Query`](Call::Query), [`Wait`](Call::Wait),
     /// [`StreamWaits`](Call::StreamWaits), [`Copy`](Call::Copy), [`Read`](Call::Read) and [`Write`](Call::Write).
     pub fn fail_next_call(&self, kind: Call, failure: Failure) {
@@ -419,7 +420,7 @@ impl Sim {
         self.with(|s| s.failures.writes = fail);
     }
 
-    /// Returns why the allocator declared the device lost, if it did.
+    /// Returns why the allocator declared the device lost; `None` if it did not.
     pub fn cause_of_loss(&self) -> Option<String> {
         self.with(|s| s.lost.clone())
     }
@@ -449,7 +450,7 @@ impl Sim {
     }
 }
 
-// SAFETY: segments have the requested size and are used by no other code; they have tags instead of bytes.
+// SAFETY: segments have the requested size and are used by no other code. They have no bytes, only tags.
 unsafe impl Driver for Sim {
     fn device(&self) -> Device {
         Device::OpenCL(99)
@@ -584,7 +585,7 @@ unsafe impl Driver for Sim {
         })
     }
 
-    /// The bytes of a granule are its tag, repeated. Written to another granule they give the same tag.
+    /// The bytes read from a granule are its tag, repeated. Writing these bytes to another granule gives it the same tag.
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
         let span = self.span(from, to.len())?;
         self.try_call(Call::Read(to.len()), "clEnqueueReadBuffer", |s| {

@@ -1,8 +1,8 @@
 //! The simulated device's streams: queues of commands that run in order. Commands of different streams run in any order.
 //!
-//! Work is ordered by its stream, by streams' waits for each other's markers, and by the work that the host knows to be
-//! done. Two unordered uses of the same bytes, at least one of them a write, are a violation even if they happen to run in the right
-//! order, because a real device may run them in the other order.
+//! Work is ordered by its stream, by streams' waits for each other's markers, and after work that the host knows to be
+//! done. Two unordered uses of the same bytes, at least one of them a write, are a violation even if they happen to run
+//! in the right order, because a real device may run them in the other order.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -112,7 +112,7 @@ impl State {
         }
     }
 
-    /// Runs a stream's next command. Returns false if there is none, or if it waits for another stream.
+    /// Runs a stream's next command. Returns false if no command is queued, or if the next command waits for another stream.
     pub(super) fn step(&mut self, stream: StreamId) -> bool {
         if self.blocked_on(stream).is_some() {
             return false;
@@ -176,7 +176,7 @@ impl State {
         streams.into_iter().for_each(|stream| self.finish_stream(stream));
     }
 
-    /// Runs the queued commands up to the last use of these bytes. Counts a stall if there are any.
+    /// Runs the queued commands up to the last use of these bytes. Counts a stall if any command has to run.
     pub(super) fn finish_uses(&mut self, span: Span) {
         let uses = |queue: &VecDeque<Command>| queue.iter().rev().any(|command| command.uses(&span));
         let streams: Vec<StreamId> =
@@ -203,7 +203,7 @@ impl State {
     }
 }
 
-/// A vector clock: for each stream, the number of its commands that are included.
+/// A vector clock: for each stream, the clock includes this many of the stream's first commands.
 type VectorClock = BTreeMap<StreamId, u64>;
 
 fn raise(clock: &mut VectorClock, stream: StreamId, to: u64) {
@@ -237,7 +237,7 @@ pub(super) struct Order {
 }
 
 impl Order {
-    /// Returns a stream's progress, which the host knows from now on.
+    /// Returns a stream's progress, and records that the host knows it.
     pub(super) fn progress(&mut self, stream: StreamId) -> Progress {
         let progress = self.progress.get(&stream).copied().unwrap_or_default();
         raise(&mut self.known, stream, progress.finished);

@@ -19,7 +19,7 @@ pub(super) struct EnqueuedTransfer {
     pub(super) event: Arc<ClEvent>,
     stream: StreamId,
     range: Range<usize>,
-    /// True if the transfer writes the bytes, false if it reads them.
+    /// True if the transfer writes the pinned bytes, false if it reads them.
     written: bool,
 }
 
@@ -34,8 +34,8 @@ impl PinnedBytes {
     /// Enqueues a transfer of the `n` bytes at `start` on the current stream: from the device's buffer if `written`,
     /// otherwise to the buffer. The buffer belongs to the device that the bytes are pinned for.
     ///
-    /// Call it under the tensor's lock, the exclusive one if the bytes are written. Later accesses to the bytes wait
-    /// for the transfer in [`wait_and_check`](Self::wait_and_check). A failure is reported at the stream's next wait.
+    /// Call this method while holding the tensor's lock, exclusively if the bytes are written. Later accesses to the bytes wait for
+    /// the transfer in [`wait_and_check`](Self::wait_and_check). A failure is reported at the stream's next wait.
     pub(in crate::storage) fn enqueue(
         &self,
         start: NonNull<u8>,
@@ -54,8 +54,8 @@ impl PinnedBytes {
             other.stream != stream && overlap && (written || other.written)
         };
         enqueued_transfers.iter().filter(conflicts).try_for_each(|other| device.stream_waits(stream, &other.event))?;
-        // SAFETY: `n` bytes of this block, which `lend` checks, and which no other code uses under the tensor's lock.
-        // Later accesses wait for the event, and on drop the pool gets the block together with the event.
+        // SAFETY: the range is `n` bytes of this block, as `lend` checks, and no other code uses the bytes while the tensor's lock
+        // is held. Later accesses wait for the event, and on drop the pool gets the block together with the event.
         let started = unsafe {
             match written {
                 true => device.start_read(stream, place, start, n),
@@ -91,8 +91,8 @@ impl PinnedBytes {
     }
 }
 
-/// Enqueues a write of bytes from the host on the current stream, through pinned memory. `src` may be reused when the call returns; the
-/// stream's next wait reports a failure. Returns false, with nothing done, if `src` is too large or there is too little pinned memory.
+/// Enqueues a write of bytes from the host on the current stream, through pinned memory. The caller may reuse `src` when the call returns;
+/// the stream's next wait reports a failure. Returns false, with nothing done, if `src` is too large or there is too little pinned memory.
 pub(in crate::storage) fn start_write(device: &'static ClDevice, src: &[u8], dst: ClAt<'_>) -> Result<bool> {
     if src.len() > MAX_ENQUEUED_COPY_BYTES {
         return Ok(false);

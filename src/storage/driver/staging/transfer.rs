@@ -10,10 +10,10 @@ use crate::device::cpu::parallel;
 use crate::device::lock;
 use crate::{Error, Result};
 
-/// How often a thread polls a flag of another thread before it yields the processor.
+/// Number of times a thread polls another thread's flag before it yields the processor.
 const SPINS_BEFORE_YIELD: u32 = 20_000;
 
-/// A part of a transfer that goes through one slice at once.
+/// A part of a transfer that goes through one slice in one step.
 pub(super) struct Chunk {
     pub(super) range: Range<usize>,
     /// The number of pieces not copied yet.
@@ -50,8 +50,8 @@ impl<'a> Transfer<'a> {
         Transfer { ring, chunks, pieces, failed: AtomicBool::new(false), error: Mutex::new(None) }
     }
 
-    /// Copies every piece with the team's threads. `acquire` waits for the slice of a chunk, `copy` gets a piece's address in the slice and its
-    /// range of the transfer, and `finish` runs after a chunk's last piece. `acquire` and `finish` return whether to go on.
+    /// Copies every piece with the team's threads. `acquire` waits for the slice of a chunk, `copy` gets a piece's address in the slice and
+    /// its range of the transfer, and `finish` runs after a chunk's last piece. `acquire` and `finish` return false to abort the transfer.
     pub(super) fn copy_pieces(
         &self,
         acquire: impl Fn(usize) -> bool + Sync,
@@ -139,7 +139,7 @@ pub(super) unsafe fn copy_raw(from: *const u8, to: *mut u8, n: usize, copy: impl
 #[derive(Clone, Copy)]
 pub(super) struct StartPtr(pub(super) *mut u8);
 
-// SAFETY: only an address; the code that reads or writes there justifies the access.
+// SAFETY: the value is only an address. Code that reads or writes at the address has to justify the access.
 unsafe impl Send for StartPtr {}
 // SAFETY: as above.
 unsafe impl Sync for StartPtr {}

@@ -8,7 +8,7 @@ fn deeper(depth: usize, wide: bool) -> Stack {
         _ if wide => wider(depth),
         _ => deeper(depth - 1, wide),
     };
-    black_box(stack) // after the call, so that it does not become a jump
+    black_box(stack) // work after the call, so that the compiler does not turn the call into a jump
 }
 
 #[inline(never)]

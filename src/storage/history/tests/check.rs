@@ -33,7 +33,7 @@ proptest! {
     }
 }
 
-/// Two segments with blocks in every state, a reservation, a released segment, and their complete trace.
+/// Returns a snapshot of two segments with blocks in every state, a reservation, a released segment, and their complete trace.
 fn whole() -> Result<Snapshot> {
     let mut toy = Toy::new(1000)?;
     toy.alloc(1000, 0);
@@ -65,7 +65,7 @@ fn each_fault_is_reported() -> Result<()> {
     use TraceAction::{Alloc, FreeCompleted, FreeRequested, SegmentAlloc, SegmentFree, SegmentMap, SegmentUnmap};
     type Fault = (&'static str, fn(&mut Snapshot));
     let faults: &[Fault] = &[
-        // Faults of segments and their blocks.
+        // Faults that are put into segments and their blocks.
         ("not where the one before ends", |s| s.segments[0].blocks[1].address += 512),
         ("not where the one before ends", |s| s.segments[0].blocks.swap(0, 1)),
         ("not where the one before ends", |s| s.segments[0].blocks[0].size += 512),
@@ -88,7 +88,7 @@ fn each_fault_is_reported() -> Result<()> {
             inner.blocks = vec![BlockInfo { address: inner.address, size: 512, ..inner.blocks[2].clone() }];
             s.segments.push(inner);
         }),
-        // Faults of the trace and its end.
+        // Faults that are put into the trace, or into the state at its end.
         ("in use after it", |s| s.segments[0].blocks[1].state = BlockState::ActiveAllocated),
         ("neither pending at the end nor freed", |s| s.segments[0].blocks[1].state = BlockState::Inactive),
         ("pending at the end, but no later entry", |s| s.segments[0].blocks[0].state = BlockState::ActivePendingFree),

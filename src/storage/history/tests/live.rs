@@ -104,7 +104,7 @@ the largest blocks in use:
     let head = "at the peak of device 0's history, 1.5 s before its end, 9.00 MiB in use, by source line:\n";
     let (_, table) = printed.split_once(head).unwrap_or_else(|| panic!("{printed}"));
     assert!(table.lines().nth(1).is_some_and(|line| line.ends_with("5.00 MiB        1  peak.rs:1")), "{table}");
-    // Without a history there is no age or context.
+    // Without a history, the text has no tables by age and context.
     let bare = Snapshot { device_traces: vec![vec![]], ..snapshot };
     assert!(!bare.to_string().contains("by age") && !bare.to_string().contains("by context"), "{bare}");
     Ok(())

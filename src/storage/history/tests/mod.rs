@@ -137,7 +137,7 @@ fn contexts_nest_and_end() {
 fn annotations_nest() -> Result<()> {
     let history = History::new();
     history.record_memory_history(HistoryOptions::default())?;
-    // Other tests annotate at the same time: only these names count.
+    // Only these names are checked, because other tests record spans at the same time.
     annotate("nest: step", || annotate("nest: forward", || ()));
     let mine = annotations(3).into_iter().filter(|a| a.name.starts_with("nest: ")).collect::<Vec<_>>();
     let spans: Vec<_> = mine.iter().map(|a| (&a.name[6..], a.stage)).collect();
@@ -179,7 +179,7 @@ fn concurrent_threads_record_complete_entries_in_order() -> Result<()> {
     Ok(())
 }
 
-/// A writer whose bytes can be read after it was given away.
+/// A writer whose bytes can be read after the writer was given away.
 #[derive(Clone, Default)]
 pub(in crate::storage) struct SharedWriter(pub(in crate::storage) Arc<Mutex<Vec<u8>>>);
 

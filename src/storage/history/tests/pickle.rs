@@ -8,8 +8,8 @@ use serde_json::{Map, Value, json};
 use super::*;
 use crate::storage::history::pickle::ITEMS_EXAMINED;
 
-/// Reads a pickle as PyTorch's `MemoryViz.js` does. It fails on every other instruction, on integers of more than 8
-/// bytes, and on batches larger than the arguments that a call may have.
+/// Reads a pickle as PyTorch's `MemoryViz.js` does. Panics on every instruction that `MemoryViz.js` lacks, on integers
+/// of more than 8 bytes, and on batches larger than the arguments that a call may have.
 fn unpickle(mut bytes: &[u8]) -> Value {
     fn take<'a>(bytes: &mut &'a [u8], n: usize) -> &'a [u8] {
         let (head, tail) = bytes.split_at(n);
@@ -74,8 +74,8 @@ fn unpickle(mut bytes: &[u8]) -> Value {
     stack.pop().unwrap()
 }
 
-/// A snapshot with more than two batches of entries, names in several scripts, addresses above 2^31, and all fields
-/// filled.
+/// Returns a snapshot with more than two batches of entries, names in several scripts, addresses above 2^31, and all
+/// fields filled.
 fn rich() -> Result<Snapshot> {
     let rounds = if cfg!(miri) { 20 } else { 1500 };
     let toy = with_context("προς τα εμπρός", || {

@@ -28,7 +28,7 @@ impl Toy {
         Ok(toy)
     }
 
-    /// Performs one action of an allocator; `value` selects its target and size.
+    /// Performs one action of an allocator; `value` selects the block and the size.
     pub fn step(&mut self, (kind, value): (u8, u32)) {
         let value = u64::from(value);
         match kind % 9 {

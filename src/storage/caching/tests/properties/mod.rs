@@ -26,7 +26,7 @@ struct Setup {
     page: usize,
     /// Number of operations between two checks. Checks empty the thread caches, because they query the statistics.
     every: usize,
-    /// Whether live blocks are moved together before an allocation fails.
+    /// Whether compaction is on.
     compacts: bool,
     /// Whether the memory history is recorded.
     history: bool,
@@ -45,7 +45,7 @@ const SETUP: Setup = Setup {
     unknown: false,
 };
 
-/// How often each event happened, by name.
+/// The number of times that each event happened, by name.
 type Tally = BTreeMap<String, u64>;
 
 /// Events that must happen for the runs to be meaningful: every operation, every recovery step, and their outcomes.

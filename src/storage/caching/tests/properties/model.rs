@@ -115,7 +115,7 @@ impl World {
         ladder::SERVED_BY_STEP.take(); // discards the counts of another run on this thread
         let stats = allocator.stats();
         if setup.history {
-            // A small ring, so that it is overwritten many times.
+            // The ring buffer is small, so that it is overwritten many times.
             let options = HistoryOptions { max_entries: 500, ..HistoryOptions::default() };
             allocator.record_memory_history(options).unwrap();
         }
@@ -328,7 +328,7 @@ impl World {
         core.heap.unused_segments(0).len()
     }
 
-    /// Checks an allocation that failed without an injected failure: no free memory may have been able to serve it.
+    /// Checks an allocation that failed without an injected failure: fails if free memory could have served it.
     fn check_out_of_memory(&self, bytes: usize, pool: u32) -> Result<(), String> {
         let rules = &self.allocator.rules;
         let size = rules.round_size(bytes).unwrap_or(usize::MAX);
@@ -421,7 +421,7 @@ impl World {
         self.check_pools_of(&snapshot)
     }
 
-    /// Checks that no two blocks overlap, and that each is inside its segment.
+    /// Checks that no two blocks overlap, and that each block is inside its segment.
     fn check_places(&self) -> Result<(), String> {
         let mut ends: BTreeMap<(u64, usize), usize> = BTreeMap::new();
         for live in self.live.iter().chain(&*self.spare_blocks.lock().unwrap()) {
@@ -440,7 +440,7 @@ impl World {
         *self.tally.entry(what.into()).or_default() += 1;
     }
 
-    /// Counts the checks at which blocks were pending, and the checks at which a later marker was reached before an earlier one.
+    /// Counts how many checks found pending blocks, and the checks at which a later marker was reached before an earlier one.
     fn note_events(&mut self) {
         let heads = self.allocator.lock().pending.oldest_markers();
         if !heads.is_empty() {

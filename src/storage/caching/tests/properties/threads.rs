@@ -8,7 +8,7 @@ use super::ops::Random;
 use crate::storage::Driver;
 
 /// Each thread allocates (sometimes in a private pool), uses, shares between streams and frees its own blocks. The
-/// device is often full and runs queued work at random. No thread may read another's contents in its blocks.
+/// device is often full and runs queued work at random. No thread may find contents of another thread in its blocks.
 fn threads(config: &str) {
     let (threads, rounds) = if cfg!(miri) { (2, 30) } else { (4, 6000) };
     let options = SimOptions {

@@ -56,7 +56,7 @@ unsafe impl Driver for Unknown {
     }
 
     unsafe fn shrink(&self, memory: &Memory, from: usize, to: usize) {
-        // SAFETY: the caller upholds the contract; likewise below.
+        // SAFETY: the caller upholds the contract of the method.
         unsafe { Driver::shrink(&self.0, inside(memory), from, to) }
     }
 
