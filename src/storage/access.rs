@@ -49,7 +49,7 @@ fn lock_for_writing(lock: &RwLock<ReaderCount>) -> Result<RwLockWriteGuard<'_, R
 /// Calls `f` with exactly the bytes of storages on the CPU device: `reads` shared, `writes` exclusive, in the order given.
 ///
 /// Locks each allocation once, in address order, so that concurrent calls cannot deadlock; `f` must not lock storages. Empty storages are not locked.
-/// A storage may appear several times in `reads`. [`Error::Invalid`] if a storage is in both lists, or twice in `writes`.
+/// A storage may appear several times in `reads`. Returns [`Error::Invalid`] if a storage is in both lists, or twice in `writes`.
 pub(crate) fn with_host<R>(
     reads: &[&Storage],
     writes: &[&Storage],
@@ -136,13 +136,13 @@ pub(crate) fn with_host_few<const N: usize, R>(
     lock_reads(true);
     let writing = lock_for_writing(lock)?;
     lock_reads(false);
-    // SAFETY: as in `with_host`; the written storage is not one of the storages read.
+    // SAFETY: as in `with_host`. The storage to write is none of the storages to read.
     let slices = reads.map(|s| unsafe {
         let (start, size) = s.allocation().host_range();
         std::slice::from_raw_parts(start.as_ptr(), size)
     });
     let (start, size) = write.allocation().host_range();
-    // SAFETY: as above.
+    // SAFETY: as for the slices above, but with the lock held for writing.
     let result = f(slices, unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
     drop((reading, writing));
     Ok(result)
@@ -342,7 +342,7 @@ impl Storage {
             true => HeldLock::Write(lock_for_writing(lock)?),
             false => HeldLock::Read(read(lock)),
         };
-        // SAFETY: inside the storage's bytes, as checked above.
+        // SAFETY: the address is inside the storage's bytes, as checked above.
         let start = unsafe { host.0.host_range().0.add(at) };
         let begun = pinned.enqueue(start, bytes, location.at(from), written);
         self.0.sidecar.invalidate();

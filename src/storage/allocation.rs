@@ -271,9 +271,9 @@ pub struct Allocation {
     pub(super) backing: Backing,
 }
 
-/// The memory that holds an allocation's bytes.
+/// The kind of memory that holds an allocation's bytes.
 pub(super) enum Backing {
-    /// Zero bytes.
+    /// The allocation has zero bytes.
     Empty,
     Uninit(OnceLock<Box<str>>), // no memory yet: a parameter whose values will be loaded, with its name if known
     Host(Lease),
@@ -385,7 +385,7 @@ impl Allocation {
         let no_bytes = (NonNull::<Aligned>::dangling().cast(), 0);
         match &self.backing {
             Backing::Host(lease) => match &lease.block.segment().memory().0 {
-                // SAFETY: an allocator's blocks are inside their segment.
+                // SAFETY: allocators make only blocks that are inside their segment.
                 MemoryKind::Host(m) => (unsafe { m.start().add(lease.block.offset()) }, self.size),
                 _ => no_bytes, // unreachable: set_allocator rejects allocators of other drivers' memory
             },

@@ -64,7 +64,7 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         self.inner().map_or_else(DeviceStats::default, |inner| inner.stats())
     }
 
-    /// Sets every peak to the current value.
+    /// Sets the peak of every statistic to the current value.
     fn reset_peak_stats(&self) {
         self.inner().into_iter().for_each(|inner| inner.reset_peak_stats());
     }

@@ -66,7 +66,7 @@ impl Slot {
         }
     }
 
-    /// Points the slot at a new location.
+    /// Stores a new location in the slot.
     ///
     /// # Safety
     /// The segment outlives every [`Block`] with this slot. If such a block is already in use, `lock` is held for
@@ -82,7 +82,7 @@ impl Slot {
         self.requested.load(Relaxed)
     }
 
-    /// True if the block may never move again.
+    /// True if the block must not move any more, because [`Block::export`] was called.
     pub(crate) fn is_exported(&self) -> bool {
         self.exported.load(Relaxed)
     }
@@ -95,7 +95,7 @@ impl Slot {
         self.requested.store(requested, Relaxed);
     }
 
-    /// Locks the block for moving, or returns `None` if it is in use at this moment.
+    /// Locks the block for moving, or returns `None` if another thread holds its lock.
     pub(crate) fn try_lock_for_move(&self) -> Option<RwLockWriteGuard<'_, ReaderCount>> {
         let guard = match self.lock.try_write() {
             Ok(guard) => guard,
@@ -141,7 +141,7 @@ struct OwnedSlot {
     holder: BytesOwner,
 }
 
-/// The owner that keeps a block's bytes alive.
+/// The owner of a block's bytes: the bytes live as long as the owner.
 enum BytesOwner {
     Segment(#[expect(dead_code, reason = "held")] Arc<Segment>),
     ParentBlock(Block),
@@ -169,7 +169,7 @@ impl Block {
             return Err(Error::invalid("Block::new", range));
         }
         let slot = Slot::vacant();
-        // SAFETY: the holder keeps the segment alive as long as the block lives.
+        // SAFETY: the field `holder` keeps the segment alive as long as the block lives.
         unsafe { slot.set_location(segment, offset) };
         Ok(Block::with_own_slot(OwnedSlot { slot, holder: BytesOwner::Segment(Arc::clone(segment)) }, size, requested))
     }
@@ -199,7 +199,7 @@ impl Block {
         }
         self.export();
         let slot = Slot::vacant();
-        // The segment outlives the whole block, which the part owns.
+        // The segment outlives the parent block, which the new block owns.
         slot.segment.store(self.slot().segment.load(Relaxed), Relaxed);
         slot.offset.store(self.offset() + offset, Relaxed);
         Ok(Block::with_own_slot(OwnedSlot { slot, holder: BytesOwner::ParentBlock(self) }, size, requested))
@@ -212,7 +212,7 @@ impl Block {
         }
     }
 
-    /// Like [`parent_block`](Block::parent_block), but consumes the part.
+    /// Like [`parent_block`](Block::parent_block), but consumes this block and returns the parent block by value.
     pub(super) fn into_parent_block(self) -> Option<Block> {
         let block = ManuallyDrop::new(self);
         if block.entry_and_flags & OWN_SLOT_FLAG == 0 {
@@ -237,7 +237,7 @@ impl Block {
         size: usize,
         requested: usize,
     ) -> Block {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller promises that the slot lives as long as the block.
         unsafe { slot.as_ref() }.reset(size, requested);
         Block { slot, requested, owner, entry_and_flags }
     }
@@ -325,7 +325,7 @@ impl Block {
 
     #[inline]
     pub(crate) fn slot(&self) -> &Slot {
-        // SAFETY: the block's maker promised that the slot lives as long as the block.
+        // SAFETY: the code that made the block promised that the slot lives as long as the block.
         unsafe { self.slot.as_ref() }
     }
 

@@ -80,7 +80,7 @@ pub(crate) struct CapturedStorage {
 }
 
 impl CapturedStorage {
-    /// Returns `None` if the storage is not in a device's memory.
+    /// Describes a storage; `None` if the storage is not in a device's memory.
     pub(crate) fn from_storage(storage: &Storage) -> Option<CapturedStorage> {
         let Backing::OpenCl(driver, lease) = &storage.0.backing else { return None };
         let segment = lease.block.export_segment();
@@ -99,7 +99,7 @@ impl CapturedStorage {
         SegmentRange { segment: Arc::as_ptr(&self.segment).addr(), range: self.offset..self.offset + self.size }
     }
 
-    /// Makes a handle on the memory, with which commands can be recorded.
+    /// Makes a storage handle on the same memory, so that new commands can be recorded that use it.
     pub(crate) fn new_handle(&self) -> Result<Storage> {
         // SAFETY: the memory belongs to the graph. The user of the handle records commands that replace others on the same bytes,
         // with the same order of reads and writes, and then drops the handle.
@@ -115,7 +115,7 @@ struct OutsideStorage {
 }
 
 thread_local! {
-    /// The capture in progress on this thread.
+    /// The memory of the capture in progress on this thread, if any.
     static CURRENT_CAPTURE: RefCell<Option<CapturedMemory>> = const { RefCell::new(None) };
 }
 
@@ -148,7 +148,7 @@ impl CapturedMemory {
         std::mem::take(&mut self.uses)
     }
 
-    /// Counts a change of every storage that a replay changes.
+    /// Increments the version of every storage that a replay of the graph changes.
     pub(crate) fn count_replay(&self) {
         self.replays.fetch_add(1, Ordering::AcqRel);
         self.outside.iter().filter(|used| used.changes > 0).for_each(|used| used.update_version(|n| n.wrapping_add(1)));

@@ -184,7 +184,7 @@ impl Config {
         })
     }
 
-    /// Returns the most bytes of segments to reserve on a device with `capacity` bytes.
+    /// Returns the maximum number of bytes to reserve on a device with `capacity` bytes of memory.
     pub(super) fn limit(&self, capacity: u64) -> u64 {
         let fraction = (capacity as f64 * self.per_process_memory_fraction) as u64;
         capacity.min(fraction).min(self.memory_limit as u64)

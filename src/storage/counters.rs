@@ -13,7 +13,7 @@ use std::array;
 use super::caching::SizeKind;
 use super::stats::{DeviceStats, PoolStats, Split, Stat};
 
-/// Number of blocks, their bytes, and the bytes requested.
+/// The number of blocks, their bytes, and the requested bytes.
 pub(super) type BlockAmounts = [i64; 3];
 
 /// Changes that a thread cache made to the allocated amounts without the allocator: the net change, its highest value, and the sum
@@ -35,7 +35,7 @@ struct FlowCounter {
     allocated: i64,
     freed: i64,
     peak: i64,
-    /// `allocated` and `freed` when the accumulated statistics were last reset.
+    /// `allocated` and `freed` at the time when the accumulated statistics were last reset.
     base: [i64; 2],
 }
 
@@ -83,9 +83,9 @@ fn raise_peak(peak: &mut i64, to: i64) {
 #[derive(Debug, Clone, Copy, Default)]
 struct PendingCounter {
     current: i64,
-    /// Highest value of the active amount while any block was pending.
+    /// The highest number (or bytes) of active blocks while any block was pending.
     active_peak: i64,
-    /// Pending blocks handed out again: counted as allocated, but active all the time.
+    /// The number (or bytes) of pending blocks that were handed out again: newly allocated, but active all the time.
     retaken: i64,
     /// The pending amount when the accumulated statistics were last reset.
     base: i64,
@@ -199,7 +199,7 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    /// Computes the public statistics. The threads' caches must have been folded in.
+    /// Computes the public statistics. The caller must have added the deltas of all thread caches.
     pub(super) fn stats(&self) -> DeviceStats {
         DeviceStats {
             total: PoolCounters::total(&self.pools, &self.peaks).stats(),
@@ -367,7 +367,8 @@ impl Counters {
         }
     }
 
-    /// Applies the total `change` by this thread's cache. `highest` is given if the cache's peak may have grown since the last call.
+    /// Counts the changes that this thread's cache has made since it was last emptied; `change` is their sum. `highest` is given if
+    /// the cache's peak may have grown since the last call.
     #[inline(always)]
     pub(super) fn apply_thread_cache_deltas(&mut self, (change, highest): (BlockAmounts, Option<BlockAmounts>)) {
         if let Some(highest) = highest {

@@ -15,7 +15,7 @@ use super::registry;
 use super::stats::DeviceStats;
 use crate::{Device, Error, Result};
 
-/// Memory: statistics and settings of the device's caching allocator.
+/// Statistics and settings of the device's memory allocator.
 impl Device {
     /// Returns the statistics of the device's allocator (`torch.cuda.memory_stats`), including those of its images.
     /// Peaks are the sums of the allocator's and the images' peaks.
@@ -32,7 +32,7 @@ impl Device {
         Ok(existing_image_pool(*self).map(|images| images.stats()).unwrap_or_default())
     }
 
-    /// Sets every peak to the current value (`torch.cuda.reset_peak_memory_stats`).
+    /// Sets the peak of every statistic to the current value (`torch.cuda.reset_peak_memory_stats`).
     pub fn reset_peak_stats(&self) -> Result<()> {
         registry::device_allocator(*self)?.reset_peak_stats();
         existing_image_pool(*self).inspect(|images| images.reset_peak_stats());

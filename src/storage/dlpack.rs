@@ -12,7 +12,7 @@ use super::import::ForeignHostMemory;
 use crate::device::read;
 use crate::{DType, Device, Error, Result};
 
-/// DLPack's type for each dtype.
+/// The DLPack type that corresponds to each dtype.
 const DTYPES: [(DType, DLDataType); 9] = [
     (DType::F32, DLDataType::F32),
     (DType::F16, DLDataType::F16),
@@ -84,7 +84,7 @@ pub struct DlpackMemory {
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
     pub(crate) strides: Vec<isize>,
-    /// Offset of the first element, in elements.
+    /// Offset of the first element in the storage, in elements.
     pub(crate) offset: usize,
 }
 
@@ -162,7 +162,7 @@ impl DlpackMemory {
 /// elements, gaps included.
 ///
 /// # Errors
-/// The reason, if elements overlap or are too far apart.
+/// The reason as text, if elements may overlap or the length does not fit an `isize`.
 fn memory_extent(shape: &[usize], strides: &[isize]) -> Result<(usize, usize), String> {
     let mut dims: Vec<(usize, isize)> = shape.iter().copied().zip(strides.iter().copied()).collect();
     dims.retain(|&(size, stride)| size > 1 && stride != 0);

@@ -1,4 +1,4 @@
-//! For debugging: guard bytes around every block, and poison in freed blocks.
+//! An allocator for debugging, which puts guard bytes around every block and poisons freed blocks.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -53,7 +53,7 @@ pub struct GuardAllocator {
     state: Mutex<State>,
 }
 
-/// The streams in use and a deferred error, behind the allocator's lock.
+/// The streams in use and a deferred error, guarded by the allocator's lock.
 #[derive(Default)]
 struct State {
     /// Every stream that has used a block.
@@ -63,7 +63,7 @@ struct State {
 }
 
 impl GuardAllocator {
-    /// Wraps `inner`, whose memory must be `driver`'s.
+    /// Wraps `inner`, whose memory must come from `driver`.
     pub fn new(inner: Arc<dyn Allocator>, driver: Arc<dyn Driver>) -> GuardAllocator {
         let (number, violations, state) = (next_owner_number(), AtomicU64::new(0), Mutex::default());
         GuardAllocator { inner, driver, number, violations, state }

@@ -1,4 +1,4 @@
-//! Callbacks of the program for when memory runs short.
+//! Callbacks that a program registers, and that are called when memory runs short.
 
 use std::cell::Cell;
 use std::fmt;
@@ -9,14 +9,14 @@ use crate::device::{OnDrop, lock};
 
 /// A callback that may free memory, and returns true if it did.
 pub type FreeMemory = dyn Fn() -> bool + Send + Sync;
-/// A callback that is told of each failed allocation.
+/// A callback that is called for each failed allocation.
 pub type OomObserver = dyn Fn(&OutOfMemoryEvent) + Send + Sync;
 
 /// An allocation that failed for lack of memory, reported just before the error is returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OutOfMemoryEvent {
-    /// The device that is full.
+    /// The device whose memory did not suffice.
     pub device: Device,
     /// The number of bytes requested.
     pub requested: usize,

@@ -1,4 +1,4 @@
-//! Closures that read elements of the CPU device in place, without holding a lock.
+//! Access for closures that read elements of the CPU device in place without holding a lock.
 
 use std::slice;
 use std::sync::RwLock;

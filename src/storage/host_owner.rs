@@ -26,7 +26,7 @@ pub(super) struct HostOwner {
 
 // SAFETY: the owner implements `Send`, and is only dropped, by one thread.
 unsafe impl Send for HostOwner {}
-// SAFETY: as above; no reference to the owner is ever given out.
+// SAFETY: no code ever gets a reference to the owner.
 unsafe impl Sync for HostOwner {}
 
 impl HostOwner {
@@ -59,7 +59,7 @@ pub(crate) struct HostElements<T> {
 }
 
 impl<T: Element> HostElements<T> {
-    /// Takes the elements from `memory` by one call of `as_mut`.
+    /// Takes ownership of `memory`, and gets its elements by one call of `as_mut`.
     pub(crate) fn new<M: AsMut<[T]> + Send + 'static>(memory: M) -> HostElements<T> {
         let memory = NonNull::from(Box::leak(Box::new(memory)));
         let owner = HostOwner { owner: memory, leaked: AtomicBool::new(false) };
@@ -77,7 +77,7 @@ impl<T: Element> HostElements<T> {
     /// place; otherwise it is a copy.
     ///
     /// # Errors
-    /// Errors of a copy.
+    /// If the elements have to be copied, the errors of the copy.
     pub(crate) fn into_storage(self, device: Device) -> Result<Storage> {
         let (start, bytes) = (self.start.cast::<u8>(), self.count * size_of::<T>());
         if bytes == 0 {

@@ -10,12 +10,12 @@ use super::entry::{Entry, NONE, UNIT};
 
 /// log2 of the number of size classes per power of two.
 const CLASSES_PER_LEVEL_LOG2: u32 = 5;
-/// Size classes per power of two.
+/// Number of size classes per power of two.
 const CLASSES_PER_LEVEL: usize = 1 << CLASSES_PER_LEVEL_LOG2;
 /// Number of levels, one per power of two from 2^5 units on; level 0 has a class for each smaller size. A multiple of what sizes
 /// need, so that indices need no bounds check.
 const LEVELS: usize = 32;
-/// Size classes in total.
+/// Total number of size classes.
 const CLASSES: usize = LEVELS * CLASSES_PER_LEVEL;
 
 /// The free lists of one arena, for either the blocks that cover a whole segment or the blocks that are part of one.

@@ -28,22 +28,22 @@ pub(super) struct CachedBlock {
 // SAFETY: the pointee consists of atomics and a lock, and lives as long as the allocator.
 unsafe impl Send for CachedBlock {}
 
-/// The outcome of offering a freed block to a cache.
+/// The outcome of [`ThreadCaches::put`], which offers a freed block to a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PutOutcome {
     Kept,
     Refused,
-    /// Refused, as were [`MAX_REFUSALS`] blocks since a request was last served: the cache should be emptied.
+    /// Refused, as were [`MAX_REFUSALS`] blocks since the cache last served a request: the cache should be emptied.
     Stale,
 }
 
-/// The blocks of one cache and their counts, behind the cache's lock.
+/// The blocks of one cache and their counts, guarded by the cache's lock.
 #[derive(Debug)]
 struct Contents {
     counts: [u8; CACHED_SIZE_COUNT],
     blocks: [[Option<CachedBlock>; BLOCKS_PER_SIZE]; CACHED_SIZE_COUNT],
     bytes: usize,
-    /// Blocks refused since a request was last served.
+    /// Number of blocks that the cache has refused since it last served a request.
     refused: usize,
     increases: BlockAmounts,
 }
@@ -239,14 +239,14 @@ impl ThreadCaches {
         self.shards[this_thread_index()].get_or_init(ThreadCache::new);
     }
 
-    /// Empties all caches. Returns their block numbers and deltas.
+    /// Empties all caches. Returns the table entries of their blocks, and their deltas.
     pub(super) fn drain(&self) -> (Vec<u32>, Vec<ThreadCacheDeltas>) {
         let mut ids = Vec::new();
         let deltas = self.shards.iter().filter_map(OnceLock::get).map(|shard| shard.drain(&mut ids)).collect();
         (ids, deltas)
     }
 
-    /// Empties this thread's cache. Returns its block numbers and deltas.
+    /// Empties this thread's cache. Returns the table entries of its blocks, and its deltas.
     pub(super) fn drain_this_thread(&self) -> (Vec<u32>, Vec<ThreadCacheDeltas>) {
         let mut ids = Vec::new();
         let deltas = self.shards[this_thread_index()].get().map(|shard| shard.drain(&mut ids)).into_iter().collect();

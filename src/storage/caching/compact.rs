@@ -31,14 +31,14 @@ use super::{CachingAllocator, Core};
 use crate::device::{StreamId, lock, log};
 use crate::{Device, Error, Result};
 
-/// How the blocks of segments are moved into a new segment.
+/// The way in which the blocks of segments are moved into a new segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CopyRoute {
     /// Copies on the device. The old and new segments exist at the same time.
     OnDevice,
     /// Copies while the old segments release their pages as the new one fills. Host memory only.
     Relocated,
-    /// The old segments are released before the new one is created.
+    /// Copies through host memory. The old segments are released before the new segment is created.
     ThroughHost,
 }
 
@@ -107,10 +107,10 @@ struct Piece {
     bytes: usize,
 }
 
-/// One step of moving blocks down.
+/// One step of moving blocks down, towards the start of their segment.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
-    /// Independent copies on the device.
+    /// Copies on the device that do not depend on each other.
     Wave(Vec<Piece>),
     /// A copy of one block, given by its index in `moves`, through the host.
     ThroughHost(usize),
@@ -178,7 +178,7 @@ impl CachingAllocator {
         (lock(&self.compacting), messages) // dropped in this order
     }
 
-    /// Makes room for a request by moving blocks: the last step of out-of-memory recovery.
+    /// Frees a large enough range for a request by moving blocks: the last step of out-of-memory recovery.
     pub(super) fn compact_for(&self, request: &Request, recovery: &mut OomRecovery) -> Result<Option<Block>> {
         if !self.rules.config.compaction {
             return Ok(None);
@@ -355,7 +355,7 @@ impl CachingAllocator {
         }
     }
 
-    /// Plans a move into a new segment, if the route has room and the budget suffices.
+    /// Plans a move into a new segment, if there is enough memory for the route and `budget` covers the bytes to copy.
     fn plan_repack(&self, segments: &[u64], budget: &mut u64, route: CopyRoute) -> Option<CompactionPlan<'_>> {
         let mut core = self.lock();
         let mut plan = core.plan_compaction(segments, false, StreamId::DEFAULT)?;
@@ -430,7 +430,7 @@ impl CachingAllocator {
                 };
             }
         };
-        // From here until a new segment exists, the bytes are only on the host.
+        // From this point until a new segment exists, the bytes are only on the host.
         let gone = self.lock().heap.take_old_segments(&plan.segments);
         let nowhere = Arc::new(Segment::new(Memory::released(), bytes));
         plan.moves.iter_mut().for_each(|m| m.from.0 = Arc::clone(&nowhere));
@@ -472,7 +472,7 @@ impl CachingAllocator {
         Ok(true)
     }
 
-    /// Records that the blocks of a plan are in `target`.
+    /// Updates the table after all blocks of a plan were copied to `target`.
     fn apply_repack(&self, plan: CompactionPlan<'_>, target: &Arc<Segment>) {
         let bytes = plan.bytes();
         let mut core = self.lock();
@@ -564,7 +564,7 @@ impl CachingAllocator {
         if copied.is_ok() {
             return (Ok(()), None);
         }
-        // One block may have been copied partly over itself.
+        // After a failed copy, one block may have been overwritten partly by its own copy.
         let is_torn =
             |(_, (m, copied_bytes)): &(usize, (&Move<'_>, &usize))| **copied_bytes > 0 && **copied_bytes < m.size;
         let torn = plan
@@ -619,7 +619,7 @@ impl CachingAllocator {
             unsafe { self.driver.read((m.from.0.memory(), m.from.1 + done), old) }?;
             match done {
                 0 => Ok(()),
-                // SAFETY: as above.
+                // SAFETY: as for the read above.
                 _ => unsafe { self.driver.read((target.memory(), m.to), new) },
             }
         })?;
@@ -972,7 +972,8 @@ impl Core {
             self.heap.stats.record_segment_free(gone.kind, block.size);
         }
         self.heap.record(TraceAction::Alloc, id, requested);
-        // SAFETY: as in `spill`.
+        // SAFETY: the slot is write-locked, the bytes were written to the new location, and its segment is kept as long as the
+        // block is live.
         unsafe { block.slot.set_location(&place.segment, place.offset) };
         self.unlock_moved_blocks([block], []);
         gone.segment

@@ -1,8 +1,8 @@
 //! Entries of the block table.
 
-/// No block: the first entry of the table, which is always vacant.
+/// The entry number that means no block: the first entry of the table, which is always vacant.
 pub(super) const NONE: u32 = 0;
-/// No segment, or no pool.
+/// The number that means no segment, or no pool.
 pub(super) const NOWHERE: u32 = u32::MAX;
 /// The pool of blocks kept on the host. No request searches this pool.
 pub(super) const SPILLED_POOL: u32 = NOWHERE - 1;
@@ -30,7 +30,7 @@ pub(super) enum Use {
     Vacant,
 }
 
-/// A block: a contiguous range of one segment.
+/// The table entry of a block: a contiguous range of bytes of one segment.
 #[derive(Debug, Clone, Copy)]
 #[repr(align(32))]
 pub(super) struct Entry {
@@ -45,7 +45,7 @@ pub(super) struct Entry {
     units: u32,
 }
 
-/// Bits of the arena number in `Entry::state`.
+/// Number of bits of the arena number in `Entry::state`.
 const ARENA_BITS: u32 = 29;
 const ARENA_MASK: u32 = (1 << ARENA_BITS) - 1;
 
@@ -61,7 +61,7 @@ impl Entry {
         units: 0,
     };
 
-    /// Creates a block without neighbours.
+    /// Creates the entry of a block that has no neighbours yet.
     pub(super) fn new(segment: u32, arena: u32, usage: Use, offset: usize, size: usize) -> Entry {
         let (start, units) = ((offset / UNIT) as u32, (size / UNIT) as u32);
         Entry { segment, state: (usage as u32) << ARENA_BITS | arena, start, units, ..Entry::VACANT }

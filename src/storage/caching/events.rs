@@ -34,7 +34,7 @@ pub(super) enum AfterMove {
     Nothing,
     /// Free the block, because its owner freed it during the move. The value is the requested size in bytes.
     FreeBlock(usize),
-    /// Like `FreeBlock`, for a block that other streams may still be using.
+    /// Free the block as for `FreeBlock`. This variant is for a block that other streams may still be using.
     FreeUsedBlock(usize, PendingUses),
     /// Free the block, because it left a thread cache during the move.
     Uncache,

@@ -4,7 +4,7 @@
 //! (small or large). An arena keeps its free blocks in two [`Bins`]: one for blocks that are part of a segment, and one
 //! for blocks that cover a whole segment. Unused segments are taken last, because they can be released.
 //!
-//! Between two calls, the following holds ([`Heap::check`] tests it):
+//! Between two calls of the heap's methods, the following holds ([`Heap::check`] tests it):
 //! - The blocks of a segment cover its bytes without gaps or overlaps, and form a doubly linked list in address order.
 //! - A block belongs to an arena of its segment's pool and size kind. No two adjacent free blocks belong to the same arena.
 //! - The bins of an arena hold exactly its free blocks. Frozen blocks, which compaction works on, and holes are in no bin.
@@ -35,9 +35,9 @@ const TABLE_GROWTH_ENTRIES: usize = 64;
 /// How thoroughly to search for a free block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Search {
-    /// Constant time. May miss a fitting block in the request's own size class.
+    /// Takes constant time. May miss a fitting block in the request's own size class.
     Quick,
-    /// Finds the best fit.
+    /// Finds the smallest sufficient block.
     Thorough,
 }
 
@@ -120,7 +120,7 @@ impl Arena {
     }
 }
 
-/// Memory about to be committed to a segment.
+/// A plan to commit more memory to a segment.
 pub(super) struct Extension {
     /// The segment and its number in the table; `None` for a new segment.
     pub(super) segment: Option<(u32, Arc<Segment>)>,
@@ -144,7 +144,7 @@ impl Extension {
     }
 }
 
-/// Pages removed from the table, to be decommitted.
+/// A range of pages that was removed from the table and has to be decommitted.
 pub(super) type UnmappedPages = (Arc<Segment>, Range<usize>);
 
 /// Adjacent free blocks: the first block, and the bytes of all together.
@@ -164,7 +164,7 @@ pub(super) struct Heap {
     arena_of: HashMap<(u32, StreamId, SizeKind), u32>,
     pub(super) stats: Counters,
     pub(super) history: History,
-    /// Call stacks of live blocks' allocations, while history is recorded.
+    /// The call stacks of the allocations of live blocks, if the history is recorded.
     contexts: HashMap<u32, Context>,
     /// The block freed last, if it has not been merged yet. The table still lists it as live.
     last_freed: u32,
@@ -300,7 +300,7 @@ impl Heap {
         self.contexts.get(&id).copied()
     }
 
-    /// Forgets the call stacks of live blocks, when no history is recorded any more.
+    /// Forgets the call stacks of live blocks, because the history is no longer recorded.
     pub(super) fn clear_contexts(&mut self) {
         self.contexts.clear();
     }
@@ -315,7 +315,7 @@ impl Heap {
         &self.arenas
     }
 
-    // Allocation and release of blocks.
+    // Methods that allocate and free blocks.
 
     /// Finds a free block of the arena for `size` bytes, without taking it. Skips unused segments larger than `max_segment_to_split()` bytes.
     #[inline(always)]
@@ -661,7 +661,7 @@ impl Heap {
         first
     }
 
-    // Segments.
+    // Methods that add and remove segments.
 
     /// Adds a segment as one free block of the arena. Returns the block.
     pub(super) fn add_segment(&mut self, segment: Arc<Segment>, size: usize, arena: u32) -> u32 {
@@ -691,7 +691,7 @@ impl Heap {
             Some(SegmentRecord { segment, address, context, size, kind, pool, stream, first, idle_since, end });
     }
 
-    /// Returns a number for a new segment.
+    /// Returns an unused number for a new segment.
     fn vacant_segment(&mut self) -> u32 {
         self.vacant_segments.pop().unwrap_or_else(|| {
             self.segments.push(None);
@@ -781,7 +781,7 @@ impl Heap {
     // without a wait. If nothing else serves a request, it gets the bytes of several such blocks, and its stream waits for their
     // streams. A segment with only such blocks counts as unused. Its blocks merge once all but one of their streams have finished.
 
-    /// Arenas of a pool that have free blocks smaller than their segment.
+    /// Iterates over the arenas of a pool that have free blocks smaller than their segment.
     fn arenas_with_partial_blocks(&self, pool: u32) -> impl Iterator<Item = &Arena> {
         self.arenas.iter().filter(move |arena| arena.pool == pool && !arena.partial.is_empty())
     }
@@ -867,7 +867,7 @@ impl Heap {
         }
     }
 
-    // Rebuilding segments after their blocks have moved.
+    // Methods that update the table after blocks have moved.
 
     /// Takes a free block out of its bins, so that no request can take it.
     pub(super) fn freeze_block(&mut self, id: u32) {
@@ -951,7 +951,7 @@ impl Heap {
         gone
     }
 
-    /// Links two neighbours, unless `prev` is no block.
+    /// Makes `next` the block after `prev`, unless `prev` is [`NONE`].
     fn link(&mut self, prev: u32, next: u32) {
         if prev != NONE {
             self.table[prev as usize].next = next;
@@ -1014,7 +1014,7 @@ impl Heap {
         }
     }
 
-    // Pages of expandable segments. A hole is a block that no request can take.
+    // Methods for the pages of expandable segments. A hole is a block that no request can take.
 
     /// True if the table still has this segment under the number `at`.
     pub(super) fn is_segment(&self, at: u32, segment: &Arc<Segment>) -> bool {
@@ -1268,7 +1268,7 @@ impl Heap {
             .any(|(size, used)| used.checked_next_multiple_of(page).is_some_and(|end| end < size))
     }
 
-    // Private pools.
+    // Methods for private pools.
 
     /// Returns the pool's blocks with the given usage, by segment and offset.
     pub(super) fn blocks_of_pool(&self, pool: u32, usage: Use) -> impl Iterator<Item = u32> + '_ {
@@ -1323,7 +1323,7 @@ impl Heap {
         self.allocate_at(&parts, range, arena, requested)
     }
 
-    // The recorded history.
+    // Methods that record the history.
 
     /// Records the release of a segment in the history. For an expandable segment, records its committed ranges.
     pub(super) fn record_released(&self, at: u32) {

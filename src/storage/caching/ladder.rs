@@ -56,7 +56,7 @@ enum RecoveryStep {
     Wait,
     /// Release every unused segment, and create a segment of exactly the requested size.
     Release,
-    /// Search the bins of the other size kind.
+    /// Search the bins of the other size kind (small or large).
     OtherKind,
     /// Search the memory pools that have `use_on_oom`.
     UseOnOomPools,
@@ -85,7 +85,7 @@ fn count_served(_step: RecoveryStep) {
     SERVED_BY_STEP.with_borrow_mut(|served| *served.entry(format!("{_step:?}")).or_default() += 1);
 }
 
-/// The outcome of the recovery steps so far.
+/// The results of the recovery steps so far, for the error and the log.
 #[derive(Default)]
 pub(super) struct OomRecovery {
     /// Why the driver created no segment; `None` if it did not refuse one.
@@ -101,7 +101,7 @@ pub(super) struct Expandable {
     pub(super) page: usize,
     /// Addresses to reserve for a segment, in bytes.
     bytes: usize,
-    /// Locked while committing or releasing pages.
+    /// The page lock, held while pages are committed or released.
     pages: Mutex<()>,
 }
 
@@ -131,7 +131,7 @@ impl Expandable {
 
 pub(super) enum ExpandOutcome {
     Block(Block),
-    /// The memory limit is reached, or the device has no memory left.
+    /// The segment cannot be extended: the memory limit is reached, or the device has no memory left.
     Full,
     /// No expandable segment can serve the request, so it needs an ordinary segment.
     NeedsOwnSegment,
@@ -179,7 +179,7 @@ impl CachingAllocator {
         self.update_held_elsewhere();
         self.free_spilled();
         let found = self.run_recovery_steps(request, &mut recovery);
-        // Logged last: a subscriber may allocate, and some steps hold locks.
+        // The message is logged last, because a subscriber may allocate and some steps hold locks.
         if let Some((what, bytes)) = recovery.growth_message {
             tracing::debug!(device = %self.driver.device(), bytes, "{what}");
         }
@@ -343,7 +343,7 @@ impl CachingAllocator {
         too_large_error(&*self.driver, requested, MAX_SEGMENT_BYTES.min(self.driver.largest_segment() as u64))
     }
 
-    // Creating and releasing segments.
+    // Methods that create and release segments.
 
     /// Creates a segment for the request and allocates its first block. Returns `None` if the memory limit or the device does not
     /// allow the segment, and stores the reason in `recovery`. If `exact`, the segment is no larger than the request.
@@ -379,7 +379,7 @@ impl CachingAllocator {
                 recovery.growth_message = Some(("segment made", bytes as u64));
                 Ok(Some(block))
             }
-            // Not reported: a segment of exactly the requested size may still be possible.
+            // This error is not reported, because a segment of exactly the requested size may still be possible.
             Err(Failure::TooBig) if bytes > request.size => Ok(None),
             Err(Failure::Other(error)) => Err(error),
             Err(other) => {
@@ -488,7 +488,7 @@ impl CachingAllocator {
         Ok(bytes + self.release_pages(0, keep))
     }
 
-    // Segments that grow in place.
+    // Methods for segments that grow in place.
 
     /// Grows the segment of the request's arena and allocates a block from it. If `exact`, commits no more than the request needs.
     pub(super) fn expand(&self, request: &Request, exact: bool, recovery: &mut OomRecovery) -> Result<ExpandOutcome> {

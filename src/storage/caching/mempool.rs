@@ -59,7 +59,7 @@ struct Handle {
     is_captured_into: AtomicBool,
 }
 
-/// Grants exclusive graph capture into a pool until dropped.
+/// The right to capture a graph into a pool. Until the value is dropped, no other capture into the pool can begin.
 pub(crate) struct CaptureGuard<'a>(&'a AtomicBool);
 
 impl Drop for CaptureGuard<'_> {
@@ -105,7 +105,7 @@ thread_local! {
     static ROUTES: RefCell<Vec<(u32, u32)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Leaves [`use_mem_pool`] when dropped, also on panic.
+/// Ends the effect of [`use_mem_pool`] when dropped, also if a panic unwinds.
 struct PoolRoute;
 
 impl PoolRoute {

@@ -9,7 +9,7 @@
 //! still uses the block, because the next owner's work is enqueued later. Another stream gets the block after a
 //! device-side wait for the block's stream ([`events`]), or once the queued work is complete.
 //!
-//! No driver call, wait or callback happens while the lock is held.
+//! No driver call, wait or callback happens while the allocator's lock is held.
 
 mod bins;
 mod cache;
@@ -218,7 +218,7 @@ impl CachingAllocator {
         self.clock.milliseconds()
     }
 
-    // Blocks used by several streams.
+    // Methods for blocks that several streams use.
 
     /// Frees a block that other streams have used. The block is pending until those streams finish.
     #[cold]
@@ -256,7 +256,7 @@ impl CachingAllocator {
         }
     }
 
-    /// Records the markers that pending blocks lack.
+    /// Records markers on the streams for which pending blocks have no marker yet.
     fn record_missing_markers(&self) -> Result<()> {
         let (streams, before) = {
             let core = self.lock();
@@ -311,7 +311,7 @@ impl CachingAllocator {
         }
     }
 
-    /// Waits for the other streams that used these blocks.
+    /// Waits on the host for the other streams that used these blocks.
     fn wait_for_users(&self, blocks: &[Block]) -> Result<()> {
         for block in
             blocks.iter().filter(|block| block.owner == self.number && block.slot().used_by_other_stream.load(Relaxed))
@@ -324,7 +324,7 @@ impl CachingAllocator {
         Ok(())
     }
 
-    // History and snapshots.
+    // Methods for the history and for snapshots.
 
     /// Runs `f` under the lock with all thread caches drained into the table and the statistics. The caches stay
     /// empty until the lock is released, and off while history is recorded, because they would bypass the recording.
@@ -409,7 +409,7 @@ impl Core {
         self.limits.is_exceeded = self.heap.stats.reserved() > self.limits.limit();
     }
 
-    // Blocks used by several streams.
+    // Methods for blocks that several streams use.
 
     /// Frees a block that these streams may still be using. If compaction is moving the block, it is freed after the
     /// move, because the move may not have waited for the latest work.
@@ -458,7 +458,7 @@ impl Core {
         Some((self.create_handle(owner, id, request.bytes), uses))
     }
 
-    // Snapshots.
+    // Methods for snapshots.
 
     /// Describes all segments. As in PyTorch, an expandable segment is shown as the parts between its holes.
     fn segments(&self, device: u32) -> Vec<SegmentWithContexts> {
@@ -666,7 +666,7 @@ impl Drop for CachingAllocator {
         let _ = self.process_events(true);
         let core = &mut *self.lock();
         if core.heap.stats.live_blocks() > 0 {
-            // Live blocks still point to slots and segments, so both are leaked.
+            // Live blocks still point to slots and segments, so slots and segments are leaked.
             tracing::warn!(blocks = core.heap.stats.live_blocks(), "an allocator was dropped before its blocks");
             std::mem::forget(std::mem::take(&mut core.slots));
             std::mem::forget(core.heap.take_segments());

@@ -7,7 +7,7 @@ use super::super::config::{Config, SegmentSizes};
 
 const MIB: usize = 1 << 20;
 
-/// Requests up to this many bytes are small.
+/// Requests of up to this many bytes are of the size kind small.
 const SMALL_REQUEST_MAX_BYTES: usize = MIB;
 
 /// PyTorch's segment sizes in bytes: fixed sizes for shared segments, multiples of a step for the larger, dedicated ones.
@@ -27,7 +27,7 @@ pub(super) const MIN_HOLE_BYTES: usize = 64 << 10;
 /// Number of recent decay checks, together one interval, whose end of use is remembered for each expandable segment.
 pub(super) const REMEMBERED_ENDS: usize = 5;
 
-/// Increase of `slack` at each miss, after the warm-up, that would release a segment.
+/// After the warm-up, `slack` grows by this much whenever a request would cause the release of a segment.
 const SLACK_STEP: f64 = 0.02;
 /// The warm-up ends after this many recycled segments, even if the need still grows.
 const MAX_RECYCLED_SEGMENTS: u64 = 256;
@@ -38,7 +38,7 @@ const RECYCLED_SIZE_COUNT: usize = 8;
 const WARM_UP_FACTOR: u64 = 2;
 const WARM_UP_MIN_SEARCHES: u64 = 64;
 
-/// Searches between two checks of the clock.
+/// Number of searches between two checks of the clock.
 const SEARCHES_PER_CLOCK_CHECK: u64 = 64;
 /// At most this many checks are recorded in the time for which unused segments are kept.
 const CHECKS_PER_INTERVAL: u64 = 4;
@@ -91,7 +91,7 @@ impl SizeKind {
 pub(super) struct Rules {
     pub(super) alignment: usize,
     pub(super) config: Config,
-    /// Device memory in bytes.
+    /// Size of the device's memory in bytes.
     pub(super) capacity: u64,
     /// True if sizes are rounded to divisions of powers of two.
     has_roundup_divisions: bool,
@@ -190,9 +190,9 @@ impl Rules {
 pub(super) struct Limits {
     pub(super) fraction: u64,
     pub(super) bytes: u64,
-    /// Bytes that other allocators of this device held when a request last found no memory.
+    /// Number of bytes that other allocators of this device held when a request last found no memory.
     pub(super) elsewhere: u64,
-    /// True if a bound was lowered below the bytes then reserved.
+    /// True if a bound was lowered while more bytes were reserved than it allows.
     pub(super) is_exceeded: bool,
 }
 
@@ -320,7 +320,7 @@ impl Growth {
         self.target = self.target.max(target);
     }
 
-    /// Restarts the warm-up, after everything unused was released.
+    /// Restarts the warm-up, because all unused segments were released.
     pub(super) fn restart_warm_up(&mut self) {
         *self = Growth::default();
     }
@@ -329,7 +329,7 @@ impl Growth {
 /// Records past checks and peaks, and decides when unused segments are released.
 #[derive(Debug)]
 pub(super) struct Decay {
-    /// Milliseconds for which an unused segment is kept, at least; 0 means forever.
+    /// The minimum time in milliseconds for which an unused segment is kept; 0 means that it is never released.
     interval: u64,
     /// Search count and milliseconds at past checks. A segment whose last use precedes a check's search count has been unused since
     /// the time of that check.
@@ -339,7 +339,7 @@ pub(super) struct Decay {
     interval_start: u64,
     /// Number of intervals for which unused segments are kept.
     patience: u64,
-    /// Milliseconds at the last release, if no segment was created since.
+    /// The time in milliseconds of the last release; `None` if a segment was created since.
     released: Option<u64>,
 }
 
@@ -353,7 +353,7 @@ impl Decay {
         self.peaks[0] = self.peaks[0].max(active);
     }
 
-    /// True if the clock is checked at this search.
+    /// True if the allocator has to check the clock at this search.
     #[inline]
     pub(super) fn checks_clock_at(&self, ticks: u64) -> bool {
         ticks.is_multiple_of(SEARCHES_PER_CLOCK_CHECK) && self.interval > 0

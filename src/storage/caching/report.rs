@@ -1,4 +1,4 @@
-//! The text of out-of-memory errors: memory use by owner, and settings that would help.
+//! The text of out-of-memory errors: memory use by owner, and the settings that could have prevented the error.
 
 use std::fmt;
 
@@ -17,7 +17,7 @@ pub(super) struct Report {
     pub(super) ran_out: Option<&'static str>,
     /// Number of bytes of tensors that compaction left on the host.
     pub(super) spilled: u64,
-    /// Bytes of the device's memory that images or other allocators hold.
+    /// Number of bytes of the device's memory that images or other allocators hold.
     pub(super) elsewhere: u64,
     /// True if compaction, `max_split_size_mb` or expandable segments are available but off.
     pub(super) could_compact: bool,

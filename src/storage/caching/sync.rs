@@ -13,7 +13,7 @@ pub(super) type Mutex<T> = lock_api::Mutex<spin::Spin, T>;
 #[cfg(not(loom))]
 pub(super) type MutexGuard<'a, T> = lock_api::MutexGuard<'a, spin::Spin, T>;
 
-/// Locks a mutex, ignoring poisoning.
+/// Locks a mutex, even if a panic of another thread poisoned it.
 #[inline]
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     #[cfg(not(loom))]
@@ -29,9 +29,9 @@ mod spin {
     use std::thread;
     use std::time::Duration;
 
-    /// Attempts that spin, before a thread yields the processor.
+    /// After this many failed attempts, a thread yields the processor between attempts instead of spinning.
     const SPINS_BEFORE_YIELD: u32 = 100;
-    /// Attempts that spin or yield, before a thread sleeps.
+    /// After this many failed attempts, a thread sleeps between attempts.
     const ATTEMPTS_BEFORE_SLEEP: u32 = 120;
     const SLEEP_TIME: Duration = Duration::from_micros(50);
 
@@ -73,7 +73,7 @@ mod spin {
                     SPINS_BEFORE_YIELD..ATTEMPTS_BEFORE_SLEEP => thread::yield_now(),
                     _ => thread::sleep(SLEEP_TIME),
                 }
-                // Reading first keeps the cache line with the owner while the lock is held.
+                // The flag is read before it is written, so that waiting threads do not take the cache line from the owner of the lock.
                 if !self.0.load(Ordering::Relaxed) && !self.0.swap(true, Ordering::Acquire) {
                     return;
                 }

@@ -14,13 +14,13 @@ const KIB: usize = 1 << 10;
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct ConfigKey {
-    /// The name, as written before the colon.
+    /// The name of the key, as written before the colon.
     pub name: &'static str,
-    /// The allowed values.
+    /// The allowed values, in words.
     pub allowed: &'static str,
     /// The key's description.
     pub doc: &'static str,
-    /// Parses a value into the configuration; false if the value is not allowed.
+    /// Parses a value into the configuration; returns false if the value is not allowed.
     pub(super) parse: fn(&mut Config, &str) -> bool,
     /// Prints the value. Different values give different text: a value that no text parses to is printed in a form that does not parse.
     pub(super) print: fn(&Config) -> String,
@@ -116,7 +116,7 @@ macro_rules! config {
 }
 pub(super) use config;
 
-/// One [`ValueFormat`] per type of value.
+/// Defines one [`ValueFormat`] for each type of value.
 pub(super) mod formats {
     use super::*;
 
@@ -203,7 +203,7 @@ fn name_of<T: PartialEq>(names: &[(&str, T)], value: &T) -> String {
     names.iter().find(|(_, of)| of == value).map_or(String::new(), |(name, _)| (*name).to_owned())
 }
 
-/// Parses digits only: no sign and no fraction.
+/// Parses a whole number that consists of digits only, without a sign.
 fn parse_whole_number(value: &str) -> Option<u64> {
     value.bytes().all(|b| b.is_ascii_digit()).then(|| value.parse().ok()).flatten()
 }

@@ -140,7 +140,7 @@ fn lists_of_divisions() {
 #[test]
 fn sizes_are_rounded_as_in_pytorch() {
     const MB: usize = 1 << 20;
-    // (divisions, size, rounded size)
+    // Each row is (divisions, size, expected rounded size).
     let table = [
         (0, 0, 512),
         (0, 1, 512),

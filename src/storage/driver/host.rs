@@ -25,7 +25,7 @@ use map::{HUGE_PAGE_BYTES, Mapping};
 #[derive(Debug)]
 pub(crate) struct HostMemory {
     origin: Origin,
-    /// The first usable, aligned byte.
+    /// The address of the first usable byte, which is aligned to [`ALIGNMENT`].
     start: NonNull<u8>,
     bytes: usize,
 }
@@ -36,7 +36,7 @@ enum Origin {
     /// The global allocator: the start and the layout of the allocation.
     Heap(NonNull<u8>, Layout),
     Mapped(Mapping),
-    /// Memory of a user's driver, valid while the value lives.
+    /// The owner of memory of a user's driver. The memory is valid as long as the owner lives.
     Custom(Box<dyn Any + Send + Sync>),
 }
 
@@ -105,7 +105,7 @@ impl Drop for HostMemory {
         if let Origin::Heap(base, layout) = self.origin
             && layout.size() > 0
         {
-            // SAFETY: allocated with this layout by the global allocator, and owned.
+            // SAFETY: the global allocator allocated this memory with this layout, and `self` owns the memory.
             unsafe { dealloc(base.as_ptr(), layout) }
         }
     }
@@ -181,8 +181,8 @@ unsafe impl Driver for Host {
 
     unsafe fn copy(&self, _: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
         let (from, to) = (bytes_at(from, bytes)?, bytes_at(to, bytes)?);
-        // SAFETY: both ranges are inside their memory and committed (checked), and the caller has exclusive use of them, as
-        // `Driver::copy` requires.
+        // SAFETY: both ranges are inside their memory and committed (checked), and no other code conflicts with the
+        // copy, as `Driver::copy` requires.
         unsafe { std::ptr::copy(from.as_ptr(), to.as_ptr(), bytes) }
         Ok(())
     }
@@ -196,7 +196,7 @@ unsafe impl Driver for Host {
                 let n = HUGE_PAGE_BYTES.min(bytes - at);
                 let end = offset + at + n;
                 // SAFETY: the bytes are inside both ranges, which are committed (checked; only bytes that were copied
-                // are released below), and the caller has exclusive use of them, as `Driver::relocate` requires.
+                // are released below), and no other code conflicts with the copy, as `Driver::relocate` requires.
                 unsafe { std::ptr::copy(start.as_ptr().add(at), target.as_ptr().add(at), n) }
                 // SAFETY: no code needs the bytes that were just copied.
                 unsafe { self.shrink(memory, there, end) }
@@ -208,31 +208,31 @@ unsafe impl Driver for Host {
 
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
         let from = bytes_at(from, to.len())?;
-        // SAFETY: as in `copy`.
+        // SAFETY: the range is inside committed memory, and no other code writes to it, as `Driver::read` requires.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr(), to.len()) }
         Ok(())
     }
 
     unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
         let to = bytes_at(to, from.len())?;
-        // SAFETY: as in `copy`.
+        // SAFETY: the range is inside committed memory, and no other code accesses it, as `Driver::write` requires.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) }
         Ok(())
     }
 }
 
-/// Returns the first of `bytes` bytes of host memory, after checking the range.
+/// Checks that `bytes` bytes of host memory from `offset` on are committed, and returns their address.
 fn bytes_at((memory, offset): At<'_>, bytes: usize) -> Result<NonNull<u8>> {
     match (&memory.0, offset.checked_add(bytes)) {
         (MemoryKind::Host(m), Some(end)) if end <= m.bytes && m.is_committed(offset, end) => {
-            // SAFETY: inside the memory.
+            // SAFETY: the address is inside the memory, as checked above.
             Ok(unsafe { m.start.add(offset) })
         }
         _ => Err(Error::invalid("copy", format!("{bytes} bytes at {offset} are not in this host memory"))),
     }
 }
 
-/// Returns the bytes of physical memory, or the control group's limit if that is lower.
+/// Returns the size of physical memory in bytes, or the control group's limit if that is lower.
 #[cfg(not(miri))]
 fn physical_memory() -> Option<u64> {
     let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();

@@ -10,22 +10,22 @@ macro_rules! safe_methods {
     ($driver:ident) => {
         impl $driver {
             fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
-                // SAFETY: as above.
+                // SAFETY: no other thread uses the memory.
                 unsafe { Driver::copy(self, stream, from, to, bytes) }
             }
 
             fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
-                // SAFETY: as above.
+                // SAFETY: no other thread uses the memory.
                 unsafe { Driver::read(self, from, to) }
             }
 
             fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
-                // SAFETY: as above.
+                // SAFETY: no other thread uses the memory.
                 unsafe { Driver::write(self, from, to) }
             }
 
             fn shrink(&self, memory: &Memory, from: usize, to: usize) {
-                // SAFETY: as above.
+                // SAFETY: no other thread uses the memory.
                 unsafe { Driver::shrink(self, memory, from, to) }
             }
         }
@@ -56,7 +56,7 @@ use sim::{SimMarker, SimMemory};
 /// Alignment of tensors' blocks, in bytes: kernels divide byte offsets into element and vector indices of every dtype.
 pub(crate) const ALIGNMENT: usize = 512;
 
-/// The reason that a driver could not create or commit a segment, by OpenCL error code.
+/// The reason that a driver could not create or commit a segment. The variants correspond to OpenCL error codes.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Failure {
@@ -94,7 +94,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// An owned range of a device's memory. Released on drop, ignoring errors.
+/// An owned range of a device's memory. The memory is released on drop; errors of the release are ignored.
 pub struct Memory(pub(crate) MemoryKind);
 
 pub(crate) enum MemoryKind {
@@ -135,7 +135,7 @@ impl Memory {
         if !start.addr().get().is_multiple_of(ALIGNMENT) {
             return Err(Error::invalid("Memory::of_host", format!("{start:?} is not at a multiple of 512 bytes")));
         }
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller promises what `owned_by` requires.
         Ok(Memory(MemoryKind::Host(unsafe { HostMemory::owned_by(start, bytes, Box::new(owner)) })))
     }
 
@@ -184,7 +184,7 @@ pub struct Marker(pub(crate) MarkerKind);
 
 #[derive(Clone)]
 pub(crate) enum MarkerKind {
-    /// The work is already done.
+    /// The work before the marker is already done.
     Done,
     OpenCl(Arc<ClEvent>),
     Sim(SimMarker),
@@ -223,7 +223,7 @@ impl fmt::Debug for Marker {
 pub struct Progress {
     /// Grows with every submitted command except markers.
     pub submitted: u64,
-    /// At most `submitted`. The device may have finished more than the host has queried.
+    /// At most `submitted`. The device may have finished more commands than the host knows of.
     pub finished: u64,
 }
 

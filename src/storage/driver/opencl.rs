@@ -31,7 +31,7 @@ impl ClBlockLocation<'_> {
         self.buffer
     }
 
-    /// Returns the block's offset in the buffer, in bytes: a multiple of 512.
+    /// Returns the block's offset in the buffer in bytes, which is a multiple of 512.
     pub(crate) fn offset(&self) -> usize {
         self.location.offset()
     }
@@ -55,7 +55,7 @@ impl ClBlockLocation<'_> {
 /// Host memory that a device works on in place, mapped for the host until the value is dropped.
 pub(crate) struct MappedHost(MappedBuffer);
 
-// A panic cannot leave the bytes in a broken state.
+// A panic cannot break the bytes, which may have any value.
 impl std::panic::UnwindSafe for MappedHost {}
 impl std::panic::RefUnwindSafe for MappedHost {}
 
@@ -107,9 +107,9 @@ impl OpenCl {
     /// Creates a buffer over host memory. `None` if the device does not work on host memory in place, or if the driver refuses.
     ///
     /// # Safety
-    /// As for [`ClDevice::buffer_over`].
+    /// The conditions of [`ClDevice::buffer_over`] hold.
     pub(crate) unsafe fn wrap_host_memory(self, start: NonNull<u8>, bytes: usize) -> Option<Memory> {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller promises what `buffer_over` requires.
         let buffer =
             self.device.info().unified_memory.then(|| unsafe { self.device.buffer_over(start, bytes) })?.ok()?;
         Some(Memory(MemoryKind::OpenCl(buffer)))

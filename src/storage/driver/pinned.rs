@@ -40,7 +40,7 @@ pub(crate) trait PinnedSource: Send + Sync {
 
     /// Creates a piece of `bytes` bytes, a multiple of 512.
     fn create(&self, bytes: usize) -> Result<Self::Memory, Failure>;
-    /// True if the transfer is done, or has failed for good.
+    /// True if the transfer is done or has failed, so that it no longer uses the memory.
     fn is_done(&self, event: &Self::Event) -> bool;
     /// True if dropped memory is not released, because transfers of a lost device may never end.
     fn is_lost(&self) -> bool;
@@ -97,7 +97,7 @@ struct Piece<M> {
     reserved: bool,
 }
 
-/// The reason that no piece was created.
+/// The reason why the source created no piece.
 enum Refusal {
     ByBudget,
     BySource,
@@ -179,7 +179,7 @@ impl<S: PinnedSource> PinnedPool<S> {
     }
 
     fn lock(&self, class: usize) -> MutexGuard<'_, SizeClass<S>> {
-        // Nothing that can panic runs under the lock.
+        // The lock is never poisoned, because no code under it can panic.
         lock(&self.classes[class])
     }
 
@@ -221,7 +221,7 @@ impl<S: PinnedSource> PinnedPool<S> {
             return None;
         };
         if let Err(second) = self.reserve.set(Reserve { memory: piece.memory, used: AtomicUsize::new(0) }) {
-            // Another thread created the reserve first.
+            // Another thread created the reserve first, so this second reserve is released.
             self.release(self.reserve_bytes, Piece { memory: second.memory, offset: 0, reserved: false });
         }
         self.reserve.get()
@@ -235,7 +235,7 @@ impl<S: PinnedSource> PinnedPool<S> {
         Some(Piece { memory: Arc::clone(&reserve.memory), offset, reserved: true })
     }
 
-    /// Creates a piece, unless the source has refused one lately.
+    /// Creates a piece, unless the source refused a piece lately and must not be asked again yet.
     fn create(&self, size: usize) -> Option<Piece<S::Memory>> {
         if !self.source_backoff.is_due() {
             return None;

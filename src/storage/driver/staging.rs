@@ -67,9 +67,9 @@ const SMALL_TRANSFER_BYTES: usize = 4 << 20;
 const SMALL_PIECE_BYTES: usize = 64 << 10;
 /// The smallest copy, in bytes, from or to a CPU device's buffer that all threads share.
 const MIN_MAPPED_BYTES: usize = 4 << 20;
-/// The pinned memory allowed is the machine's memory divided by this number.
+/// At most the machine's memory divided by this number may be pinned.
 const PINNED_MEMORY_DIVISOR: u64 = 8;
-/// The pinned memory allowed, in bytes, if the size of the machine's memory is unknown.
+/// The maximum of pinned memory, in bytes, if the size of the machine's memory is unknown.
 const DEFAULT_PINNED_BYTES: u64 = 1 << 30;
 /// Interval at which the background thread polls (`pinned_use_background_threads`), as in PyTorch.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
@@ -78,7 +78,7 @@ pub(in crate::storage) struct PinnedDevice(&'static ClDevice);
 
 impl PinnedSource for PinnedDevice {
     type Memory = MappedBuffer;
-    /// The events of all transfers that use the memory.
+    /// The events of all transfers that use a block of pinned memory.
     type Event = Vec<Arc<ClEvent>>;
 
     fn create(&self, bytes: usize) -> Result<MappedBuffer, Failure> {
@@ -123,7 +123,7 @@ fn pool(device: &'static ClDevice) -> &'static DevicePinnedPool {
                     pool.free_finished();
                 }
             };
-            // If the thread cannot start, blocks become free when the next one is requested.
+            // If the background thread cannot start, finished blocks are freed at the next request instead.
             let _ = std::thread::Builder::new().name("claystone-pinned".into()).spawn(poll);
         }
         pool
@@ -220,7 +220,7 @@ pub(in crate::storage) struct PinnedBytes {
     /// The pinned block, which is taken out only when the value is dropped.
     block: ManuallyDrop<Pinned<'static, PinnedDevice>>,
     opened: &'static ClDevice,
-    /// Enqueued transfers that were not waited for.
+    /// The enqueued transfers whose end the host has not waited for.
     enqueued_transfers: Mutex<Vec<EnqueuedTransfer>>,
     /// The number of other transfers that read the bytes, and the number that write them. A transfer whose end is unknown stays counted.
     readers: AtomicUsize,
@@ -256,7 +256,7 @@ impl PinnedBytes {
         Some(PinnedBytes { block, opened, enqueued_transfers: Mutex::default(), readers, writers })
     }
 
-    /// Returns the first byte. The contents are initially unspecified, but initialised.
+    /// Returns the address of the first byte. The contents are initially unspecified, but initialised.
     pub(in crate::storage) fn start(&self) -> NonNull<u8> {
         block_start(&self.block)
     }
@@ -317,7 +317,7 @@ pub(in crate::storage) fn alloc_pinned(device: Device, bytes: usize) -> Result<O
 fn block_start(block: &Pinned<'static, PinnedDevice>) -> NonNull<u8> {
     let (memory, offset) = block.memory();
     debug_assert!(offset + block.bytes() <= memory.bytes());
-    // SAFETY: the pool's blocks are inside their memory.
+    // SAFETY: the pool makes only blocks that are inside their memory.
     unsafe { memory.start().add(offset) }
 }
 
@@ -446,7 +446,7 @@ impl StagingSlice {
 
     fn write(&mut self, dst: ClAt<'_>, n: usize) -> Result<()> {
         self.wait()?;
-        // SAFETY: as in `read`.
+        // SAFETY: the range is `n` bytes of this block, which no other transfer uses until `wait` has found the event done.
         self.event = Some(unsafe { self.device.start_write(self.stream, self.range(n), dst, n) }?);
         Ok(())
     }
@@ -456,7 +456,7 @@ impl Drop for StagingSlice {
     fn drop(&mut self) {
         match (self.block.take(), self.event.take()) {
             (Some(block), Some(event)) => block.release_after(vec![Arc::new(event)]), // left by an error
-            // A transfer without an event may be using the block.
+            // On a lost device, a transfer whose event is unknown may still use the block, so the block is leaked.
             (Some(block), None) if self.device.is_lost() => mem::forget(block),
             _ => {}
         }

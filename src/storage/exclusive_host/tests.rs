@@ -1,4 +1,4 @@
-//! Which storages can be owned exclusively, and how their blocks are pinned.
+//! Tests of which storages can be owned exclusively, and of how their blocks are pinned.
 
 use std::thread;
 

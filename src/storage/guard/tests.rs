@@ -97,7 +97,7 @@ fn queued_work_is_waited_for() {
     let block = guarded.allocate(1000, one).unwrap();
     guarded.record_stream(&block, two);
     let place = block.location();
-    // Writes out of bounds, on the recorded stream.
+    // The stream that was recorded for the block writes behind the block's end.
     sim.write_tag_at(two, (place.segment().memory(), place.offset() + block.size()), 512, 5).unwrap();
     drop(place);
     sim.write_tag(one, &block, 4).unwrap();

@@ -86,14 +86,14 @@ pub(super) fn add_caller_line(frames: &mut Vec<Frame>, location: &Location<'_>) 
     }
 }
 
-/// True if the file belongs to this crate. The crate's tests count as users.
+/// True if the file belongs to this crate. The crate's tests count as the program.
 fn is_inner(file: &str) -> bool {
     const HERE: &str = "storage/history/caller.rs";
     let sources = &file!()[..file!().len() - HERE.len()];
     file.starts_with(sources) && !file.contains("tests")
 }
 
-/// Runs `f` inside a scope, as a function of this crate would.
+/// Runs `f` inside a [`Caller`] scope, as a method of this crate does.
 #[cfg(test)]
 pub(super) fn inside(f: impl FnOnce()) {
     let _caller = Caller::enter();

@@ -14,7 +14,7 @@ impl Snapshot {
     /// segment that an entry refers to. A trace that lost its first entries is consistent too.
     ///
     /// # Errors
-    /// The first inconsistency, as a sentence.
+    /// A sentence that describes the first inconsistency.
     pub fn check(&self) -> Result<()> {
         self.find_fault().map_err(|reason| Error::invalid("snapshot", reason))
     }
@@ -73,7 +73,7 @@ struct Memory {
     blocks: BTreeMap<u64, Block>,
 }
 
-/// A live segment, or adjacent pages of a reservation.
+/// A live segment, or a run of adjacent committed pages of a reservation.
 #[derive(Clone, Copy)]
 struct Segment {
     size: u64,

@@ -28,7 +28,7 @@ struct NamePath(u32);
 /// removed. The first node is the root, which has no name.
 static NAME_TREE: LazyLock<Mutex<Vec<Node>>> = LazyLock::new(|| Mutex::new(vec![Node::default()]));
 
-/// A name in the tree.
+/// A node of the tree of names.
 #[derive(Default)]
 struct Node {
     parent: u32,
@@ -42,10 +42,10 @@ thread_local! {
 }
 
 impl Context {
-    /// No information: no stack, and outside any [`with_context`].
+    /// A context without information: no stack, no line and no names.
     pub const NONE: Context = Context { stack: Stack::NONE, names: NamePath::NONE, caller: None };
 
-    /// Returns the calling thread's names.
+    /// Returns a context with the names that the calling thread is inside of, and without a stack.
     pub fn current() -> Context {
         Context { names: NamePath::current(), ..Context::NONE }
     }
@@ -55,7 +55,7 @@ impl Context {
         Context { stack: Stack::capture(), ..Context::current() }
     }
 
-    /// Adds the line that called the crate.
+    /// Adds the program's line that called the crate.
     pub(super) fn with_caller(self) -> Context {
         Context { caller: caller::current_line(), ..self }
     }
@@ -91,7 +91,7 @@ impl NamePath {
     const NONE: NamePath = NamePath(0);
 
     fn current() -> NamePath {
-        // A destructor of a thread-local may free a block after this thread-local is gone.
+        // A destructor of a thread-local may free a block, and record the event, after `CURRENT` is gone.
         CURRENT.try_with(Cell::get).unwrap_or(NamePath::NONE)
     }
 
@@ -114,7 +114,7 @@ impl NamePath {
         names.join("/")
     }
 
-    /// Returns the node of `name` inside these names, added on first use.
+    /// Returns the node of `name` inside the name `self`. Adds the node on first use.
     fn child(self, name: &str) -> NamePath {
         let mut tree = lock(&NAME_TREE);
         if let Some(&names) = tree[self.0 as usize].children.get(name) {
@@ -156,7 +156,7 @@ pub fn with_context<R>(name: &str, f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// Returns the names of a context by its number, the innermost first.
+/// Returns the names of the node with this number, the innermost name first.
 fn names_of(number: u32) -> Vec<String> {
     NamePath(number).list()
 }
@@ -164,13 +164,13 @@ fn names_of(number: u32) -> Vec<String> {
 /// The number of histories that are recording. Spans and callers' lines are recorded only while this number is above 0.
 static RECORDING: AtomicUsize = AtomicUsize::new(0);
 
-/// Starts and ends of spans, of the whole process.
+/// The latest starts and ends of spans in the whole process.
 static SPANS: Mutex<VecDeque<(String, Stage, u64)>> = Mutex::new(VecDeque::new());
 
 /// The number of starts and ends to keep.
 const MAX_SPANS: usize = 100_000;
 
-/// Counts a history that starts or stops recording.
+/// Counts how many histories are recording: adds one if `on`, else subtracts one.
 pub(super) fn count_recording(on: bool) {
     if on {
         RECORDING.fetch_add(1, Ordering::Relaxed);

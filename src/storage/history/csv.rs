@@ -32,7 +32,7 @@ pub enum CsvAction {
 impl CsvAction {
     const ALL: [CsvAction; 3] = [CsvAction::Allocate, CsvAction::Free, CsvAction::AllocateFailure];
 
-    /// Returns the word in the file.
+    /// Returns the word for the action in the file.
     pub fn name(self) -> &'static str {
         match self {
             CsvAction::Allocate => "allocate",
@@ -49,13 +49,13 @@ pub struct CsvEvent {
     pub thread: u64,
     /// Microseconds since midnight, UTC.
     pub time_us: u64,
-    /// The action.
+    /// The logged action.
     pub action: CsvAction,
-    /// The block's address.
+    /// The address of the block.
     pub addr: u64,
     /// The block's size in bytes.
     pub bytes: u64,
-    /// The stream.
+    /// The number of the stream.
     pub stream: u64,
 }
 
@@ -95,7 +95,7 @@ impl<W: Write + Send> CsvLog<W> {
             .map_err(write_error)
     }
 
-    /// Writes buffered lines.
+    /// Writes the buffered lines to the writer.
     ///
     /// # Errors
     /// If the writer fails.
@@ -154,7 +154,7 @@ impl CsvEvent {
 impl FromStr for CsvEvent {
     type Err = String;
 
-    /// Parses a line. The error describes the mistake.
+    /// Parses a line. The error describes the problem in the line.
     fn from_str(line: &str) -> Result<CsvEvent, String> {
         let columns: Vec<&str> = line.split(',').map(str::trim).take(COLUMNS + 1).collect();
         let &[thread, time, action, addr, bytes, stream] = columns.as_slice() else {

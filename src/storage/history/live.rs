@@ -18,7 +18,7 @@ pub struct LiveMemory {
     pub frames: Arc<[Frame]>,
     /// The number of requested bytes of the blocks.
     pub bytes: u64,
-    /// The number of blocks.
+    /// The number of blocks that were allocated at the call site.
     pub blocks: u64,
 }
 
@@ -39,7 +39,7 @@ pub struct LiveBlock {
 }
 
 impl Snapshot {
-    /// Returns the blocks in use, the largest first, with the information of the trace.
+    /// Returns the blocks in use, the largest first, with the age and the names that the trace gives.
     ///
     /// ```
     /// use claystone::storage::{HistoryOptions, with_context};
@@ -178,7 +178,7 @@ pub(super) fn fmt_sites(f: &mut fmt::Formatter<'_>, head: &str, sites: &[LiveMem
     if sites.iter().all(|site| site.frames.is_empty()) {
         return Ok(());
     }
-    // Without stacks only lines are known.
+    // Without recorded stacks, frames have a file and a line but no function name.
     let is_line = |frame: &Frame| frame.name.is_empty();
     let by = match sites.iter().any(|site| site.frames.first().is_some_and(is_line)) {
         true => "source line",

@@ -1,4 +1,4 @@
-//! The history of an allocator, for people and programs to inspect.
+//! The history of an allocator, which records its events.
 //!
 //! A [`History`] is a ring buffer of an allocator's latest events. While recording is off, an event costs one relaxed
 //! load. While recording is on, an event takes one short lock and is written into memory that was reserved when
@@ -98,7 +98,7 @@ setters!(HistoryOptions {
 /// Selects what to record: PyTorch's `enabled`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recording {
-    /// Record nothing. Earlier events stay until they are cleared.
+    /// Record nothing. Events that were recorded earlier are kept until they are cleared.
     Off,
     /// Record only the context of live blocks, which snapshots include. The trace keeps a single entry.
     State,
@@ -112,11 +112,11 @@ pub enum Recording {
 pub enum ContextLevel {
     /// No entry carries a context.
     Never,
-    /// Live blocks and segments in the snapshot.
+    /// Live blocks and segments in the snapshot carry a context.
     State,
     /// Also trace entries of allocations: of blocks, of segments, and of allocations that failed for lack of memory.
     Alloc,
-    /// Every entry, including frees of blocks.
+    /// Every entry carries a context, including frees of blocks.
     All,
 }
 
@@ -144,14 +144,14 @@ pub struct History {
 /// The ring buffer and its options.
 struct EventRing {
     options: HistoryOptions,
-    /// Never grows beyond the capacity allocated when recording began.
+    /// The recorded events. The vector never grows beyond the capacity allocated when recording began.
     events: Vec<Event>,
     /// The index of the oldest event once the ring is full, which the next event replaces.
     next: usize,
     overwritten: u64,
 }
 
-/// A recorded event, before its context is resolved.
+/// A recorded event, whose context is not resolved to frames yet.
 #[derive(Clone, Copy)]
 struct Event {
     addr: u64,
@@ -258,7 +258,7 @@ impl History {
         if in_block { context } else { Context::NONE }
     }
 
-    /// Returns the kept entries, oldest first.
+    /// Returns the recorded entries that are still kept, the oldest first.
     pub fn entries(&self) -> Vec<TraceEntry> {
         let events: Vec<Event> = self.lock().in_order().collect();
         let mut frames = FrameCache::default();

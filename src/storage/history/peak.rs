@@ -14,7 +14,7 @@ use super::summary::format_size;
 pub struct PeakMemory {
     /// The device's number: the index into [`Snapshot::device_traces`].
     pub device: u32,
-    /// Requested bytes of the blocks in use at the peak.
+    /// The number of requested bytes of the blocks in use at the peak.
     pub bytes: u64,
     /// The time from the peak to the last entry of the device's trace.
     pub ago: Duration,

@@ -29,10 +29,10 @@ pub(super) fn write(value: &PyValue<'_>) -> Result<Vec<u8>, String> {
     Ok(writer.out)
 }
 
-/// The state of writing a pickle.
+/// The state of the code that writes a pickle.
 struct Writer<'a> {
     out: Vec<u8>,
-    /// The numbers of the frames already written.
+    /// The memo numbers of the frames that were already written.
     shared: HashMap<&'a [Frame], u32>,
 }
 
@@ -105,7 +105,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes frames, or a reference to their earlier copy.
+    /// Writes frames, or a reference to the same frames if they were written before.
     fn frames(&mut self, frames: &'a Arc<[Frame]>) -> Result<(), String> {
         let next = self.shared.len() as u32;
         if let Some(known) = self.shared.get(&**frames) {
@@ -214,13 +214,14 @@ pub(super) fn read(bytes: &[u8]) -> Result<Snapshot, Error> {
 const MAX_DEPTH: usize = 32;
 /// A pickle may have this many values, and more if the file is long (see [`BYTES_PER_EXTRA_VALUE`]).
 const BASE_VALUE_LIMIT: usize = 100_000;
-/// Bytes of the file per value above [`BASE_VALUE_LIMIT`]. Without sharing a value takes at least two bytes.
+/// A file may have one value more than [`BASE_VALUE_LIMIT`] per this many of its bytes. Without sharing, a value takes at least two bytes.
 const BYTES_PER_EXTRA_VALUE: usize = 2;
-/// Bytes of text that count as one value when it is copied.
+/// This many bytes of copied text count as one value.
 const TEXT_BYTES_PER_VALUE: usize = 32;
 /// All different frames together may have this many bytes, and more if the file is long (see [`FRAME_BYTES_PER_FILE_BYTE`]).
 const BASE_FRAME_BYTES_LIMIT: usize = 16 << 20;
-/// Bytes of frames per byte of the file above [`BASE_FRAME_BYTES_LIMIT`]. A stack of shared frames lists references of 2 to 5 bytes each.
+/// Per byte of the file, frames may have this many bytes in addition to [`BASE_FRAME_BYTES_LIMIT`]. A stack of shared frames lists
+/// references of 2 to 5 bytes each.
 const FRAME_BYTES_PER_FILE_BYTE: usize = 48;
 
 /// A value of the pickle. For a list or dict, the index in the reader's `lists` of the list that holds the items.
@@ -229,18 +230,18 @@ enum Item<'a> {
     Null,
     Bool(bool),
     Int(i64),
-    /// The float's bits.
+    /// The bits of a float.
     Float(u64),
     Text(&'a str),
     List(u32),
-    /// Keys and values alternate.
+    /// The index of the list in which the dict's keys and values alternate.
     Dict(u32),
 }
 
-/// The state of reading: a stack machine, as pickles require.
+/// The state of the code that reads a pickle. A pickle is a program for a stack machine.
 struct Reader<'a> {
     bytes: &'a [u8],
-    /// The number of values that may still be made.
+    /// The number of values that the pickle may still make before it exceeds the limit.
     values: usize,
     lists: Vec<Vec<Item<'a>>>,
     stack: Vec<Item<'a>>,
@@ -348,7 +349,7 @@ impl<'a> Reader<'a> {
         Ok(self.stack.split_off(rest))
     }
 
-    /// Takes the items above the last mark off the stack.
+    /// Pops the items above the topmost mark from the stack.
     fn take_marked_items(&mut self) -> Result<Vec<Item<'a>>, String> {
         let mark = self.marks.pop().filter(|m| *m <= self.stack.len()).ok_or("an instruction finds no mark")?;
         Ok(self.stack.split_off(mark))
@@ -379,12 +380,12 @@ impl<'a> Reader<'a> {
 /// Error text for a pickle that exceeds a limit.
 const TOO_MANY: &str = "it holds too many values for its size";
 
-/// The values read, and the budget for converting them.
+/// The values that were read, and the number of values that conversions may still make.
 struct Pickle<'r, 'a> {
     lists: &'r [Vec<Item<'a>>],
     values: Cell<usize>,
     frame_bytes: Cell<usize>,
-    /// The stacks already made, by the frames in them.
+    /// The call stacks that were already made, by the items of their lists.
     frames: RefCell<HashMap<&'r [Item<'a>], Arc<[Frame]>>>,
     /// The same stacks by the id of their list, because a list may be used any number of times.
     stacks: RefCell<HashMap<u32, Arc<[Frame]>>>,
@@ -424,7 +425,7 @@ impl<'r, 'a> PickleValue<'r, 'a> {
         Ok(key)
     }
 
-    /// Returns the frames in a list, made on first use.
+    /// Returns the frames in a list. They are made when the list is first used.
     fn stack(self, id: u32) -> Result<Arc<[Frame]>, Error> {
         count_values(&self.pickle.values, 1)?;
         if let Some(known) = self.pickle.stacks.borrow().get(&id) {
@@ -435,7 +436,7 @@ impl<'r, 'a> PickleValue<'r, 'a> {
         Ok(frames)
     }
 
-    /// Makes the frames in a list that was not used before.
+    /// Makes the frames in a list that is used for the first time.
     fn frames(self, id: u32) -> Result<Arc<[Frame]>, Error> {
         let (items, at) = self.items(id)?;
         #[cfg(test)]

@@ -14,13 +14,13 @@ pub enum Setting {
     Bool(bool),
     /// An integer, such as a number of bytes.
     Int(i64),
-    /// A fraction.
+    /// A number with a fraction.
     Float(f64),
     /// Text.
     Text(String),
-    /// Values by index.
+    /// A list of values.
     List(Vec<Setting>),
-    /// Values by name.
+    /// A map from names to values.
     Map(BTreeMap<String, Setting>),
     /// The setting has no value.
     None,

@@ -70,10 +70,10 @@ pub struct SegmentInfo {
     /// The stream that the segment was allocated on.
     #[serde(deserialize_with = "int::deserialize")]
     pub stream: u64,
-    /// The pool: small or large requests.
+    /// Whether the segment serves small or large requests.
     #[serde(default)]
     pub segment_type: SegmentType,
-    /// The private pool: (0, 0) for none, (1, 0) for images.
+    /// The id of the private pool: (0, 0) for none, (1, 0) for images.
     #[serde(default)]
     pub segment_pool_id: (i64, i64),
     /// Whether the segment is part of a reservation, and grows and shrinks by pages.
@@ -141,13 +141,13 @@ impl SegmentInfo {
     }
 }
 
-/// The sizes of requests that a segment serves.
+/// Whether a segment serves small or large requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SegmentType {
-    /// Requests of up to 1 MiB.
+    /// The segment serves requests of up to 1 MiB.
     Small,
-    /// Larger requests.
+    /// The segment serves requests of more than 1 MiB.
     #[default]
     Large,
 }
@@ -161,7 +161,7 @@ impl SegmentType {
     }
 }
 
-/// A range of bytes of a segment.
+/// A block: a range of bytes of a segment.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[non_exhaustive]
 pub struct BlockInfo {
@@ -182,7 +182,7 @@ pub struct BlockInfo {
 }
 
 impl BlockInfo {
-    /// Returns a block all of whose bytes were requested, with no call stack.
+    /// Returns a block whose requested size is its size, with no call stack.
     pub fn new(address: u64, size: u64, state: BlockState) -> BlockInfo {
         BlockInfo { address, size, requested_size: size, state, frames: [].into() }
     }
@@ -203,7 +203,7 @@ impl BlockInfo {
     }
 }
 
-/// Whether a block is in use.
+/// The state of a block: in use or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BlockState {
@@ -305,7 +305,7 @@ impl TraceEntry {
 pub enum TraceAction {
     /// A block was handed out.
     Alloc,
-    /// A block was returned. Another stream may still use it.
+    /// A block was returned. Another stream may still use the block.
     FreeRequested,
     /// A returned block became free.
     FreeCompleted,
@@ -323,7 +323,7 @@ pub enum TraceAction {
     Oom,
 }
 
-/// A location in a program.
+/// A frame of a call stack: a location in a program.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Frame {
     /// The source file; empty if unknown, and for a name given to [`with_context`](super::with_context).
@@ -440,7 +440,7 @@ impl Snapshot {
         segments.chain(self.device_traces.iter_mut().flatten().map(|entry| &mut entry.frames))
     }
 
-    /// Adds the addresses of blocks, which old snapshots do not have.
+    /// Computes the addresses of blocks, which files of old PyTorch versions do not have.
     fn complete(mut self) -> Snapshot {
         for segment in &mut self.segments {
             if segment.address != 0 && segment.blocks.iter().all(|b| b.address == 0) {
@@ -484,9 +484,9 @@ pub(super) enum PyValue<'a> {
     Bool(bool),
     Int(u64),
     Text(&'a str),
-    /// A pair of numbers, which a pickle holds as a tuple.
+    /// A pair of numbers, which is a tuple in a pickle and a list in JSON.
     Pair((i64, i64)),
-    /// Frames, which a pickle holds once.
+    /// Frames, which a pickle contains only once.
     Frames(&'a Arc<[Frame]>),
     List(Vec<PyValue<'a>>),
     Dict(Vec<(&'static str, PyValue<'a>)>),

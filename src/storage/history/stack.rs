@@ -27,7 +27,7 @@ const MAX_STACKS: usize = 1 << 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Stack(u32);
 
-/// The process's stacks.
+/// The table of all stacks of the process.
 static STACKS: LazyLock<Mutex<Stacks>> = LazyLock::new(|| Mutex::new(Stacks::new(MAX_STACKS)));
 
 impl Stack {
@@ -56,11 +56,11 @@ impl Stack {
 
 /// All stacks of the process. They are kept as long as the process lives, because events of any device may refer to them.
 struct Stacks {
-    /// The addresses of stack i + 1, at index i.
+    /// At index i, the return addresses of stack number i + 1.
     kept: Vec<Arc<[usize]>>,
     ids: HashMap<Arc<[usize]>, Stack, BuildHasherDefault<AddressHasher>>,
     sizes: FrameSizes,
-    /// The maximum number of stacks.
+    /// The maximum number of different stacks to keep.
     capacity: usize,
     lost: u64,
 }
@@ -93,7 +93,7 @@ impl Stacks {
         self.intern(frames.into_iter().map(|(address, _)| address).collect())
     }
 
-    /// Returns the number of a stack, added on first use.
+    /// Returns the number of a stack. Adds the stack to the table if it is new.
     fn intern(&mut self, addresses: Arc<[usize]>) -> Stack {
         if let Some(&known) = self.ids.get(&addresses) {
             return known;
@@ -183,7 +183,7 @@ impl StackMemory {
     /// Returns the stack from the address `low` up. Returns `None` if the thread runs on a stack other than its own, such as a
     /// coroutine's, or if walks are not supported.
     fn above(low: usize) -> Option<StackMemory> {
-        // A destructor of a thread-local may free a block.
+        // A destructor of a thread-local may free a block, and capture a stack, after `BOUNDS` is gone.
         let bounds = BOUNDS.try_with(|bounds| {
             bounds.get().unwrap_or_else(|| {
                 bounds.set(Some(stack_bounds()));
@@ -194,7 +194,7 @@ impl StackMemory {
         (start..end).contains(&low).then_some(StackMemory { low, end })
     }
 
-    /// Returns the return address of the frame whose caller has this stack pointer.
+    /// Returns the return address of a frame, given the stack pointer of the frame's caller.
     fn return_address(self, pointer: usize) -> Option<usize> {
         let at = pointer.checked_sub(size_of::<usize>()).filter(|at| at.is_multiple_of(align_of::<usize>()))?;
         (self.low <= at && pointer <= self.end).then(|| read(self, at))

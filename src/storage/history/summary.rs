@@ -1,4 +1,4 @@
-//! A snapshot in figures and as text.
+//! The fragmentation of a snapshot, and its printed form.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,18 +13,18 @@ pub struct Fragmentation {
     pub all: FreeSpace,
     /// Segments for requests of up to 1 MiB.
     pub small_pool: FreeSpace,
-    /// The other segments.
+    /// Segments for requests of more than 1 MiB.
     pub large_pool: FreeSpace,
 }
 
 /// The free memory of a set of segments, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FreeSpace {
-    /// The sizes of the segments.
+    /// The total size of the segments.
     pub reserved: u64,
     /// The requested sizes of the blocks in use, and of freed blocks that a stream may still use.
     pub requested: u64,
-    /// The sizes of the free blocks.
+    /// The total size of the free blocks.
     pub total_free: u64,
     /// The size of the largest free block.
     pub largest_free: u64,
@@ -66,9 +66,9 @@ impl Snapshot {
     }
 }
 
-/// The number of segments that the summary draws.
+/// Maximum number of segments that are drawn as a map.
 const MAX_DRAWN_SEGMENTS: usize = 16;
-/// The number of characters per segment.
+/// Number of characters in the map of a segment.
 const MAP_WIDTH_CHARS: u64 = 64;
 
 /// Prints a table with a line per pool and stream, a map of the largest segments (`#` in use, `+` partly, `.` free),

@@ -59,7 +59,7 @@ fn resolve(address: usize) -> Symbols {
     symbols.into()
 }
 
-/// The crates between a program's function and the allocator.
+/// The crates whose functions can be between a program's function and the allocator.
 const INNER_CRATES: [&str; 9] =
     ["claystone", "std", "core", "alloc", "test", "rayon", "rayon_core", "smallvec", "__rustc"];
 

@@ -11,7 +11,7 @@ use crate::storage::allocation::Storage;
 use crate::storage::sidecar::DerivedData;
 use crate::{Device, Result};
 
-/// Identifies how the bytes were read to make an image.
+/// A key that distinguishes images made from the same bytes in different ways.
 pub(crate) type ImageKey = SmallVec<[i64; 12]>;
 
 /// The images of one storage.

@@ -56,7 +56,7 @@ pub(in crate::storage) trait OtherMemoryHolder: Send + Sync {
     fn make_room(&self) -> Result<bool>;
 }
 
-/// The image pool of each device that has one.
+/// The registered holder of each device: its image pool.
 static OTHER_HOLDERS: PerDevice<Arc<dyn OtherMemoryHolder>> = PerDevice::new();
 
 /// Makes the allocators of the device's buffers count the bytes that `other` holds, from now on.
@@ -64,7 +64,7 @@ pub(in crate::storage) fn register_other_holder(device: Device, other: Arc<dyn O
     OTHER_HOLDERS.get_or_insert(device, other);
 }
 
-/// Returns the holder of other memory than buffers on the device, if any.
+/// Returns the registered holder of device memory other than buffers, or `None` if there is none.
 pub(in crate::storage) fn other_holder(device: Device) -> Option<Arc<dyn OtherMemoryHolder>> {
     OTHER_HOLDERS.get(device)
 }

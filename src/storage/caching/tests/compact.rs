@@ -42,7 +42,7 @@ fn a_private_segment_that_reuses_a_released_number_does_not_move() {
     let (sim, allocator) = device(1 << 30, "segments:pytorch");
     let allocator = Arc::new(allocator);
     let number = |allocator: &CachingAllocator, block: &Block| allocator.lock().heap.entry(block.id()).segment;
-    // Three segments with 18, 2 and 11 MiB free.
+    // Once `a` and `b` are freed, the three segments have 18, 2 and 11 MiB free.
     let [first, a, b, second, c, third] = [2, 9, 9, 9, 9, 9].map(|mib| take(&allocator, mib * MIB));
     free_all(&allocator, [a, b]);
     let was = number(&allocator, &third);

@@ -1,4 +1,4 @@
-//! Expandable segments.
+//! Tests of expandable segments.
 
 use super::*;
 use crate::storage::{HistoryOptions, TraceAction};

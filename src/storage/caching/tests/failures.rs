@@ -97,7 +97,7 @@ const OVER_HOST: Layout = &[(2, true), (140, false), (20, true), (10, false), (2
 /// The layout of each of two segments: neither has room for the request, and the device has no memory for a third segment.
 const THROUGH_HOST: Layout = &[(4, false), (4, true), (8, false), (4, true)];
 
-/// Segments, and a request in MiB that requires moving their blocks.
+/// The layouts of segments, and the size in MiB of a request that can be served only by moving blocks.
 const CASES: [(&[Layout], usize); 3] = [(&[SLIDES], 29), (&[OVER_HOST], 30), (&[THROUGH_HOST, THROUGH_HOST], 14)];
 
 // Miri runs only a part of the next two tests, because all of the first takes more than 45 minutes under Miri.
@@ -126,7 +126,7 @@ fn a_failed_call_loses_neither_blocks_nor_the_device() {
                         assert!(result.is_ok(), "{what}");
                     }
                     free_all(&full.allocator, result.ok());
-                    // A second attempt succeeds.
+                    // A second attempt, without failures, succeeds.
                     let block = full.allocator.allocate(mib * MIB, StreamId::DEFAULT).expect(&what);
                     full.check(&what);
                     free_all(&full.allocator, [block]);

@@ -109,7 +109,7 @@ fn injected_failures_are_recovered_or_reported_at_once() {
             assert!(matches!(allocator.allocate(1000, StreamId::DEFAULT), Err(Error::DeviceLost { .. })));
             let s = allocator.stats();
             assert_eq!((s.segment.current, s.num_ooms, sim.live_segments()), (0, 0, 0));
-            // One out-of-memory failure is recovered by a retry; two in a row are not.
+            // If the driver is out of memory once, the allocator's retry succeeds. If it is twice in a row, the allocation fails.
             inject(&sim, failure.clone());
             let block = take(&allocator, 1000);
             assert_eq!(allocator.stats().num_alloc_retries, 1);

@@ -1,4 +1,4 @@
-//! Private memory pools.
+//! Tests of private memory pools.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

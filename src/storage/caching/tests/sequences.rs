@@ -1,4 +1,4 @@
-//! Whole programs: repetitive, multi-threaded, and with several streams.
+//! Tests with the requests of whole programs: repetitive, multi-threaded, and with several streams.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! Reuse of free memory across streams.
+//! Tests of how streams reuse free memory of other streams.
 
 use super::properties::Random;
 use super::*;

@@ -13,7 +13,7 @@ use crate::device::{read, write};
 #[derive(Debug)]
 pub(super) struct Mapping {
     start: NonNull<u8>,
-    /// A multiple of the page size.
+    /// The size in bytes, a multiple of the page size.
     bytes: usize,
     /// Whether to prefer memory of the requesting thread's NUMA node.
     numa_local: bool,
@@ -98,7 +98,7 @@ impl Mapping {
         unsafe { libc::mprotect(self.at(from), to - from, access) == 0 }
     }
 
-    /// Asks the kernel for huge pages and for local memory. The kernel may ignore both.
+    /// Asks the kernel for huge pages and for memory of the local NUMA node. The kernel may ignore both requests.
     fn advise(&self, from: usize, to: usize) {
         if to - from >= HUGE_PAGE_BYTES {
             // SAFETY: the range consists of whole pages inside this mapping; the advice only affects which pages the kernel allocates.
@@ -218,7 +218,7 @@ mod tests {
         }
         let policy = |offset| {
             let (mut mode, none) = (-1i32, std::ptr::null_mut::<u64>());
-            // SAFETY: asks for the policy of an address of this mapping, into `mode`.
+            // SAFETY: the call asks for the policy of an address in this mapping, and writes only to `mode`.
             let done = unsafe {
                 libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, none, 0usize, mapping.at(offset), MPOL_F_ADDR)
             };

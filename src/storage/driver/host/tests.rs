@@ -4,7 +4,7 @@ safe_methods!(Host);
 
 impl Host {
     fn relocate(&self, moves: &[(At<'_>, At<'_>, usize)]) -> Result<()> {
-        // SAFETY: as in `safe_methods`.
+        // SAFETY: no other thread uses the memory in these tests.
         unsafe { Driver::relocate(self, moves) }.map(|done| assert!(done))
     }
 }
@@ -68,7 +68,7 @@ mod reserved {
         let page = host().page();
         let mut pages = vec![0u8; (to - from) / page];
         let start = std::ptr::without_provenance_mut(address(memory) + from);
-        // SAFETY: queries addresses, and writes a byte per page.
+        // SAFETY: the call queries addresses of the memory, and writes one byte per page to `pages`.
         assert_eq!(unsafe { libc::mincore(start, to - from, pages.as_mut_ptr()) }, 0);
         pages.iter().filter(|page| *page & 1 == 1).count() * page
     }
@@ -126,7 +126,7 @@ mod reserved {
             address(&memory)
         };
         let mut pages = [0u8; 1];
-        // SAFETY: queries an address, and writes a byte.
+        // SAFETY: the call queries one address, and writes one byte.
         let known =
             unsafe { libc::mincore(std::ptr::without_provenance_mut(at + (8 << 30)), page, pages.as_mut_ptr()) };
         assert_eq!((known, std::io::Error::last_os_error().raw_os_error()), (-1, Some(libc::ENOMEM)));

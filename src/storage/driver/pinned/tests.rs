@@ -16,7 +16,7 @@ struct FakeState {
     live: AtomicUsize,
     /// Creations fail that would exceed this many live bytes; `None` for no limit.
     room: Option<usize>,
-    /// The number of creations that fail next.
+    /// The number of creations that will fail from now on.
     refuses: AtomicUsize,
     calls: AtomicUsize,
     lost: AtomicBool,
@@ -271,7 +271,7 @@ fn a_refused_reserve_is_requested_again() {
     assert_eq!(source.live(), 64 << 10);
     assert_eq!(pool.stats().allocated_bytes.current, 64 << 10);
 
-    // A reserve that never fits does not keep blocks from being created.
+    // Blocks are created even if the reserve is larger than the memory that the source has.
     let small = PinnedPool::new(Fake::with_room(60_000), 64 << 10, Budget::new(1 << 20));
     let blocks: Vec<_> = (0..10).map(|_| small.alloc(4096).unwrap()).collect();
     assert_eq!(small.stats().allocated_bytes.current, 10 * blocks[0].bytes() as u64);
@@ -334,7 +334,7 @@ enum Op {
     Alloc(usize),
     /// Returns one of the live blocks, at once or when an event is done.
     Free(usize, bool),
-    /// One of the events completes.
+    /// Completes one of the events.
     Done(usize),
     EmptyCache,
 }

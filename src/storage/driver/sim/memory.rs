@@ -7,7 +7,7 @@ use super::queue::Span;
 use super::{Call, Failure, Memory, MemoryKind, Sim, SimOptions, State};
 use crate::{Error, Result};
 
-/// A segment of the simulated device, as its driver hands it out.
+/// A segment of the simulated device, as an allocator gets it from the driver.
 pub(crate) struct SimMemory {
     pub(super) id: u64,
     pub(super) size: usize,
@@ -129,7 +129,7 @@ impl SimSegments {
         piece.bytes(&pages) - piece.committed_bytes(&pages)
     }
 
-    /// Commits the range's pages, if at most `room` bytes are then committed in total.
+    /// Commits the range's pages, unless more than `room` bytes would then be committed in total.
     fn commit(&mut self, id: u64, range: &Range<usize>, room: u64) -> Result<(), Failure> {
         let missing = self.missing(id, range);
         if missing > 0 && self.committed + missing > room {

@@ -100,7 +100,7 @@ struct SimShared {
     state: Mutex<State>,
 }
 
-/// The device's state, under the lock.
+/// The device's state, guarded by its lock.
 #[derive(Default)]
 struct State {
     pieces: SimSegments,
@@ -177,7 +177,7 @@ impl Sim {
         self.with(|s| s.other_process_bytes = bytes);
     }
 
-    /// Runs `hook` while the allocator next waits for the device.
+    /// Runs `hook` once, during the allocator's next wait for the device.
     pub fn at_synchronize(&self, hook: impl FnOnce() + Send + 'static) {
         self.with(|s| s.at_synchronize.push(Box::new(hook)));
     }
@@ -222,7 +222,7 @@ impl Sim {
         f(&mut lock(&self.0.state))
     }
 
-    /// Records a driver call, and executes it.
+    /// Records a driver call, and then executes `f`, which is the call's work.
     fn call<R>(&self, call: Call, f: impl FnOnce(&mut State) -> R) -> R {
         self.0.count.fetch_add(1, Relaxed);
         self.with(|s| {
@@ -315,19 +315,19 @@ impl Sim {
     }
 }
 
-/// The failures requested, in order.
+/// The failures that tests requested and that have not happened yet, in order.
 #[derive(Default)]
 struct Failures {
     create: VecDeque<Failure>,
     commit: VecDeque<Failure>,
     enqueue: VecDeque<Failure>,
-    /// Failures of other calls, by their kind.
+    /// Failures of other calls, each with the kind of the call.
     call: Vec<(Call, Failure)>,
     /// The number of calls of any kind to let pass, the number that then fail, and the failure.
     calls: Option<(u64, u64, Failure)>,
     /// Whether every write from the host fails.
     writes: bool,
-    /// Failures that enqueued copies have when they run.
+    /// Failures of enqueued copies, which happen when the copies run.
     copies: VecDeque<Failure>,
     /// A failure of a command that ran since the last wait for the device, which the next wait reports.
     pending_failure: Option<Failure>,
@@ -430,14 +430,14 @@ impl Sim {
         self.call(call, |s| s.failures.failure_of_call(call).map_or_else(|| f(s), Err))
     }
 
-    /// Like [`attempt`](Self::attempt), for calls that fail as an OpenCL call does.
+    /// Like [`attempt`](Self::attempt), for calls whose failure is an [`Error`] and not a [`Failure`].
     fn try_call<R>(&self, call: Call, name: &'static str, f: impl FnOnce(&mut State) -> Result<R>) -> Result<R> {
         self.call(call, |s| {
             s.failures.failure_of_call(call).map_or_else(|| f(s), |failure| Err(self.error(name, failure)))
         })
     }
 
-    /// Converts a failure into the error that work reports.
+    /// Converts a failure into the error that a failed call reports.
     fn error(&self, call: &'static str, failure: Failure) -> Error {
         let code = match failure {
             Failure::Other(error) => return error,

@@ -36,7 +36,7 @@ impl fmt::Debug for Span {
     }
 }
 
-/// A point in a stream. Accesses are ordered by the device's lock.
+/// A point in a stream. Its fields are accessed only under the device's lock.
 #[derive(Clone)]
 pub(crate) struct SimMarker {
     stream: StreamId,
@@ -49,7 +49,7 @@ impl SimMarker {
         SimMarker { stream, done: Arc::default(), before: Arc::new(before) }
     }
 
-    /// Returns the work of all streams that is done when this marker is done.
+    /// Returns, for all streams, the work that is done when this marker is done.
     pub(super) fn before(&self) -> &VectorClock {
         &self.before
     }
@@ -215,7 +215,7 @@ fn includes(clock: &VectorClock, used: &MemoryUse) -> bool {
     clock.get(&used.stream).is_some_and(|&at| used.at <= at)
 }
 
-/// A use of memory that later uses may have to be ordered after.
+/// A use of memory. Later uses of the same bytes may have to be ordered after it.
 struct MemoryUse {
     span: Span,
     writes: bool,
@@ -223,10 +223,10 @@ struct MemoryUse {
     at: u64,
 }
 
-/// The order of all submitted commands.
+/// The order in which submitted commands must run.
 #[derive(Default)]
 pub(super) struct Order {
-    /// Whether uses are recorded and checked.
+    /// Whether uses of memory are recorded and checked for conflicts.
     pub(super) checks: bool,
     progress: BTreeMap<StreamId, Progress>,
     /// For each stream, the work that is done before the next submitted command runs.
@@ -244,7 +244,7 @@ impl Order {
         if progress.is_finished()
             && let Some(before) = self.before.get(&stream)
         {
-            // The work that the stream waited for is done as well.
+            // If a stream's work is done, the work that the stream waited for is done as well.
             before.iter().for_each(|(&other, &at)| raise(&mut self.known, other, at));
         }
         progress

@@ -147,10 +147,10 @@ fn copies_move_tags_in_the_order_of_their_stream() {
     sim.check_tag_at(s, (&a, 6 * GRANULE), GRANULE, 0).unwrap();
     sim.synchronize().unwrap();
     assert_eq!(sim.violations(), [""; 0]);
-    assert!(sim.copy(s, (&a, 0), (&a, GRANULE), 2 * GRANULE).is_err()); // overlap
-    assert!(sim.copy(s, (&a, 0), (&a, 7 * GRANULE), 2 * GRANULE).is_err()); // outside
-    assert!(sim.copy(s, (&a, 1), (&a, 4 * GRANULE), 1).is_err()); // between granules
-    assert!(asynchronous().copy(s, (&a, 0), (&a, 4 * GRANULE), 1).is_err()); // another device's memory
+    assert!(sim.copy(s, (&a, 0), (&a, GRANULE), 2 * GRANULE).is_err()); // the ranges overlap
+    assert!(sim.copy(s, (&a, 0), (&a, 7 * GRANULE), 2 * GRANULE).is_err()); // the destination exceeds the segment
+    assert!(sim.copy(s, (&a, 1), (&a, 4 * GRANULE), 1).is_err()); // the source does not begin at a granule
+    assert!(asynchronous().copy(s, (&a, 0), (&a, 4 * GRANULE), 1).is_err()); // the memory belongs to another device
 }
 
 #[test]
@@ -290,7 +290,7 @@ fn a_hook_during_a_wait_may_use_the_device() {
 fn blocks_carry_tags() {
     let sim = Sim::new(SimOptions { contents: true, ..SimOptions::default() });
     let segment = Arc::new(Segment::new(committed(&sim, 4096), 4096));
-    // SAFETY: the only block of the segment.
+    // SAFETY: this is the only block of the segment.
     let block = unsafe { Block::new(&segment, 1024, 1024, 1000) }.unwrap();
     sim.write_tag(StreamId::DEFAULT, &block, 9).unwrap();
     sim.check_tag(StreamId::DEFAULT, &block, 9).unwrap();

@@ -99,7 +99,7 @@ pub(in crate::storage) fn start_write(device: &'static ClDevice, src: &[u8], dst
     }
     let Some(block) = pool(device).alloc(src.len()) else { return Ok(false) };
     let (start, stream) = (block_start(&block), device.current_stream());
-    // SAFETY: the block has that many bytes, and no other code has the block.
+    // SAFETY: the block has at least `src.len()` bytes, and no other code uses the block.
     unsafe { copy_raw(src.as_ptr(), start.as_ptr(), src.len(), copy) };
     // SAFETY: as above, and the pool hands the block out again only when the event is done.
     match unsafe { device.start_write(stream, start, dst, src.len()) } {

@@ -14,7 +14,7 @@ fn new_pool(device: &'static ClDevice, cap: usize) -> &'static DevicePinnedPool 
     Box::leak(Box::new(PinnedPool::new(PinnedDevice(device), 0, Budget::new(cap))))
 }
 
-/// The number of slices.
+/// The number of slices in the tested rings.
 const RING: usize = 6;
 
 /// Makes a transfer through slices of `slice` bytes, of which threads copy a third at a time.

@@ -16,9 +16,9 @@ const SPINS_BEFORE_YIELD: u32 = 20_000;
 /// A part of a transfer that goes through one slice in one step.
 pub(super) struct Chunk {
     pub(super) range: Range<usize>,
-    /// The number of pieces not copied yet.
+    /// The number of the chunk's pieces that are not copied yet.
     left: AtomicUsize,
-    /// True if the slice is free to be copied to or from.
+    /// True if the chunk's slice is ready, so that pieces can be copied to or from it.
     ready: AtomicBool,
     /// True if the device's transfer of the chunk was submitted.
     pub(super) begun: AtomicBool,
@@ -29,7 +29,7 @@ pub(super) struct Chunk {
 pub(super) struct Transfer<'a> {
     ring: &'a Ring,
     pub(super) chunks: Vec<Chunk>,
-    /// The pieces: the index of the chunk, and the bytes of the transfer.
+    /// For each piece, the index of its chunk and its byte range in the transfer.
     pieces: Vec<(usize, Range<usize>)>,
     failed: AtomicBool,
     error: Mutex<Option<Error>>,
@@ -130,7 +130,7 @@ pub(super) fn chunks_of(total: usize, slice: usize) -> Vec<Range<usize>> {
 /// # Safety
 /// Both addresses have `n` bytes. Until the call returns, no other code writes these bytes, or reads the bytes at `to`.
 pub(super) unsafe fn copy_raw(from: *const u8, to: *mut u8, n: usize, copy: impl FnOnce(&mut [u8], &[u8])) {
-    // SAFETY: promised by the caller.
+    // SAFETY: the caller promises that both ranges are valid and that no other code writes them.
     let (from, to) = unsafe { (std::slice::from_raw_parts(from, n), std::slice::from_raw_parts_mut(to, n)) };
     copy(to, from);
 }
@@ -141,7 +141,7 @@ pub(super) struct StartPtr(pub(super) *mut u8);
 
 // SAFETY: the value is only an address. Code that reads or writes at the address has to justify the access.
 unsafe impl Send for StartPtr {}
-// SAFETY: as above.
+// SAFETY: the value is only an address, as for `Send`.
 unsafe impl Sync for StartPtr {}
 
 impl StartPtr {

@@ -39,7 +39,7 @@ fn a_line_lasts_as_long_as_its_method() -> Result<()> {
     alone();
     assert_eq!(lines(&history), [0, 0], "no line of the program's");
 
-    // A method that the program calls in a callback inside another method.
+    // The program calls a method in a callback, which runs inside another method.
     history.clear();
     let mut inner = 0;
     let outer = allocate(&history, || {

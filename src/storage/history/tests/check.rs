@@ -16,7 +16,7 @@ proptest! {
         prop_assert_eq!(&Snapshot::from_pickle(&snapshot.to_pickle()?)?, &snapshot);
         prop_assert_eq!(&Snapshot::from_json(&snapshot.to_json()?)?, &snapshot);
         let text = snapshot.to_string();
-        // At most 20 of the lines are the tables of ages and of the largest blocks.
+        // The tables of ages and of the largest blocks have at most 20 lines.
         prop_assert!(text.lines().count() >= 2 && text.lines().count() <= 24 + 20 + snapshot.segments.len());
     }
 

@@ -4,7 +4,7 @@ use super::*;
 
 const MIB: u64 = 1 << 20;
 const PAGE: u64 = 2 * MIB;
-/// The start of the reservation: far above 2^31.
+/// The address of the reservation, far above 2^31 to test large addresses.
 const RESERVATION: u64 = 1 << 45;
 
 pub struct Toy {
@@ -16,7 +16,7 @@ pub struct Toy {
 impl Toy {
     pub fn new(max_entries: usize) -> Result<Toy> {
         let history = History::new();
-        // Stacks are slow under Miri.
+        // Under Miri no stacks are captured, because that is slow.
         history.record_memory_history(HistoryOptions { max_entries, stacks: !cfg!(miri), ..Default::default() })?;
         Ok(Toy { history, segments: Vec::new(), next_address: 0x7f00_0000_0000 })
     }

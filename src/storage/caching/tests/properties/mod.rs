@@ -17,7 +17,7 @@ use model::World;
 use ops::Op;
 pub(super) use ops::Random;
 
-/// A device and allocator configuration.
+/// The configuration of a device and of an allocator.
 #[derive(Debug, Clone, Copy)]
 struct Setup {
     config: &'static str,

@@ -25,7 +25,7 @@ use crate::storage::{BlockState, Driver, Failure, HistoryOptions, Registration, 
 use failures::{ASKING, failure, retry_until_ok};
 use pools::Pool;
 
-/// A live block.
+/// A live block and what the model knows of it.
 struct Live {
     block: Block,
     requested: usize,
@@ -33,7 +33,7 @@ struct Live {
     /// The private pool of the block's segment; 0 if none.
     pool: u32,
     tag: u32,
-    /// Streams that have waited for the block's own stream.
+    /// The streams that have used the block, after a wait for the block's own stream.
     users: Vec<u32>,
 }
 

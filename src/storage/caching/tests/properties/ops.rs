@@ -36,7 +36,7 @@ pub(super) enum Op {
     Limit {
         bytes: u64,
     },
-    /// Other programs take device memory.
+    /// Other programs hold this much device memory from now on.
     Others {
         bytes: u64,
     },
