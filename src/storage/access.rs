@@ -46,7 +46,7 @@ fn lock_for_writing(lock: &RwLock<ReaderCount>) -> Result<RwLockWriteGuard<'_, R
     }
 }
 
-/// Calls `f` with exactly the bytes of storages on the CPU device: `reads` shared, `writes` exclusive, in the order given.
+/// Calls `f` with the bytes of storages on the CPU device, in the given order: `reads` as shared slices, `writes` as exclusive slices.
 ///
 /// Locks each allocation once, in address order, so that concurrent calls cannot deadlock; `f` must not lock storages. Empty storages are not locked.
 /// A storage may appear several times in `reads`. Returns [`Error::Invalid`] if a storage is in both lists, or twice in `writes`.
@@ -148,7 +148,7 @@ pub(crate) fn with_host_few<const N: usize, R>(
     Ok(result)
 }
 
-/// Records work on bytes of the CPU device in the profiler, until the returned span is dropped.
+/// Records in the profiler work on `bytes` bytes of the CPU device, until the returned span is dropped.
 #[inline]
 fn cpu_span(kind: RecordKind, name: &'static str, bytes: usize) -> Option<Span> {
     profiler::span(kind, name, Device::Cpu, 0, bytes)
@@ -156,7 +156,7 @@ fn cpu_span(kind: RecordKind, name: &'static str, bytes: usize) -> Option<Span> 
 
 impl Storage {
     /// Returns the location of the bytes in OpenCL memory, for commands. Fails for empty storages: callers enqueue no command for them.
-    #[inline(always)] // part of every launch, see `Tensor::device_view`
+    #[inline(always)] // called at every launch, see `Tensor::device_view`
     pub(crate) fn cl(&self) -> Result<ClBlockLocation<'_>> {
         if let Backing::OpenCl(driver, lease) = &self.allocation().backing {
             if capture::is_capturing(self.device()) {
@@ -272,8 +272,8 @@ impl Storage {
         written
     }
 
-    /// Copies `bytes` bytes of `src` from `src_offset` to `offset`; if `src` is this storage, the ranges may overlap. A copy within one device
-    /// waits only if `blocking`; a copy between devices goes through the host and always waits.
+    /// Copies `bytes` bytes of `src` from `src_offset` to `offset`; if `src` is this storage, the ranges may overlap. A copy within
+    /// one device waits until it is done only if `blocking`; a copy between devices goes through the host and always waits.
     pub(crate) fn copy_from(
         &self,
         offset: usize,
@@ -379,7 +379,7 @@ impl Storage {
             return with_host(&[], &[self], |_, w| fill(&mut w[0][range], pattern));
         }
         let to = self.cl()?;
-        // The block's padding belongs to this storage: filling the padding too lets the driver use wide stores.
+        // The padding at the block's end belongs to this storage. It is filled too, so that the driver can use wide stores.
         let to_the_end = offset.is_multiple_of(16) && range.end == self.nbytes();
         let bytes = if to_the_end { bytes.next_multiple_of(16) } else { bytes };
         let filled = to.device.fill(to.at(offset), bytes, pattern);

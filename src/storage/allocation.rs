@@ -149,7 +149,7 @@ impl Storage {
         Ok((location.buffer().mem(), location.offset()))
     }
 
-    /// Allocates `bytes` bytes, filled with the configured byte; the contents are unspecified if none is configured.
+    /// Allocates `bytes` bytes. They are filled with the configured byte; without one, their contents are unspecified.
     pub(crate) fn alloc(device: Device, bytes: usize) -> Result<Storage> {
         if bytes == 0 {
             return Ok(Storage::new(device, 0, Backing::Empty));
@@ -202,7 +202,7 @@ impl Storage {
         self.0.pinned().is_some_and(|pinned| pinned.is_for(device))
     }
 
-    #[inline(always)] // without inlining, the struct is stored in words and then loaded as vectors, which stalls
+    #[inline(always)] // without inlining, the struct is stored in words and then loaded as vectors, which stalls the processor
     pub(super) fn new(device: Device, size: usize, backing: Backing) -> Storage {
         let spare = SPARE_ALLOCATIONS.try_with(|spare| spare.borrow_mut().pop()).ok().flatten();
         let mut shared = spare.unwrap_or_else(empty_allocation);
@@ -223,7 +223,8 @@ impl Storage {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// Returns how often the contents have been changed in place (PyTorch's `_version`), which autograd checks. All views share the counter.
+    /// Returns how often the contents have been changed in place (PyTorch's `_version`), which autograd checks. All views of the
+    /// storage share this count.
     ///
     /// ```
     /// let x = claystone::Tensor::ones(4, claystone::Device::Cpu)?;
@@ -387,7 +388,7 @@ impl Allocation {
             Backing::Host(lease) => match &lease.block.segment().memory().0 {
                 // SAFETY: allocators make only blocks that are inside their segment.
                 MemoryKind::Host(m) => (unsafe { m.start().add(lease.block.offset()) }, self.size),
-                _ => no_bytes, // unreachable: set_allocator rejects allocators of other drivers' memory
+                _ => no_bytes, // unreachable: `set_allocator` rejects allocators of other memory
             },
             Backing::Adopted(adopted) => (adopted.memory.start(), self.size),
             Backing::Empty | Backing::Uninit(_) | Backing::OpenCl(..) => no_bytes,
@@ -403,7 +404,7 @@ impl fmt::Debug for Allocation {
     }
 }
 
-/// A well aligned type, whose dangling pointer makes empty slices castable to slices of any element.
+/// A type aligned enough that its dangling pointer can be the start of an empty slice of any element type.
 #[repr(align(512))]
 struct Aligned;
 
@@ -413,7 +414,7 @@ pub(super) struct Lease {
     pub(super) owner: AllocatorRef,
 }
 
-/// The allocator that handed out a block: the device's own, or the one in scope when the block was allocated.
+/// The allocator that handed out a block: the device's own allocator, or the allocator in scope when the block was allocated.
 pub(super) enum AllocatorRef {
     Device(&'static dyn Allocator),
     Scope(Arc<dyn Allocator>),

@@ -55,8 +55,8 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// Frees a block. Queued work on the block's stream may still use the block, because work of the next owner on that stream runs later.
     fn deallocate(&self, block: Block);
 
-    /// Records that work on `stream` also uses the block. Once freed, the block is not reused before that work is
-    /// done (`torch.Tensor.record_stream`).
+    /// Records that work on `stream` also uses the block. After the block is freed, it is not reused before that work
+    /// is done (`torch.Tensor.record_stream`).
     fn record_stream(&self, block: &Block, stream: StreamId);
 
     /// Returns the memory statistics.

@@ -29,7 +29,7 @@ impl ReaderCount {
         self.0.fetch_add(1, Relaxed);
     }
 
-    /// Removes a reader. `Release` orders the reader's last use of the bytes before a writer that reads the lower count.
+    /// Removes a reader. `Release` makes sure that a writer which sees the lower count runs after the reader's last use of the bytes.
     pub(super) fn remove_reader(&self) {
         self.0.fetch_sub(1, Ordering::Release);
     }
@@ -41,7 +41,7 @@ impl ReaderCount {
 
 /// The current location of a block. Hold `lock` for reading to keep the block in place; hold it for writing to move the
 /// block or to write host bytes.
-#[repr(align(64))] // one cache line each: the next slot belongs to another thread's block
+#[repr(align(64))] // one cache line for each slot, because the next slot may be another thread's
 pub(crate) struct Slot {
     pub(crate) lock: RwLock<ReaderCount>,
     segment: AtomicPtr<Segment>,
@@ -131,11 +131,11 @@ pub struct Block {
 pub(super) const CACHEABLE_FLAG: u32 = 1 << 31;
 /// Flag in `Block::entry_and_flags`: the slot belongs to an [`OwnedSlot`], not to an allocator's table.
 const OWN_SLOT_FLAG: u32 = 1 << 30;
-/// Limit on the entries of an allocator's table: larger numbers would collide with the flags.
+/// Maximum number of entries in an allocator's table: larger entry numbers would overlap with the flags.
 pub(super) const MAX_TABLE_ENTRIES: usize = OWN_SLOT_FLAG as usize;
 
 /// A slot together with the owner of the block's bytes, for blocks that are in no allocator's table.
-#[repr(C)] // a pointer to the first field is a pointer to the whole
+#[repr(C)] // a pointer to the first field is a pointer to the struct
 struct OwnedSlot {
     slot: Slot,
     holder: BytesOwner,
@@ -285,7 +285,8 @@ impl Block {
         !self.slot().exported.swap(true, Relaxed)
     }
 
-    /// Ends [`pin`](Block::pin). Taking the lock makes earlier writes without the lock visible before the block moves.
+    /// Ends [`pin`](Block::pin). Takes the slot's lock, so that writes made without the lock before are visible to the thread that
+    /// moves the block.
     pub(super) fn unpin(&self, could_move: bool) {
         let _still = self.location();
         if could_move {
@@ -313,7 +314,7 @@ impl Block {
     pub(crate) fn export_segment(&self) -> Arc<Segment> {
         self.export();
         let _held = self.location();
-        // The pointer from the Arc itself: a pointer derived from a reference may not access the Arc's count.
+        // Uses the pointer that came from the Arc itself, because a pointer derived from a reference may not access the Arc's count.
         let segment = self.slot().segment.load(Relaxed).cast_const();
         // SAFETY: `set_location` took the pointer from an Arc, which the block's maker keeps as long as the block
         // lives. While `_held` lives, the block does not move. The new Arc takes over the count added here.
@@ -396,7 +397,7 @@ impl Sim {
     /// Enqueues work that checks that a block's bytes have this tag.
     ///
     /// # Errors
-    /// As for [`write_tag`](Sim::write_tag). Wrong tags are reported in [`violations`](Sim::violations).
+    /// The errors of [`write_tag`](Sim::write_tag). Wrong tags are reported in [`violations`](Sim::violations).
     pub fn check_tag(&self, stream: StreamId, block: &Block, tag: u32) -> Result<()> {
         let location = block.location();
         self.check_tag_at(stream, (location.segment().memory(), location.offset()), block.size(), tag)

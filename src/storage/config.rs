@@ -172,8 +172,8 @@ impl Config {
         Ok(config)
     }
 
-    /// Checks that a configuration written as a struct could also be written as text: every value is in its range and
-    /// a whole number of the key's unit. Parsed configurations always are.
+    /// Checks that a configuration written as a struct could also be written as text: every value is in its range and a
+    /// whole number of the key's unit. Parsed configurations always pass this check.
     ///
     /// # Errors
     /// [`Error::Invalid`], which names the key, the value and the allowed values.

@@ -1,12 +1,12 @@
 //! An allocator's statistics, updated in a few instructions per allocation and free.
 //!
-//! Only quantities that cannot be derived are kept; [`DeviceStats`] are computed when requested. The current value is the sum allocated
-//! minus the sum freed. Active means allocated or pending. The total is the sum of the small and the large pool, except for peaks, which
-//! are tracked separately.
+//! Only quantities that cannot be derived from others are kept. [`DeviceStats`] are computed from them when requested.
+//! The current value is the sum allocated minus the sum freed. Active means allocated or pending. The total is the sum
+//! of the small and the large pool, except for peaks, which are tracked separately.
 //!
-//! A block in a thread's cache counts as allocated here, so the caches' contents are subtracted from the reported
-//! values and from the peaks. A peak accounts for the calling thread's cache at every moment, and for other threads'
-//! caches when they are emptied.
+//! A block in a thread's cache counts as allocated in these counters, so the caches' contents are subtracted from the
+//! reported values and from the peaks. A peak accounts for the calling thread's cache at every moment, and for the
+//! cache of another thread only when that cache is emptied.
 
 use std::array;
 
@@ -71,7 +71,7 @@ impl FlowCounter {
     }
 }
 
-/// Raises a peak to `to`. A branch that is nearly always predicted costs less than a store.
+/// Raises a peak to `to`. Branches, because a branch that is nearly always predicted costs less than a store.
 #[inline(always)]
 fn raise_peak(peak: &mut i64, to: i64) {
     if to > *peak {
@@ -287,7 +287,7 @@ impl Counters {
     /// Records that a block was returned that a stream may still use.
     pub(super) fn record_pending_free(&mut self, kind: SizeKind, size: usize, requested: usize) {
         let [cached, all] = [self.thread_cache[kind as usize], self.thread_cache[0]];
-        self.raise_active(kind, &cached, &all); // includes the blocks allocated until now
+        self.raise_active(kind, &cached, &all); // first counts the blocks allocated so far
         self.record_free(kind, size, requested);
         self.num_pending += 1;
         for (pending, by) in self.pools[kind as usize].pending.iter_mut().zip([1, size as i64]) {

@@ -18,7 +18,7 @@ use crate::{Device, Error, Result};
 /// Statistics and settings of the device's memory allocator.
 impl Device {
     /// Returns the statistics of the device's allocator (`torch.cuda.memory_stats`), including those of its images.
-    /// Peaks are the sums of the allocator's and the images' peaks.
+    /// Each peak is the sum of the allocator's peak and the images' peak.
     ///
     /// # Errors
     /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; the same holds for the methods below.
@@ -46,7 +46,7 @@ impl Device {
         Ok(())
     }
 
-    /// Returns how many blocks the `guard_bytes` checks found overwritten at their edges; 0 without `guard_bytes`.
+    /// Returns the number of blocks whose guard bytes were found overwritten; 0 if `guard_bytes` is off.
     pub fn guard_violations(&self) -> Result<u64> {
         Ok(guard_violations(&**registry::device_allocator(*self)?))
     }

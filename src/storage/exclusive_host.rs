@@ -1,6 +1,6 @@
 //! Host memory with a single owner, who reads and writes it without a lock.
 //!
-//! The memory may be a buffer that an OpenCL device uses in place. Such a buffer stays mapped while the owner has access.
+//! The memory may be a buffer that an OpenCL device uses in place. Such a buffer stays mapped as long as the `ExclusiveHost` lives.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;

@@ -107,7 +107,7 @@ impl GuardAllocator {
             // SAFETY: the guards belong to a freed block, so no other code uses them.
             let mut read = || unsafe { self.driver.read((memory, guard.start), &mut bytes) };
             if let Err(error) = read() {
-                // A read also reports earlier kernel faults of this thread, once. They are unrelated to the guard.
+                // A read also reports earlier kernel faults of this thread, once. These faults have nothing to do with the guard.
                 lock(&self.state).deferred_error.get_or_insert(error);
                 read()?;
             }
@@ -152,7 +152,7 @@ impl Allocator for GuardAllocator {
         }
         let before = self.leading_guard_bytes();
         let total = bytes.checked_add(2 * before).and_then(|total| total.checked_next_multiple_of(before));
-        let Some(total) = total else { return self.inner.allocate(bytes, stream) }; // the inner allocator reports the size as too large
+        let Some(total) = total else { return self.inner.allocate(bytes, stream) }; // the inner allocator rejects the size
         let whole = self.inner.allocate(total, stream).map_err(|error| match error {
             Error::OutOfMemory { device, detail, .. } => Error::OutOfMemory { device, requested: bytes, detail },
             other => other,

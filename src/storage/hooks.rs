@@ -60,7 +60,7 @@ impl<F: ?Sized + Send + Sync + 'static> CallbackList<F> {
         let list = Arc::downgrade(&self.0);
         Registration(Some(Box::new(move || {
             let Some(list) = list.upgrade() else { return };
-            // Dropped after the lock is released: dropping a callback's captures may lock this list.
+            // The callback is dropped after the lock is released, because dropping its captures may lock this list.
             let mut hooks = lock(&list);
             let removed = hooks.iter().position(|other| Arc::ptr_eq(other, &hook)).map(|at| hooks.remove(at));
             drop(hooks);

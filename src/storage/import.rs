@@ -140,7 +140,7 @@ impl Storage {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoDevice`], device failures, [`Error::Invalid`] for more bytes than the host has.
+    /// [`Error::NoDevice`] if the device does not exist, [`Error::Invalid`] for more bytes than the host has, and device failures.
     pub fn pinned_host_memory(device: Device, bytes: usize) -> Result<(Storage, NonNull<u8>)> {
         device.info()?;
         let storage = match Storage::pinned(device, bytes)? {
@@ -204,7 +204,7 @@ pub(super) fn storage_of_external_block(driver: OpenCl, block: Block, host: Opti
 #[derive(Debug)]
 pub(super) struct ImportedBuffers {
     driver: OpenCl,
-    /// The owner of the host memory that the buffer uses. Dropped after the buffer is released.
+    /// The owner of the host memory that the buffer uses. This owner is dropped after the buffer is released.
     pub(super) host: Option<HostOwner>,
 }
 
@@ -223,7 +223,7 @@ impl Allocator for ImportedBuffers {
         {
             host.leak(); // commands of a lost device may use the memory and never end
         }
-        let none = block.into_parent_block(); // drops the handle on the segment
+        let none = block.into_parent_block(); // consumes the block, which drops its handle on the segment
         debug_assert!(none.is_none());
     }
 

@@ -31,7 +31,7 @@ struct State {
     log: Option<Log>,
     /// The writer's error, until the error is returned to the caller.
     failed: Result<()>,
-    /// The streams of live blocks, by the block's pointer in the log, except the default stream.
+    /// For each live block of a stream other than the default stream: the block's pointer in the log, and the stream.
     streams: HashMap<u64, u32>,
 }
 
@@ -177,7 +177,7 @@ mod tests {
         assert!(logging.allocate(2 << 20, StreamId::DEFAULT).is_err());
         blocks.into_iter().rev().for_each(|block| logging.deallocate(block));
         logging.finish().unwrap();
-        logging.deallocate(logging.allocate(1, StreamId::DEFAULT).unwrap()); // not logged
+        logging.deallocate(logging.allocate(1, StreamId::DEFAULT).unwrap()); // not logged any more
 
         let events = CsvEvent::read_all(text.0.lock().unwrap().as_slice()).unwrap();
         let mut live = HashMap::new();

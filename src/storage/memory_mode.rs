@@ -6,7 +6,7 @@ use super::config::Config;
 use crate::device::OnDrop;
 
 /// The operand type for kernels that can read both buffers and images (MNN's memory modes). The key `memory` of
-/// `CLAYSTONE_ALLOC_CONF` sets the mode of the process, and [`with_memory_mode`] that of a scope.
+/// `CLAYSTONE_ALLOC_CONF` sets the mode of the process, and [`with_memory_mode`] sets the mode of a scope.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum MemoryMode {

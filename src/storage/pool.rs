@@ -23,13 +23,13 @@ use crate::{Device, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum StorageType {
-    /// Weights: buffers from a pool that serves no other requests (MNN's `STATIC`).
+    /// Weights: takes buffers from a pool that serves no other requests (MNN's `STATIC`).
     Static,
-    /// Intermediate results: the smallest free buffer that is large enough (MNN's `DYNAMIC`).
+    /// Intermediate results: takes the smallest free buffer that is large enough (MNN's `DYNAMIC`).
     #[default]
     Dynamic,
-    /// A newly created buffer, for data that is written while other buffers are still in use. Once freed, the buffer
-    /// serves dynamic requests (MNN's `DYNAMIC_SEPERATE`).
+    /// Takes a newly created buffer, for data that is written while other buffers are still in use. Once freed, the
+    /// buffer serves dynamic requests (MNN's `DYNAMIC_SEPERATE`).
     DynamicSeparate,
 }
 
@@ -38,9 +38,9 @@ pub enum StorageType {
 ///
 /// The policy is that of MNN's OpenCL `BufferPool` with its storage types ([`StorageType`]). In addition:
 /// - A free buffer of more than `pool_overfit` times the request is left for larger requests.
-/// - When the device or the limit has no room, the pool releases the smallest sufficient unused buffer, then all
-///   unused buffers, then waits for the device. It searches again after every step.
-/// - A buffer freed on one stream serves another stream behind a device-side wait, unless `cross_stream_reuse` is off.
+/// - If a new buffer would exceed the device's memory or the limit, the pool releases the smallest sufficient unused
+///   buffer, then all unused buffers, then waits for the device. It searches again after every step.
+/// - A buffer freed on one stream serves another stream after a device-side wait, unless `cross_stream_reuse` is off.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -169,7 +169,8 @@ impl PoolAllocator {
     /// Like [`allocate`](Allocator::allocate), for a given storage type.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if there is no room after releasing all unused memory; errors that the driver reports.
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if memory does not suffice even after all unused memory was released;
+    /// errors that the driver reports.
     pub fn allocate_kind(&self, bytes: usize, stream: StreamId, kind: StorageType) -> Result<Block> {
         self.allocate_or_release(&Request {
             bytes,
@@ -188,7 +189,7 @@ impl PoolAllocator {
     /// As [`allocate_kind`](Self::allocate_kind).
     pub(crate) fn allocate_image(&self, image: ImageDesc, stream: StreamId, kind: StorageType) -> Result<Block> {
         let bytes = image.bytes();
-        segment_size(&*self.driver, bytes)?; // images need no alignment, but must fit the device like buffers
+        segment_size(&*self.driver, bytes)?; // checks only that the device can hold the image; images need no alignment
         self.allocate_or_release(&Request { bytes, size: bytes, image: Some(image), stream, kind })
     }
 
@@ -245,7 +246,7 @@ impl PoolAllocator {
         if let Some((state, buffer)) = self.remove_live_buffer(block) {
             drop(state);
             let address = buffer.segment.address();
-            drop(buffer); // outside the lock, and before the statistics change
+            drop(buffer); // not under the lock, and before the statistics change
             let ledger = &mut lock(&self.state).ledger;
             ledger.record_free(address);
             ledger.record_release(address);
@@ -301,7 +302,7 @@ impl PoolAllocator {
         };
         let wait = |other: &StreamId| self.driver.stream_waits(request.stream, &self.driver.record(*other)?);
         if let Err(error) = others.iter().try_for_each(wait) {
-            self.deallocate(block); // the next owner waits for the same streams
+            self.deallocate(block); // keeps the streams that used it, so that its next owner waits for them
             return Err(error);
         }
         if !others.is_empty()
@@ -400,7 +401,7 @@ impl Allocator for PoolAllocator {
 
     fn empty_cache(&self) -> Result<()> {
         let gone = lock(&self.state).remove_all();
-        drop(gone); // outside the lock
+        drop(gone); // not under the lock, because the driver may wait
         Ok(())
     }
 
@@ -420,7 +421,7 @@ impl Allocator for PoolAllocator {
             }
         }
         let gone = lock(&self.state).remove_oldest(keep, |age, buffer| {
-            age <= now && buffer.streams().all(|stream| idle.contains(&stream)) // only buffers freed before the streams were queried
+            age <= now && buffer.streams().all(|stream| idle.contains(&stream)) // only buffers that were freed before the streams were queried
         });
         Ok(gone.iter().map(|buffer| buffer.size() as u64).sum())
     }
@@ -492,7 +493,7 @@ impl State {
 
 impl FreeList {
     /// Takes the smallest buffer of at most `most` bytes that serves the request. Prefers the request's stream, and
-    /// takes other streams' buffers only if `any`. Of equal sizes the oldest is taken, as in MNN.
+    /// takes other streams' buffers only if `any`. Takes the oldest of several buffers of the same size, as in MNN.
     fn take(&mut self, request: &Request, most: usize, any: bool) -> Option<Buffer> {
         let stream = request.stream;
         let fit = |(&from, list): (&StreamId, &BTreeMap<(usize, u64), Buffer>)| {

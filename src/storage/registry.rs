@@ -48,7 +48,7 @@ fn lock_free_slot(device: Device) -> Option<&'static AtomicPtr<DeviceEntry>> {
     FIRST_DEVICES.get(device_number(device) as usize)
 }
 
-/// Inserts an allocator into the table. An existing allocator of the device is kept unless `replace`.
+/// Inserts an allocator into the table. If the device already has an allocator, it is kept unless `replace` is true.
 fn insert(device: Device, made: DeviceEntry, replace: bool) -> &'static DeviceEntry {
     let mut table = DEVICE_TABLE.lock();
     let known = table.iter().position(|(of, _)| *of == device);
@@ -100,7 +100,7 @@ impl MemPool {
     /// Creates a pool in a device's caching allocator, which may be wrapped in other allocators.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] if the device does not exist, [`Error::Invalid`] if its allocator is not a caching one.
+    /// [`Error::NoDevice`] if the device does not exist, [`Error::Invalid`] if its allocator is not a caching allocator.
     pub fn of_device(device: Device, options: MemPoolOptions) -> Result<MemPool> {
         let mut allocator = device_allocator(device)?;
         loop {

@@ -1,4 +1,4 @@
-//! A thread's allocator scopes, which temporarily replace a device's allocator, and its current stream.
+//! The allocator scopes of a thread, which temporarily replace a device's allocator, and the thread's current stream.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub(super) fn allocator(device: Device) -> Option<Arc<dyn Allocator>> {
     let find = |scopes: &RefCell<Vec<(Device, Arc<dyn Allocator>)>>| {
         scopes.borrow().iter().rev().find(|(of, _)| *of == device).map(|(_, allocator)| Arc::clone(allocator))
     };
-    SCOPES.try_with(find).ok().flatten() // none while the thread ends
+    SCOPES.try_with(find).ok().flatten() // returns `None` while the thread ends
 }
 
 /// Runs `f` with `allocator` in place of `device`'s allocator for this thread's storages, whose blocks are returned to
@@ -27,7 +27,7 @@ pub(super) fn allocator(device: Device) -> Option<Arc<dyn Allocator>> {
 pub(super) fn with_allocator<R>(device: Device, allocator: Arc<dyn Allocator>, f: impl FnOnce() -> R) -> R {
     let entered = SCOPES.try_with(|scopes| scopes.borrow_mut().push((device, allocator)));
     let _leave = entered.is_ok().then_some(OnDrop(|| {
-        let _last = SCOPES.try_with(|scopes| scopes.borrow_mut().pop()); // dropped after the borrow of the list ends
+        let _last = SCOPES.try_with(|scopes| scopes.borrow_mut().pop()); // the allocator is dropped after the borrow of the list ends
     }));
     f()
 }

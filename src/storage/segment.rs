@@ -19,7 +19,8 @@ pub struct Segment {
 /// Alignment of segments' addresses (see [`Segment::address`]), in bytes.
 const ADDRESS_STEP: u64 = 2 << 20;
 static NEXT_ADDRESS: AtomicU64 = AtomicU64::new(1 << 32);
-/// Spans, in bytes, and addresses of dropped reserved segments. They are reused, because the spans are too long to be used only once.
+/// The spans (in bytes) and the addresses of reserved segments that were dropped. New segments reuse them, because the spans are so
+/// long that the addresses would run out.
 static VACANT_SPANS: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
 
 fn next_id() -> u64 {
@@ -66,7 +67,7 @@ impl Segment {
         self.id
     }
 
-    /// Returns the address for snapshots. The address is made up, because OpenCL buffers have none. Segments never overlap.
+    /// Returns the address for snapshots. The address is artificial, because OpenCL buffers have no addresses. Segments never overlap.
     pub fn address(&self) -> u64 {
         self.address
     }

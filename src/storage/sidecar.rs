@@ -2,7 +2,7 @@
 //!
 //! - An attached value: autograd's record of how the elements were changed in place.
 //! - Data derived from the bytes, which is cleared when they change: images of constant weights.
-//! - A stamp, reset when the bytes change: the check that the indices among the bytes are in range.
+//! - A stamp, reset when the bytes change: it records that the indices stored in the bytes were checked to be in range.
 //! - A number and a replay counter, for graph captures.
 //!
 //! The attached value may itself hold handles on the storage, namely tensors saved for a backward pass. Such saved handles are
@@ -39,7 +39,7 @@ pub(super) struct SideCar {
     replays: OnceLock<Replays>,
 }
 
-/// Held while a handle on a storage with an attachment is dropped, so that of two concurrent drops one is the last.
+/// Held while a handle on a storage with an attachment is dropped, so that exactly one of two concurrent drops is the last.
 static DROP_LOCK: Mutex<()> = Mutex::new(());
 
 impl SideCar {
@@ -110,7 +110,7 @@ fn drop_attached_handle(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
     // A handle dropped while the attachment was being made takes no lock, so this handle may be the last one by now.
     let (last, allocation) = if others == 0 { (Some(shared), None) } else { (None, Arc::into_inner(shared)) };
     drop(drops);
-    drop((gone, allocation)); // dropped after the lock: these may hold the last handles on other storages
+    drop((gone, allocation)); // dropped after the lock is released, because they may own the last handles on other storages
     last
 }
 
@@ -136,7 +136,8 @@ impl Storage {
         attached.downcast().expect("one type is attached")
     }
 
-    /// Returns the data derived from the bytes, made on first use. `None` if other code may change the bytes unnoticed.
+    /// Returns the data derived from the bytes, which `make` creates on first use. Returns `None` if other code may change the
+    /// bytes unnoticed.
     pub(crate) fn derived_data<T: DerivedData>(&self, make: impl FnOnce() -> Arc<T>) -> Option<Arc<T>> {
         if self.0.is_shared_outside() {
             return None;

@@ -92,11 +92,11 @@ pub struct DeviceStats {
     pub small_pool: PoolStats,
     /// Larger requests.
     pub large_pool: PoolStats,
-    /// How often the driver ran out of memory, and the allocator released its cached memory and tried again.
+    /// The number of times that the driver ran out of memory, and the allocator released its cached memory and tried again.
     pub num_alloc_retries: u64,
-    /// How often the retry failed too, and [`Error::OutOfMemory`](crate::Error::OutOfMemory) was returned.
+    /// The number of times that the retry failed too, and [`Error::OutOfMemory`](crate::Error::OutOfMemory) was returned.
     pub num_ooms: u64,
-    /// How often the allocator waited for all streams because memory ran out.
+    /// The number of times that the allocator waited for all streams because memory ran out.
     pub num_sync_all_streams: u64,
     /// Segments created by the driver, plus extensions of segments that grow in place.
     pub num_device_alloc: u64,

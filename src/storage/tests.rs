@@ -154,7 +154,7 @@ fn too_large_an_allocation_is_an_error_and_leaves_others_intact() {
 }
 
 #[test]
-#[cfg(not(miri))] // looks for drivers
+#[cfg(not(miri))] // Miri cannot look for OpenCL drivers
 fn a_missing_device_is_an_error() {
     let missing = Device::OpenCL(usize::MAX);
     assert!(matches!(Storage::alloc(missing, 4), Err(Error::NoDevice { .. })));
@@ -220,7 +220,7 @@ fn slices_are_exact_aligned_and_refused_when_they_would_alias() {
     assert!(matches!(with_host(&[&a], &[&a], |_, _| ()), Err(Error::Invalid { .. })));
     assert!(matches!(with_host(&[&b, &a], &[&a.clone()], |_, _| ()), Err(Error::Invalid { .. })));
     assert!(matches!(with_host(&[], &[&a, &b, &a.clone()], |_, _| ()), Err(Error::Invalid { .. })));
-    with_host(&[], &[&a, &b], |_, w| w[0].fill(w[1][0])).unwrap(); // no lock stayed held
+    with_host(&[], &[&a, &b], |_, w| w[0].fill(w[1][0])).unwrap(); // succeeds, so no lock was left locked
 }
 
 #[test]

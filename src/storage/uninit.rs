@@ -43,7 +43,7 @@ pub(crate) fn is_uninit_scope() -> bool {
 }
 
 impl Storage {
-    /// Makes a storage of `bytes` bytes without memory; any access to the bytes is an error. `None` outside [`uninit`](fn@uninit).
+    /// Makes a storage of `bytes` bytes without memory; any access to the bytes is an error. Returns `None` outside [`uninit`](fn@uninit).
     #[inline]
     pub(crate) fn uninit(device: Device, bytes: usize) -> Result<Option<Storage>> {
         if !is_uninit_scope() || bytes == 0 {

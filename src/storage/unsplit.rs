@@ -17,7 +17,7 @@ use crate::device::StreamId;
 use crate::error::Size;
 use crate::{Device, Error, Result};
 
-/// The segments held, the statistics and the limit of an allocator, guarded by the allocator's lock.
+/// The segments, the statistics and the limits of an allocator, guarded by the allocator's lock.
 pub(super) struct SegmentLedger {
     device: Device,
     capacity: u64,
@@ -129,7 +129,7 @@ impl SegmentLedger {
         self.history.record_memory_history(HistoryOptions { clear_history, ..options })
     }
 
-    /// Copies the data that a snapshot is made of, and returns a function that makes the snapshot without the lock.
+    /// Copies the data for a snapshot under the lock, and returns a function that makes the snapshot when the lock is released.
     pub(super) fn begin_snapshot(&self) -> impl FnOnce() -> Snapshot + use<> {
         self.history.record(TraceAction::Snapshot, 0, self.stats.active_bytes(), 0);
         let device = device_number(self.device);

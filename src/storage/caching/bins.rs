@@ -21,7 +21,7 @@ const CLASSES: usize = LEVELS * CLASSES_PER_LEVEL;
 /// The free lists of one arena, for either the blocks that cover a whole segment or the blocks that are part of one.
 ///
 /// Lists end at entry [`NONE`], which is never a real block, so writes to it are harmless. List operations therefore
-/// need no branch on whether a neighbour exists, which would be mispredicted half of the time.
+/// need no branch on whether a neighbour exists, and the processor would mispredict such a branch half of the time.
 #[derive(Debug)]
 pub(super) struct Bins {
     level_bits: u32,
@@ -134,7 +134,7 @@ impl Bins {
     fn next_nonempty_class(&self, class: usize) -> Option<usize> {
         let level = class / CLASSES_PER_LEVEL;
         let here = self.class_bits[level % LEVELS] & (!1u32 << (class % CLASSES_PER_LEVEL));
-        let above = (self.level_bits & (!1u32 << level)).trailing_zeros() as usize; // `LEVELS` if none
+        let above = (self.level_bits & (!1u32 << level)).trailing_zeros() as usize; // equals `LEVELS` if there is none
         let level = select_unpredictable(here != 0, level, above);
         let class_bits = select_unpredictable(here != 0, here, self.class_bits[above]);
         (class_bits != 0).then(|| level * CLASSES_PER_LEVEL + class_bits.trailing_zeros() as usize)

@@ -82,7 +82,8 @@ impl ThreadCache {
         })
     }
 
-    /// Returns the change since the cache was last emptied. Also returns the peak of the change since the last call, if a block was taken since.
+    /// Returns the change since the cache was last emptied. If a block was taken since the last call, also returns the peak of the
+    /// change in that time.
     #[inline(always)]
     pub(super) fn read_deltas(&self) -> (BlockAmounts, Option<BlockAmounts>) {
         let change: BlockAmounts = array::from_fn(|i| self.change[i].load(Relaxed));
@@ -94,7 +95,7 @@ impl ThreadCache {
         (change, has_new_peak)
     }
 
-    /// Removes all blocks and resets the deltas. Returns the deltas; the block numbers are appended to `ids`.
+    /// Removes all blocks and resets the deltas. Returns the deltas, and appends the table entries of the blocks to `ids`.
     fn drain(&self, ids: &mut Vec<u32>) -> ThreadCacheDeltas {
         let mut guard = lock(&self.contents);
         let contents = &mut *guard;
@@ -160,7 +161,8 @@ impl ThreadCaches {
         caches
     }
 
-    /// Sets the capacity of each cache in bytes; 0 turns the caches off. Blocks already cached stay until drained.
+    /// Sets the capacity of each cache in bytes; 0 turns the caches off. Blocks that are already cached stay in the caches until
+    /// these are drained.
     pub(super) fn set_capacity(&self, bytes: usize) {
         self.capacity.store(bytes, Relaxed);
         self.largest.store((bytes / MAX_CACHED_PART).min(CACHED_SIZE_COUNT << self.shift), Relaxed);

@@ -36,7 +36,7 @@ use crate::{Device, Error, Result};
 enum CopyRoute {
     /// Copies on the device. The old and new segments exist at the same time.
     OnDevice,
-    /// Copies while the old segments release their pages as the new one fills. Host memory only.
+    /// Copies page by page, and releases the pages of the old segments during the copy. Used only for host memory.
     Relocated,
     /// Copies through host memory. The old segments are released before the new segment is created.
     ThroughHost,
@@ -64,7 +64,7 @@ pub(super) struct CompactionPlan<'a> {
     pub(super) staying: Vec<(u32, usize, usize)>,
     /// The stream that will own the free bytes.
     pub(super) stream: StreamId,
-    /// Bytes of the new segment that are counted in `Core::bytes_being_created` in addition to the old segments.
+    /// Number of bytes of the new segment that are counted in `Core::bytes_being_created` in addition to the old segments.
     pub(super) bytes_being_created: u64,
 }
 
@@ -127,7 +127,7 @@ struct ReservedRange {
     id: u32,
     segment: Arc<Segment>,
     offset: usize,
-    /// True if the segment was created for the block, and replaces the host copy in the statistics.
+    /// True if the segment was created for the block, so that the statistics have to count the segment instead of the host copy.
     has_own_segment: bool,
 }
 
@@ -172,10 +172,11 @@ pub(super) fn add_compaction_detail(error: Error) -> Error {
 }
 
 impl CachingAllocator {
-    /// Locks out other compactions. Log messages are deferred, because a subscriber that allocates may need to compact.
+    /// Takes the lock that excludes other compactions. Log messages are deferred until the lock is released, because a subscriber
+    /// that allocates may need to compact.
     pub(super) fn lock_compaction(&self) -> impl Sized + use<'_> {
         let messages = log::defer();
-        (lock(&self.compacting), messages) // dropped in this order
+        (lock(&self.compacting), messages) // dropped in this order: first the lock, then the messages
     }
 
     /// Frees a large enough range for a request by moving blocks: the last step of out-of-memory recovery.
@@ -190,7 +191,7 @@ impl CachingAllocator {
         let _compaction_lock = self.lock_compaction();
         self.wait_for_streams(request)?;
         if let Some(block) = self.lock_with_stats().search_best_fit(self.number, request, true) {
-            return Ok(Some(block)); // another thread has made room
+            return Ok(Some(block)); // another thread has freed enough memory
         }
         // Blocks of private pools do not move, because a checkpoint may record their locations.
         if request.pool == 0 && self.slide_for_request(request, &mut budget)? {
@@ -219,7 +220,7 @@ impl CachingAllocator {
         }
     }
 
-    /// Moves all blocks of the default pool together, copying at most `budget` bytes. Returns the bytes released.
+    /// Moves all blocks of the default pool together, copying at most `budget` bytes. Returns the number of bytes released.
     pub(super) fn compact_all(&self, mut budget: u64) -> Result<u64> {
         let request = Request { bytes: 0, size: 0, kind: SizeKind::Large, pool: 0, stream: StreamId::DEFAULT };
         let _compaction_lock = self.lock_compaction();
@@ -338,7 +339,8 @@ impl CachingAllocator {
         Ok(self.decommit(cut.into_iter().collect()) > 0)
     }
 
-    /// Moves the blocks of segments into a new segment of exactly their size: on the device if both fit, else through the host.
+    /// Moves the blocks of segments into a new segment of exactly their size: on the device if it has memory for both, and
+    /// otherwise through the host.
     pub(super) fn repack_into_new_segment(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
         if self.repack_on_device(segments, budget, CopyRoute::OnDevice)? {
             return Ok(true);
@@ -413,8 +415,8 @@ impl CachingAllocator {
         }
     }
 
-    /// Like [`repack_on_device`](Self::repack_on_device), but releases the old segments before creating the new one. Blocks
-    /// for which the device then has no memory stay on the host.
+    /// Like [`repack_on_device`](Self::repack_on_device), but releases the old segments before creating the new one. If
+    /// the device then has no memory for some blocks, these stay on the host.
     fn repack_through_host(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
         let Some(mut plan) = self.plan_repack(segments, budget, CopyRoute::ThroughHost) else { return Ok(false) };
         let bytes = plan.bytes();
@@ -440,7 +442,7 @@ impl CachingAllocator {
             if !made.as_ref().is_err_and(|failure| failure.ran_out().is_some()) {
                 break;
             }
-            std::thread::sleep(RETRY_AFTER); // another thread took the memory; a release may take a moment
+            std::thread::sleep(RETRY_AFTER); // another thread took the memory, or the driver has not released it yet
             made = self.create_memory(bytes);
         }
         let written = made.map_err(|failure| failure.to_string()).and_then(|memory| {
@@ -465,8 +467,8 @@ impl CachingAllocator {
                 core.count_spilled(kept);
                 drop(core);
                 drop(gone);
-                self.restore_all(); // single blocks may still fit
-                *budget = 0; // no other segments are moved this way
+                self.restore_all(); // the device may have memory for some of the blocks
+                *budget = 0; // prevents further moves through the host
             }
         }
         Ok(true)
@@ -535,8 +537,8 @@ impl CachingAllocator {
         unsafe { self.driver.relocate(&moves) }
     }
 
-    /// Copies the blocks of a plan down within their segment. After a failure, the plan's destinations are the blocks' actual locations. A block that
-    /// is in neither its old nor its new location is removed from the plan and returned.
+    /// Copies the blocks of a plan down within their segment. After a failure, the destinations in the plan are changed to the
+    /// blocks' actual locations. A block that is in neither its old nor its new location is removed from the plan and returned.
     pub(super) fn copy_down<'a>(
         &self,
         plan: &mut CompactionPlan<'a>,
@@ -797,7 +799,7 @@ impl Core {
         let segments: Vec<u32> = segments.iter().map(|&id| self.heap.number_of(id)).collect::<Option<_>>()?;
         let is_pending = |id: u32| self.heap.entry(id).usage() == Use::Pending;
         if segments.iter().any(|&segment| self.heap.blocks_of(segment).any(is_pending)) {
-            return None; // a pending block may become free at any moment
+            return None; // a pending block may become free during the move
         }
         let mut plan =
             CompactionPlan { segments, moves: Vec::new(), staying: Vec::new(), stream, bytes_being_created: 0 };
@@ -855,7 +857,8 @@ impl Core {
         let mut layout: Vec<(u32, usize)> =
             moves.iter().map(|m| (m.id, m.to)).chain(stay.iter().map(|&(id, offset, _)| (id, offset))).collect();
         layout.sort_unstable_by_key(|&(_, offset)| offset);
-        // The history records a move as a free and an allocation. A block that stays in place or was cached gets neither.
+        // The history records a move as a free and an allocation. A block that keeps its location or was in a thread cache gets
+        // neither entry.
         let moves_away = |m: &&Move| {
             let cached = matches!(self.moving.get(&m.id), Some(AfterMove::Uncache));
             !cached && self.heap.address(m.id) != target.address() + m.to as u64
@@ -930,7 +933,7 @@ impl Core {
         }
         // SAFETY: the allocator keeps the segment as long as its block is live. The slot is write-locked, and the bytes are in the segment.
         unsafe { block.slot.set_location(&segment, 0) };
-        block.slot.used_by_other_stream.store(true, Relaxed); // keeps the block out of thread caches
+        block.slot.used_by_other_stream.store(true, Relaxed); // so that the freed block does not go to a thread cache
         self.unlock_moved_blocks([block], []);
     }
 
@@ -984,7 +987,7 @@ impl Core {
 mod tests {
     use super::*;
 
-    /// Executes the steps on an array, each wave backwards, because the order within a wave must not matter.
+    /// Executes the steps on an array, and each wave in reverse order, to test that the order within a wave does not matter.
     fn moved(moves: &[(usize, usize, usize)], bytes: usize) -> Vec<usize> {
         let mut memory: Vec<usize> = (0..bytes).collect();
         for step in steps(moves.iter().copied()) {

@@ -11,7 +11,7 @@
 //! - The last block of an expandable segment is never a hole.
 //! - `stats` counts the bytes of all segments except holes, and every block that is neither free nor frozen nor a hole.
 //!
-//! Only [`Heap::free_block_unmerged`] leaves one freed block unmerged, and counted as free, until the next call.
+//! One exception: [`Heap::free_block_unmerged`] leaves one freed block, counted as free, unmerged until the next call.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
@@ -55,7 +55,7 @@ pub(super) struct Request {
 #[derive(Debug)]
 pub(super) struct SegmentRecord {
     pub(super) segment: Arc<Segment>,
-    /// The address that snapshots show, unchanged while the segment's blocks are being moved to another segment.
+    /// The address that snapshots show. It does not change while the segment's blocks are being moved to another segment.
     pub(super) address: u64,
     /// Call stack of the segment's creation.
     pub(super) context: Context,
@@ -76,7 +76,7 @@ pub(super) struct SegmentRecord {
 pub(super) struct SegmentEnd {
     /// The last block or one of its predecessors, from which the search for the last block starts.
     hint: u32,
-    /// Offset up to which blocks were in use at decay's recent checks. `usize::MAX` for checks before the segment last grew.
+    /// The offsets up to which blocks were in use at decay's recent checks. `usize::MAX` for checks before the segment last grew.
     used: [usize; REMEMBERED_ENDS],
     /// Number of bytes in uncommitted holes before the end.
     pub(super) holes: usize,
@@ -210,7 +210,7 @@ impl Heap {
     #[inline(always)]
     pub(super) fn arena(&mut self, pool: u32, stream: StreamId, kind: SizeKind) -> u32 {
         if pool == 0 && stream == StreamId::DEFAULT {
-            return kind as u32; // almost every request
+            return kind as u32; // almost every request takes this path
         }
         self.get_or_create_arena(pool, stream, kind)
     }
@@ -336,7 +336,7 @@ impl Heap {
         let allowed = |&(id, _): &(u32, usize)| self.rules.may_serve(arena.kind, bytes(id), size);
         let part = look(&arena.partial).filter(allowed);
         if arena.whole_segments.is_empty() || part.is_some_and(|(_, fit)| fit == class) {
-            return part.map(|(id, _)| id); // no whole segment fits better
+            return part.map(|(id, _)| id); // no block that covers a whole segment fits better
         }
         let whole = look(&arena.whole_segments).filter(allowed);
         match (part, whole) {
@@ -360,7 +360,7 @@ impl Heap {
         let mut split = Split { blocks: i64::from(whole) - 1, bytes: if whole { 0 } else { -(length as i64) } };
         let (mut taken, mut given) = (id, length);
         if length - size >= arena.min_remainder && rules.may_split_for(size) {
-            vacant.pop(); // takes the spare entry
+            vacant.pop(); // the vacant entry at the top becomes the remainder's entry
             // Allocates from both ends of a segment, so that the remainder stays contiguous between the ends.
             let high = (found.offset() > 0) & rules.both_ends;
             let free = if high { id } else { spare };
@@ -376,7 +376,8 @@ impl Heap {
         taken
     }
 
-    /// Allocates a range of bytes from adjacent free blocks of one segment, given in address order. The new block belongs to `arena`. Returns the block and the streams of the parts.
+    /// Allocates a range of bytes from adjacent free blocks of one segment, given in address order. The new block belongs to
+    /// `arena`. Returns the block and the streams to which its parts belonged.
     fn allocate_at(
         &mut self,
         parts: &[u32],
@@ -454,7 +455,7 @@ impl Heap {
         self.stats.record_free(kind, size, requested);
         self.last_freed = id;
         if !self.rules.is_adaptive() {
-            self.merge_last_freed_block(); // PyTorch merges first, then searches for the best fit
+            self.merge_last_freed_block(); // as in PyTorch, which merges before it searches for the best fit
         }
     }
 
@@ -491,7 +492,7 @@ impl Heap {
     #[inline(always)]
     pub(super) fn reuse_last_freed(&mut self, arena: u32, size: usize, requested: usize) -> Option<u32> {
         let id = std::mem::replace(&mut self.last_freed, NONE);
-        let entry = &self.table[id as usize]; // the entry `NONE` has 0 bytes
+        let entry = &self.table[id as usize]; // if there is no last freed block, this is the entry `NONE` of 0 bytes
         if (entry.size() == size) & (entry.arena() == arena) {
             self.stats.record_allocation(self.arenas[arena as usize].kind, size, requested);
             return Some(id);
@@ -862,7 +863,7 @@ impl Heap {
             let home = arenas.iter().copied().find(busy).unwrap_or(arenas[0]);
             if arenas.iter().all(|arena| *arena == home || !busy(arena)) {
                 let apart = parts.into_iter().zip(arenas).filter(|(_, arena)| *arena != home);
-                apart.for_each(|(id, _)| self.move_to_arena(id, home)); // merges only with neighbours of the same arena
+                apart.for_each(|(id, _)| self.move_to_arena(id, home)); // a block merges only with neighbours of its new arena
             }
         }
     }
@@ -882,8 +883,8 @@ impl Heap {
         self.blocks_of(segment).filter(|&id| self.table[id as usize].usage() == Use::Frozen).collect()
     }
 
-    /// Merges several segments into one, `target`. `layout` gives the new offset of each block in ascending order,
-    /// and the bytes between the blocks become free. Returns the segments that are no longer used.
+    /// Merges several segments into one, `target`. `layout` gives the new offset of each block in ascending order, and
+    /// the bytes between the blocks become free. Returns the old segments, which are no longer used.
     pub(super) fn rebuild_segment(
         &mut self,
         segments: &[u32],
@@ -1129,7 +1130,7 @@ impl Heap {
     }
 
     /// Removes free pages of a pool from the table, up to `most` bytes and none of the `spared` blocks. The longest
-    /// runs go first. The caller decommits the pages.
+    /// runs of pages are removed first. The caller decommits the pages.
     pub(super) fn unmap_free_pages(&mut self, pool: u32, most: u64, spared: &[u32], page: usize) -> Vec<UnmappedPages> {
         let (mut left, mut unmapped) = (most, Vec::new());
         loop {
@@ -1161,8 +1162,8 @@ impl Heap {
         free
     }
 
-    /// Removes up to `most` bytes of a free block from the table, in whole pages at or above offset `floor`. A hole
-    /// at the end of a segment is cut off. A segment left with only a hole is removed.
+    /// Removes up to `most` bytes of a free block from the table, in whole pages at or above offset `floor`. If this leaves a hole
+    /// at the end of the segment, the segment is shortened. If only a hole is left, the segment is removed.
     pub(super) fn unmap(&mut self, id: u32, most: u64, floor: usize, page: usize) -> Option<UnmappedPages> {
         let entry = self.table[id as usize];
         let Entry { segment: at, next, .. } = entry;
@@ -1211,11 +1212,11 @@ impl Heap {
         let Entry { segment: at, prev, .. } = self.table[hole as usize];
         let size = self.table[hole as usize].size();
         if prev == NONE {
-            self.remove_segment(at); // the caller keeps the segment alive
+            self.remove_segment(at); // the caller still has a handle on the segment
             return;
         }
         let before = Some(prev).filter(|&id| self.table[id as usize].usage() == Use::Free);
-        before.into_iter().for_each(|id| self.remove_free(id, split)); // without the hole, this block may cover its whole segment
+        before.into_iter().for_each(|id| self.remove_free(id, split)); // this block may now cover its whole segment
         self.vacate(hole);
         self.table[prev as usize].next = NONE;
         before.into_iter().for_each(|id| self.insert_free(id, split));

@@ -1,5 +1,5 @@
-//! Out-of-memory recovery: the steps tried, in order, when the bins have no block. The bins are searched again after each. The steps create, extend
-//! and release segments.
+//! Out-of-memory recovery: the steps tried, in order, when the bins have no block. After each step the bins are
+//! searched again. The steps create, extend and release segments.
 //!
 //! An expandable segment grows in place: an address range larger than the device's memory, in which only used pages are committed.
 //! A request that does not fit fills a hole or extends the end, together with adjacent free bytes. Free memory is released in whole
@@ -246,7 +246,7 @@ impl CachingAllocator {
                 core.heap.stats.num_alloc_retries += 1;
                 core.heap.stats.num_sync_all_streams += 1;
             }
-            // The driver allows no segment of this size however much memory is free, so the cache is kept.
+            // The driver never creates a segment of this size, however much memory is free. So the cache is kept.
             RecoveryStep::Release | RecoveryStep::Compact if matches!(recovery.failure, Some(Failure::TooBig)) => {}
             RecoveryStep::Release => {
                 let unused = self.lock().heap.remove_unused(0);
@@ -409,7 +409,7 @@ impl CachingAllocator {
     }
 
     /// Runs PyTorch's garbage collection: if the threshold is exceeded, releases large segments that have been unused
-    /// for longer than average, until enough is free. Returns whether any memory was released. Never waits.
+    /// for longer than average, until enough is free. Returns true if any memory was released. Never waits.
     pub(super) fn collect_garbage(&self, request: &Request) -> bool {
         let (freed, keep) = {
             let mut core = self.lock();
@@ -463,13 +463,13 @@ impl CachingAllocator {
         self.lock_with_stats()
     }
 
-    /// True if every stream has finished its work. Waits no longer than some microseconds per stream.
+    /// True if every stream has finished its work. Queries a stream for at most some microseconds.
     fn is_idle(&self, streams: BTreeSet<StreamId>) -> bool {
         let is_idle = |stream| (0..MAX_IDLE_QUERIES).any(|_| self.driver.is_idle(stream).unwrap_or(false));
         streams.into_iter().all(is_idle)
     }
 
-    /// Releases unused segments, the largest first, while at least `keep` bytes stay reserved. Returns the bytes released.
+    /// Releases unused segments, the largest first, while at least `keep` bytes stay reserved. Returns the number of bytes released.
     pub(super) fn trim_to(&self, keep: u64) -> Result<u64> {
         self.process_events(false)?;
         let streams = self.drain_caches().heap.streams();
@@ -526,7 +526,7 @@ impl CachingAllocator {
             });
             let Some(segment) = segment else {
                 self.lock().bytes_being_created -= bytes;
-                return Ok(ExpandOutcome::NeedsOwnSegment); // no addresses left
+                return Ok(ExpandOutcome::NeedsOwnSegment); // no addresses are left to reserve
             };
             if let Err(why) = self.commit_all(&segment, &extension) {
                 self.lock().bytes_being_created -= bytes;
@@ -575,12 +575,13 @@ impl CachingAllocator {
         Ok(())
     }
 
-    /// Locks the page state: until the guard is dropped, only this thread commits or releases pages.
+    /// Takes the page lock: until the guard is dropped, only this thread commits or releases pages.
     pub(super) fn lock_pages(&self) -> Option<PageGuard<'_, ()>> {
         self.expandable.as_ref().map(|expandable| lock(&expandable.pages))
     }
 
-    /// Releases free pages of a pool's segments, the longest runs first, while at least `keep` bytes stay reserved. Returns the bytes released.
+    /// Releases free pages of a pool's segments, the longest runs first, while at least `keep` bytes stay reserved. Returns the
+    /// number of bytes released.
     pub(super) fn release_pages(&self, pool: u32, keep: u64) -> u64 {
         let Some(expandable) = &self.expandable else { return 0 };
         let _page_lock = lock(&expandable.pages);
@@ -611,7 +612,7 @@ impl CachingAllocator {
         self.decommit(unmapped)
     }
 
-    /// Decommits pages that were removed from the table. The caller must hold the page lock. Returns the bytes released.
+    /// Decommits pages that were removed from the table. The caller must hold the page lock. Returns the number of bytes released.
     pub(super) fn decommit(&self, unmapped: Vec<UnmappedPages>) -> u64 {
         let decommit = |(segment, range): UnmappedPages| {
             // SAFETY: the pages are in no block, and no block can be created on these pages before the page lock is released.
@@ -666,7 +667,7 @@ impl Core {
         }
     }
 
-    /// Returns the size in bytes of a new segment within the limit; `None` if the request does not fit.
+    /// Returns the size in bytes of a new segment within the limit; `None` if the limit does not allow a segment for the request.
     fn segment_size(&self, request: &Request, exact: bool, largest: usize) -> Option<usize> {
         let reserved = self.heap.stats.reserved() + self.bytes_being_created;
         let room = usize::try_from(self.limits.limit().saturating_sub(reserved)).unwrap_or(usize::MAX);
@@ -846,6 +847,6 @@ impl Core {
     }
 }
 
-// For tests: the number of this thread's requests that each step served, and of collections that released a segment.
+// For tests: counts this thread's requests that each step served, and the garbage collections that released a segment.
 #[cfg(test)]
 thread_local!(pub(super) static SERVED_BY_STEP: std::cell::RefCell<std::collections::BTreeMap<String, u64>> = Default::default());

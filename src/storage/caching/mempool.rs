@@ -68,7 +68,7 @@ impl Drop for CaptureGuard<'_> {
     }
 }
 
-/// Locations of a pool's live blocks at one moment, to which [`MemPool::restore`] returns.
+/// The locations of a pool's live blocks at one moment. [`MemPool::restore`] restores this state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolCheckpoint {
     allocator: u32,
@@ -99,7 +99,7 @@ impl PoolCheckpoint {
 }
 
 thread_local! {
-    /// How many [`use_mem_pool`] calls this thread is inside. Almost always 0, so that `ROUTES` need not be read.
+    /// The number of [`use_mem_pool`] calls that this thread is inside. While it is 0, as almost always, `ROUTES` is not read.
     static ROUTE_DEPTH: Cell<usize> = const { Cell::new(0) };
     /// The numbers of the allocator and the pool of each call, the innermost call last.
     static ROUTES: RefCell<Vec<(u32, u32)>> = const { RefCell::new(Vec::new()) };
@@ -180,7 +180,7 @@ impl MemPool {
     pub fn empty_cache(&self) -> Result<()> {
         self.0.allocator.process_events(true)?;
         let unused = self.0.allocator.lock().heap.remove_unused(self.0.id);
-        drop(unused); // outside the lock: releasing waits for the device
+        drop(unused); // not under the lock, because releasing segments waits for the device
         self.0.allocator.release_pages(self.0.id, 0);
         Ok(())
     }

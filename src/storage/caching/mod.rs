@@ -267,7 +267,7 @@ impl CachingAllocator {
             self.lock().pending.assign_marker(stream, before, &marker);
             Ok(())
         };
-        streams.into_iter().map(mark).fold(Ok(()), Result::and) // records on every stream, even after an error
+        streams.into_iter().map(mark).fold(Ok(()), Result::and) // records a marker on every stream, even after an error
     }
 
     /// Waits for the whole device. Frees all blocks that were pending before, even those without a marker.
@@ -385,12 +385,12 @@ impl Core {
         self.create_handle_of(owner, id, requested, rounded)
     }
 
-    /// Like [`create_handle`](Self::create_handle), for a caller that knows the rounded size.
+    /// Like [`create_handle`](Self::create_handle), for a caller that has already rounded the size.
     #[inline(always)]
     fn create_handle_of(&mut self, owner: u32, id: u32, requested: usize, rounded: usize) -> Block {
         let slot = self.slots.get_or_create(id);
         let (entry, held) = (self.heap.entry(id), self.heap.segment_of(id));
-        // Thread caches keep small blocks of the default pool and stream. Branch-free, because the outcome is unpredictable.
+        // Thread caches keep small blocks of the default pool and stream. The test has no branches, because they would be unpredictable.
         let keeps = (entry.arena() == 0) & (entry.size() == rounded) & (rounded <= self.largest_cached);
         let tagged = id | (u32::from(keeps) * CACHEABLE_FLAG);
         // SAFETY: slots of the table live as long as the allocator, or forever. No live `Block` refers to this entry,
@@ -609,9 +609,9 @@ impl Allocator for CachingAllocator {
             core.growth.restart_warm_up();
             core.heap.remove_unused(0)
         };
-        drop(unused); // outside the lock: releasing waits for the device
+        drop(unused); // not under the lock, because releasing segments waits for the device
         self.release_pages(0, 0);
-        let _messages = log::defer(); // a subscriber may allocate, and wait for the lock held below
+        let _messages = log::defer(); // a log subscriber may allocate, which takes the lock held below
         if let Ok(_compaction_lock) = self.compacting.try_lock() {
             self.restore_all();
         }
@@ -647,7 +647,7 @@ impl Allocator for CachingAllocator {
     }
 
     fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
-        // As in PyTorch, turning recording off also clears the trace, which would otherwise miss later events.
+        // As in PyTorch, turning recording off also clears the trace, because later events will be missing from it.
         let ends = options.enabled == Recording::Off;
         let options = HistoryOptions { clear_history: options.clear_history || ends, ..options };
         self.with_exact_state(|core| {
@@ -695,7 +695,7 @@ impl Default for Clock {
 impl Clock {
     fn milliseconds(&self) -> u64 {
         let elapsed = self.started.elapsed().as_millis() as u64;
-        #[cfg(test)] // Miri is slow, so under Miri only tests advance the clock
+        #[cfg(test)] // under Miri, which is slow, only tests advance the clock
         let elapsed = if cfg!(miri) { 0 } else { elapsed } + self.ahead.load(std::sync::atomic::Ordering::Relaxed);
         elapsed
     }

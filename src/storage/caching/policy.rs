@@ -1,4 +1,4 @@
-//! Allocation policy: every number that decides about sizes, splitting, growth, decay, limits, compaction and thread caches.
+//! Allocation policy: the numbers and rules that decide about sizes, splitting, growth, decay, limits, compaction and thread caches.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -22,7 +22,7 @@ const GROWTH_DIVISOR: usize = 16;
 pub(super) const RESERVED_EIGHTHS: u64 = 9;
 /// Upper bound on the addresses reserved per segment, in bytes, so that many segments fit into a process.
 pub(super) const MAX_RESERVED_BYTES: u64 = 1 << 40;
-/// The smallest hole between blocks, in bytes. Operating systems limit the number of mappings.
+/// The smallest hole between blocks, in bytes. Smaller holes are not made, because operating systems limit the number of mappings.
 pub(super) const MIN_HOLE_BYTES: usize = 64 << 10;
 /// Number of recent decay checks, together one interval, whose end of use is remembered for each expandable segment.
 pub(super) const REMEMBERED_ENDS: usize = 5;
@@ -31,16 +31,17 @@ pub(super) const REMEMBERED_ENDS: usize = 5;
 const SLACK_STEP: f64 = 0.02;
 /// The warm-up ends after this many recycled segments, even if the need still grows.
 const MAX_RECYCLED_SEGMENTS: u64 = 256;
-/// The warm-up ends after this many segments were recycled and recreated without a rise.
+/// The warm-up ends after this many segments were recycled and then created again, with no clear rise of the peak since.
 const MAX_RECREATED_SEGMENTS: u64 = 4;
 const RECYCLED_SIZE_COUNT: usize = 8;
-/// The warm-up ends at search `WARM_UP_FACTOR * (searches until the last rise) + WARM_UP_MIN_SEARCHES`, if no rise came since.
+/// The warm-up ends at search `WARM_UP_FACTOR * (searches until the last rise) + WARM_UP_MIN_SEARCHES`, if the peak has not clearly
+/// risen since.
 const WARM_UP_FACTOR: u64 = 2;
 const WARM_UP_MIN_SEARCHES: u64 = 64;
 
 /// Number of searches between two checks of the clock.
 const SEARCHES_PER_CLOCK_CHECK: u64 = 64;
-/// At most this many checks are recorded in the time for which unused segments are kept.
+/// Maximum number of decay checks that are recorded within the time for which unused segments are kept.
 const CHECKS_PER_INTERVAL: u64 = 4;
 /// Upper bound on `patience`, in intervals.
 const MAX_PATIENCE_INTERVALS: u64 = 64;
@@ -54,12 +55,12 @@ pub(super) const MAX_TRIES: u32 = 8;
 pub(super) const RETRY_AFTER: Duration = Duration::from_micros(if cfg!(test) { 10 } else { 10_000 });
 /// Like [`MAX_TRIES`], for calls whose failure would leave blocks on the host or lose a block.
 pub(super) const MAX_TRIES_BEFORE_LOSS: u32 = 100;
-/// The most copies for one block that moves by less than its size. A block that needs more copies goes through the host.
+/// Maximum number of copies for one block that moves by less than its size. A block that needs more copies goes through the host.
 pub(super) const MAX_COPIES_PER_BLOCK: usize = 64;
 
 pub(super) const CACHE_COUNT: usize = if cfg!(loom) { 2 } else { 64 };
 pub(super) const BLOCKS_PER_SIZE: usize = if cfg!(loom) { 1 } else { 8 };
-/// A cache that refuses this many blocks without serving a request is emptied: its sizes are no longer requested.
+/// A cache that refuses this many blocks without serving a request is emptied: blocks of the cached sizes are no longer requested.
 pub(super) const MAX_REFUSALS: usize = 64;
 /// A block is cached only if its size is at most the thread cache's capacity divided by this.
 pub(super) const MAX_CACHED_PART: usize = 16;
@@ -121,7 +122,7 @@ impl Rules {
         if self.has_roundup_divisions {
             return self.round_to_division(bytes);
         }
-        let mask = self.alignment - 1; // masks, because an integer division would dominate the cost
+        let mask = self.alignment - 1; // uses a mask, because an integer division would take most of the time
         Some(bytes.max(1).checked_add(mask)? & !mask)
     }
 
@@ -215,24 +216,24 @@ pub(super) fn fraction_of(capacity: u64, fraction: f64) -> u64 {
 
 /// The adaptive policy's estimate of how many bytes the program needs reserved.
 ///
-/// The target follows the peak of active bytes. If a new segment would push the reserved bytes over the target, unused segments are released first,
-/// so that unused segments never raise the peak of reserved bytes. During warm-up, while the need still grows, an unused segment is not split for a
-/// much smaller request, but replaced by a fitting one. The warm-up ends when no new peak came for as many searches as led to the last peak. From
-/// then on any unused segment serves. Every miss that would release a segment raises the target a little, so a repetitive program soon makes no
-/// driver calls.
+/// The target follows the peak of active bytes. If a new segment would push the reserved bytes over the target, unused segments are
+/// released first, so that unused segments never raise the peak of reserved bytes. During warm-up, while the need still grows, an
+/// unused segment is not split for a much smaller request, but replaced by a fitting one. The warm-up ends when no new peak came
+/// for as many searches as led to the last peak. From then on any unused segment serves a request. Whenever a segment would have to
+/// be released, the target rises a little, so a repetitive program soon makes no driver calls.
 #[derive(Debug)]
 pub(super) struct Growth {
     /// Number of bytes that may be reserved before unused segments are released, and the factor by which the target exceeds the peak.
     target: u64,
     slack: f64,
-    /// The peak of active bytes, the last clear rise of it, and the search count at that rise.
+    /// The peak of active bytes, the value of the peak at its last clear rise, and the search count at that rise.
     peak: u64,
     last_rise_bytes: u64,
     last_rise_search: u64,
     /// Number of segments recycled so far, and the sizes of the last few in bytes.
     recycled: u64,
     recycled_sizes: [usize; RECYCLED_SIZE_COUNT],
-    /// Segments created since the last rise with the size of a segment recycled shortly before.
+    /// Number of segments created since the last clear rise that had the size of a segment recycled shortly before.
     recreated: u64,
     steady: bool,
 }
@@ -423,7 +424,7 @@ mod tests {
             decay.released = Some(at);
             decay.record_segment_created(at + 300);
             assert_eq!(decay.patience, patience);
-            decay.record_segment_created(at + 301); // a release doubles the patience at most once
+            decay.record_segment_created(at + 301); // the patience doubles at most once per release
             assert_eq!(decay.patience, patience);
         }
         decay.released = Some(2000);

@@ -96,7 +96,7 @@ impl Report {
             write!(f, ". The memory limit is exhausted, not the device: raise the memory fraction or limit")?;
         }
         if self.unallocated() < self.size {
-            return Ok(()); // rearranging the unallocated memory would not suffice
+            return Ok(()); // even all unallocated memory together would not suffice
         }
         let mut cures = Vec::new();
         if self.could_compact {

@@ -1,4 +1,5 @@
-//! Locks and atomics of the hot path: our spin lock and std's atomics, or loom's to explore all interleavings.
+//! Locks and atomics of the hot path: this crate's spin lock and std's atomics, or under loom its replacements, to explore all
+//! interleavings.
 
 #[cfg(loom)]
 pub(super) use loom::sync::{
@@ -35,8 +36,8 @@ mod spin {
     const ATTEMPTS_BEFORE_SLEEP: u32 = 120;
     const SLEEP_TIME: Duration = Duration::from_micros(50);
 
-    /// A lock for short critical sections without driver calls, waits or large allocations. An uncontended lock and
-    /// unlock need one atomic read-modify-write, half the cost of a lock that can wake waiters. Waiting threads poll.
+    /// A lock for short critical sections without driver calls, waits or large allocations. An uncontended lock and unlock need one
+    /// atomic read-modify-write, half the cost of a lock that can wake waiters. Threads that wait for the lock poll it.
     #[derive(Debug)]
     pub(in super::super) struct Spin(AtomicBool);
 

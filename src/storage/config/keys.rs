@@ -129,7 +129,7 @@ pub(super) mod formats {
         ("caching", Backend::Caching),
         ("pool", Backend::Pool),
         ("direct", Backend::Direct),
-        ("native", Backend::Caching), // PyTorch's name
+        ("native", Backend::Caching), // PyTorch's name for it
     ];
     pub(crate) const BACKEND: ValueFormat<Backend> = ValueFormat {
         allowed: "caching, pool or direct (native is caching)",
@@ -231,7 +231,7 @@ fn parse_units(value: &str, unit: usize, least: usize) -> Option<usize> {
     units.checked_mul(unit)
 }
 
-/// Prints bytes in whole units, `unlimited` for `usize::MAX`, or in a form that does not parse.
+/// Prints bytes in whole units, `unlimited` for `usize::MAX`, or text that does not parse if `bytes` is not a whole number of units.
 fn print_units(bytes: usize, unit: usize) -> String {
     match bytes {
         usize::MAX => UNLIMITED.to_owned(),

@@ -53,7 +53,7 @@ pub use registry::driver;
 pub use sim::{Call, Sim, SimOptions};
 use sim::{SimMarker, SimMemory};
 
-/// Alignment of tensors' blocks, in bytes: kernels divide byte offsets into element and vector indices of every dtype.
+/// Alignment of tensors' blocks, in bytes: with it, kernels can convert byte offsets to indices of elements and vectors of every dtype.
 pub(crate) const ALIGNMENT: usize = 512;
 
 /// The reason that a driver could not create or commit a segment. The variants correspond to OpenCL error codes.
@@ -252,11 +252,11 @@ pub type At<'a> = (&'a Memory, usize);
 /// * Only [`copy`](Driver::copy), [`relocate`](Driver::relocate) and [`write`](Driver::write) write bytes, and only
 /// within the given ranges. (The owners of blocks also write bytes, through queued work.) [`shrink`](Driver::shrink)
 /// releases no bytes outside its range.
-/// * Work before a [marker](Driver::record) is done if [`is_done`](Driver::is_done) or [`wait`](Driver::wait) reports
-///   so. All work of a stream is done if [`is_idle`](Driver::is_idle) or [`progress`](Driver::progress) reports so.
+/// * Work before a [marker](Driver::record) is done if [`is_done`](Driver::is_done) or [`wait`](Driver::wait) reports it as done.
+/// All work of a stream is done if [`is_idle`](Driver::is_idle) or [`progress`](Driver::progress) reports it as done.
 pub unsafe trait Driver: Send + Sync + fmt::Debug {
-    /// Returns the device whose memory this is. For memory of no device that the crate computes on, return an OpenCL
-    /// device that does not exist, as [`Sim`] returns `opencl:99`.
+    /// Returns the device whose memory this is. If the crate cannot compute on this memory, return an OpenCL device
+    /// that does not exist: [`Sim`] returns `opencl:99`.
     fn device(&self) -> Device;
     /// Returns the size of the device's memory in bytes.
     fn capacity(&self) -> u64;
@@ -271,7 +271,8 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Creates a segment with unspecified contents. The device must allocate the memory during this call, so that
     /// running out of memory is reported here and not at a later launch.
     fn create(&self, bytes: usize) -> Result<Memory, Failure>;
-    /// Creates an image of at most [`bytes`](ImageDesc::bytes) bytes for the device's kernels to read. Otherwise like [`create`](Driver::create).
+    /// Creates an image of at most [`bytes`](ImageDesc::bytes) bytes for the device's kernels to read. In all other respects this
+    /// method is like [`create`](Driver::create).
     fn create_image(&self, _image: ImageDesc) -> Result<Memory, Failure> {
         Err(Failure::TooBig)
     }
@@ -299,7 +300,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Reports that bytes of live blocks are lost, so that nothing on the device can be relied on any more.
     fn give_up(&self, _cause: &str) {}
 
-    /// Waits for all work of all streams. Faults that kernels found in their operands are not reported here.
+    /// Waits for all work of all streams. Does not report faults that kernels found in their operands.
     ///
     /// This method and the six that follow have defaults for a driver whose calls return when their work is done. Any
     /// other driver has to implement all of them.

@@ -78,7 +78,7 @@ impl OpenCl {
     }
 
     /// Returns the location of a block; `None` if the block is not in OpenCL memory.
-    #[inline(always)] // part of every launch
+    #[inline(always)] // called at every launch
     pub(crate) fn location(self, block: &Block) -> Option<ClBlockLocation<'_>> {
         let location = block.location();
         match &block.segment().memory().0 {
@@ -104,7 +104,7 @@ impl OpenCl {
         Ok((Memory(MemoryKind::OpenCl(buffer)), bytes))
     }
 
-    /// Creates a buffer over host memory. `None` if the device does not work on host memory in place, or if the driver refuses.
+    /// Creates a buffer over host memory. Returns `None` if the device does not work on host memory in place, or if the driver refuses.
     ///
     /// # Safety
     /// The conditions of [`ClDevice::buffer_over`] hold.
@@ -180,7 +180,7 @@ unsafe impl Driver for OpenCl {
     }
 
     fn is_done(&self, marker: &Marker) -> Result<bool> {
-        // A failed marker does not prove that earlier work is over: report the error, after which the caller records a new marker.
+        // A failed marker does not prove that earlier work is done. So the error is reported, and the caller records a new marker.
         marker_event(marker).map_or(Ok(true), |event| self.device.query(event))
     }
 

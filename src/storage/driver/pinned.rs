@@ -6,7 +6,7 @@
 //! lock, and no lock is held during calls of the [`PinnedSource`].
 //!
 //! A block that a transfer still uses is returned with the transfer's event. The block waits in its class until the
-//! event is done; other blocks of the class whose events are done earlier overtake it.
+//! event is done; blocks of the class whose events are done earlier are reused earlier.
 //!
 //! All pinned memory of the process is bounded, because no other program can use it. If the bound is reached or the
 //! source refuses, the caller uses ordinary memory. After the source has refused a block or the reserve, it is asked
@@ -75,7 +75,8 @@ pub(crate) struct PinnedPool<S: PinnedSource> {
     /// The size of the reserve in bytes (0 for none), and the reserve once the source has created it.
     reserve_bytes: usize,
     reserve: OnceLock<Reserve<S::Memory>>,
-    /// When to ask for the reserve again. Separate, because a refused reserve, which is larger than any block, must not delay blocks.
+    /// When to ask for the reserve again. Separate from `source_backoff`, because a refusal of the large reserve must not delay
+    /// requests for blocks.
     reserve_backoff: Backoff,
     budget: Arc<Budget>,
     /// When to ask the source again after it refused a block although no unused block was left to release.
@@ -163,7 +164,7 @@ impl<S: PinnedSource> PinnedPool<S> {
 
     /// Frees the blocks whose transfers are done. Returns true if other blocks are still in use by transfers.
     pub(crate) fn free_finished(&self) -> bool {
-        (0..self.classes.len()).filter(|class| self.free_finished_of_class(*class)).count() > 0 // counts instead of `any`, so that every class is polled
+        (0..self.classes.len()).filter(|class| self.free_finished_of_class(*class)).count() > 0 // `count`, unlike `any`, polls every class
     }
 
     pub(crate) fn stats(&self) -> PinnedStats {
@@ -198,7 +199,7 @@ impl<S: PinnedSource> PinnedPool<S> {
         }
         let (done, still): (Vec<_>, Vec<_>) = in_flight.into_iter().partition(|(event, _)| self.source.is_done(event));
         let (events, free): (Vec<_>, Vec<_>) = done.into_iter().unzip();
-        drop(events); // releasing an event calls the driver
+        drop(events); // not under the lock, because releasing an event calls the driver
         let mut stats = lock(&self.stats);
         free.iter().for_each(|_| stats.record_free(class_size(class)));
         drop(stats);

@@ -1,8 +1,8 @@
 //! Large transfers between the host and a device with its own memory.
 //!
-//! From ordinary memory, a driver transfers at a third of the bus's speed or less, because one thread copies to the driver's own pinned
-//! memory. Here all threads of the CPU's thread team copy to or from a few pinned slices, while the device transfers other slices. As
-//! with a plain transfer, the call returns when all bytes have arrived.
+//! From ordinary memory, a driver transfers at a third of the bus's speed or less, because one thread copies to the
+//! driver's own pinned memory. In this module all threads of the CPU's thread team copy to or from a few pinned slices,
+//! while the device transfers other slices. As with a plain transfer, the call returns when all bytes have arrived.
 //!
 //! On a CPU device there is nothing to transfer: all threads copy directly from or to the mapped buffer.
 
@@ -34,7 +34,7 @@ use crate::storage::per_device::PerDevice;
 use crate::sync::lock;
 use crate::{Device, Error, Result};
 
-/// How a transfer is split: the pinned slices, used in turn, and the pieces that single threads copy.
+/// The sizes by which a transfer is split: the pinned slices, used in turn, and the pieces that single threads copy.
 #[derive(Debug, Clone, Copy)]
 struct StagingSizes {
     /// Size in bytes of the pinned blocks that contain the slices.
@@ -65,7 +65,7 @@ const MIN_STAGED_BYTES: usize = 1 << 20;
 const SMALL_TRANSFER_BYTES: usize = 4 << 20;
 /// Number of bytes that a thread copies at a time in transfers below [`SMALL_TRANSFER_BYTES`].
 const SMALL_PIECE_BYTES: usize = 64 << 10;
-/// The smallest copy, in bytes, from or to a CPU device's buffer that all threads share.
+/// The smallest copy, in bytes, from or to a CPU device's buffer that is divided among all threads.
 const MIN_MAPPED_BYTES: usize = 4 << 20;
 /// At most the machine's memory divided by this number may be pinned.
 const PINNED_MEMORY_DIVISOR: u64 = 8;
@@ -112,7 +112,7 @@ fn pool(device: &'static ClDevice) -> &'static DevicePinnedPool {
     static MAKING: Mutex<()> = Mutex::new(());
     let _one_at_a_time = lock(&MAKING);
     existing_pool(device.device()).unwrap_or_else(|| {
-        let config = Config::from_env_once().cloned().unwrap_or_default(); // an invalid configuration is reported when the allocator is made
+        let config = Config::from_env_once().cloned().unwrap_or_default(); // errors of the configuration are reported when the allocator is made
         let made = PinnedPool::new(PinnedDevice(device), config.pinned_reserve_segment_size, Arc::clone(budget()));
         let pool: &'static DevicePinnedPool = Box::leak(Box::new(made));
         POOLS.get_or_insert(device.device(), pool);
@@ -167,7 +167,7 @@ pub(in crate::storage) fn read_into<T: AnyBitPattern + NoUninit>(
     }
 }
 
-/// Reads through a mapping or pinned slices, so that no command refers to `dst`. `None` if the driver's own transfer is better.
+/// Reads through a mapping or pinned slices, so that no command refers to `dst`. Returns `None` if the driver's own transfer is faster.
 fn try_read_staged(device: &'static ClDevice, src: ClAt<'_>, dst: &mut [u8]) -> Option<Result<()>> {
     if is_mapped(device, dst.len()) {
         let (n, to) = (dst.len(), dst.as_mut_ptr());
@@ -204,7 +204,7 @@ pub(in crate::storage) fn write(
     }
 }
 
-/// True if a transfer is split; otherwise the driver's own transfer is better.
+/// True if a transfer is split; otherwise the driver's own transfer is faster.
 fn is_staged(device: &ClDevice, bytes: usize) -> bool {
     let info = device.info();
     bytes >= MIN_STAGED_BYTES && !info.unified_memory && info.kind != DeviceKind::Cpu
@@ -265,8 +265,8 @@ impl PinnedBytes {
         self.opened.device() == device
     }
 
-    /// Lends some of the bytes to a transfer of this device, for reading, or for writing if `written`. `None` if the
-    /// bytes are pinned for another device.
+    /// Lends some of the bytes to a transfer of this device, for reading, or for writing if `written`. Returns `None`
+    /// if the bytes are pinned for another device.
     fn lend(&self, device: &ClDevice, start: *mut u8, bytes: usize, written: bool) -> Option<LentBytes<'_>> {
         if !self.is_for(device.device()) {
             return None;
@@ -338,7 +338,7 @@ impl Ring {
         total: usize,
     ) -> Option<Ring> {
         let wanted = total.div_ceil(sizes.slice).min(sizes.slices);
-        let stream = device.current_stream(); // the current stream of this thread: threads of the team have none
+        let stream = device.current_stream(); // read on this thread, because the team's threads have other current streams
         let slice = |block| SharedSlice::new(StagingSlice { device, stream, block: Some(block), event: None });
         let slices: Vec<SharedSlice> = (0..wanted).map_while(|_| pool.alloc(sizes.block)).map(slice).collect();
         (slices.len() >= wanted.min(2)).then_some(Ring { device, slices, sizes })
@@ -363,7 +363,7 @@ impl Ring {
             },
             |chunk| chunk + slots >= count || transfer.keep_error(begin(chunk + slots)),
         )?;
-        self.device.report_faults() // faults of this thread's kernels
+        self.device.report_faults() // reports faults that this thread's kernels found
     }
 
     fn write(self, src: &[u8], dst: ClAt<'_>) -> Result<()> {
@@ -455,7 +455,7 @@ impl StagingSlice {
 impl Drop for StagingSlice {
     fn drop(&mut self) {
         match (self.block.take(), self.event.take()) {
-            (Some(block), Some(event)) => block.release_after(vec![Arc::new(event)]), // left by an error
+            (Some(block), Some(event)) => block.release_after(vec![Arc::new(event)]), // an error ended the transfer early
             // On a lost device, a transfer whose event is unknown may still use the block, so the block is leaked.
             (Some(block), None) if self.device.is_lost() => mem::forget(block),
             _ => {}

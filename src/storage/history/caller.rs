@@ -76,7 +76,8 @@ pub(super) fn current_line() -> Option<&'static Location<'static>> {
     CALLER.try_with(Cell::get).ok().flatten()
 }
 
-/// Adds the line to a stack's frames: to the innermost frame if debug information gave no line, or as the only frame.
+/// Adds the line to a stack's frames: as the line of the innermost frame if debug information gave none, or as a new frame if there
+/// are no frames.
 pub(super) fn add_caller_line(frames: &mut Vec<Frame>, location: &Location<'_>) {
     let (filename, line) = (location.file().to_owned(), location.line());
     match frames.first_mut() {

@@ -58,7 +58,7 @@ impl Snapshot {
         for (trace, others) in self.device_traces.iter_mut().zip(images.device_traces) {
             // Taking the two snapshots recorded two `Snapshot` events, of which only one is kept.
             trace.extend(others.into_iter().filter(|entry| entry.action != TraceAction::Snapshot));
-            trace.sort_by_key(|entry| entry.time_us); // stable: events of one allocator stay in order
+            trace.sort_by_key(|entry| entry.time_us); // the sort is stable, so events of one allocator stay in order
         }
         self
     }

@@ -185,8 +185,8 @@ pub(super) fn is_recording() -> bool {
 }
 
 /// Runs `f`, and shows its start and end under `name` in the snapshots of every device (PyTorch's
-/// `external_annotations`). Spans are recorded while any allocator's history is on; the latest 50,000 spans of the
-/// process are kept.
+/// `external_annotations`). Spans are recorded while any allocator's history is recording; the latest 50,000 spans of
+/// the process are kept.
 ///
 /// During [profiling](crate::profiler) the span is an event of the profile, and everything that this thread records
 /// during the call carries `name`. Each name is then kept for the life of the process, so use few.
@@ -229,7 +229,7 @@ fn record_span_edge(name: &str, stage: Stage) {
     spans.push_back((name.to_owned(), stage, now_us()));
 }
 
-/// Returns the spans recorded by [`annotate`], in the form for a snapshot of the device with this number.
+/// Returns the spans recorded by [`annotate`], in the form that a snapshot of the device with this number contains.
 pub fn annotations(device: u32) -> Vec<Annotation> {
     let annotation = |(name, stage, time_us): &(String, Stage, u64)| Annotation {
         name: name.clone(),

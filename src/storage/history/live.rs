@@ -86,7 +86,7 @@ impl Snapshot {
         blocks
     }
 
-    /// Writes the blocks in use by context and by age, and the largest blocks, as far as their origin is known.
+    /// Writes tables of the blocks in use by context and by age, if the trace gives contexts and ages, and of the largest blocks.
     pub(super) fn fmt_live_blocks(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let blocks = self.live_blocks();
         let traced = |block: &LiveBlock| block.traced.is_some();
@@ -189,7 +189,7 @@ pub(super) fn fmt_sites(f: &mut fmt::Formatter<'_>, head: &str, sites: &[LiveMem
         let site = frames.first().map_or("unknown".into(), Frame::to_string);
         writeln!(f, "{:>11} {blocks:>8}  {site}", format_size(*bytes))?;
         let callers = frames.iter().skip(1).take(MAX_LISTED_CALLERS).fold(String::new(), |mut text, frame| {
-            _ = write!(text, " < {frame}"); // writing to a string cannot fail
+            _ = write!(text, " < {frame}"); // the result is ignored, because writing to a string cannot fail
             text
         });
         if !callers.is_empty() {

@@ -54,21 +54,21 @@ pub struct HistoryOptions {
     pub enabled: Recording,
     /// Which entries carry a context: the call stack, and the names given to [`with_context`].
     pub context: ContextLevel,
-    /// Whether contexts include call stacks. Capturing one takes a fraction of a microsecond per event, and some tens
-    /// of microseconds the first time a stack occurs.
+    /// Whether contexts include call stacks. Capturing a call stack takes a fraction of a microsecond per event, and
+    /// some tens of microseconds the first time a stack occurs.
     ///
     /// The addresses of the innermost 64 frames are kept; functions, files and lines are looked up when a snapshot is
     /// taken. Lines need debug information, as by `debug = "line-tables-only"` in a profile of `Cargo.toml`. Without
     /// debug information only the innermost frame has a line: the program's line that allocated a block is always
     /// known, even without stacks and in stripped programs ([`Caller`]).
     ///
-    /// The process keeps at most 65,536 different stacks. The number of stacks it had to drop is in a snapshot's
+    /// The process keeps at most 65,536 different stacks. The number of stacks that were not kept is in a snapshot's
     /// `allocator_settings["stacks_lost"]`.
     ///
     /// Frames of this crate, the standard library, rayon and the test harness are left out, so that the innermost frame
     /// is the program's. A program's closure or method called inside an operation counts as the program's.
     pub stacks: bool,
-    /// The number of latest events to keep, at 48 bytes each; at least 1. PyTorch has no bound by default.
+    /// The number of latest events to keep, at 48 bytes each. It must be at least 1. (PyTorch keeps all events by default.)
     pub max_entries: usize,
     /// Whether to delete earlier events.
     pub clear_history: bool,
@@ -225,7 +225,7 @@ impl History {
         if self.is_on() { self.push(&[action], addr, bytes, stream) } else { Context::NONE }
     }
 
-    /// Records that a block was returned and is free at once: two entries with the same context.
+    /// Records that a block was returned and is free at once: adds two entries with the same context.
     #[inline]
     pub fn record_free(&self, addr: u64, bytes: u64, stream: u32) {
         if self.is_on() {

@@ -36,7 +36,7 @@ struct Writer<'a> {
     shared: HashMap<&'a [Frame], u32>,
 }
 
-/// The most items in a batch of a list or dict: the viewer passes a batch as the arguments of one call.
+/// Maximum number of items in a batch of a list or dict. PyTorch's viewer passes a batch as the arguments of one call.
 const MAX_BATCH_ITEMS: usize = 1000;
 
 impl<'a> Writer<'a> {
@@ -91,7 +91,7 @@ impl<'a> Writer<'a> {
                 self.out.extend(int.to_le_bytes());
             }
             Err(_) => {
-                self.out.extend([0x8a, 8]); // LONG1
+                self.out.extend([0x8a, 8]); // the instruction LONG1
                 self.out.extend(int.to_le_bytes());
             }
         }
@@ -109,7 +109,7 @@ impl<'a> Writer<'a> {
     fn frames(&mut self, frames: &'a Arc<[Frame]>) -> Result<(), String> {
         let next = self.shared.len() as u32;
         if let Some(known) = self.shared.get(&**frames) {
-            self.out.push(b'j'); // LONG_BINGET
+            self.out.push(b'j'); // the instruction LONG_BINGET
             self.out.extend(known.to_le_bytes());
             return Ok(());
         }
@@ -125,7 +125,7 @@ impl<'a> Writer<'a> {
             Ok(())
         })?;
         self.shared.insert(frames, next);
-        self.out.push(b'r'); // LONG_BINPUT
+        self.out.push(b'r'); // the instruction LONG_BINPUT
         self.out.extend(next.to_le_bytes());
         Ok(())
     }
@@ -268,8 +268,8 @@ impl<'a> Reader<'a> {
             };
             match opcode {
                 b'.' => return self.pop(),
-                0x80 => _ = self.take(1)?, // PROTO
-                0x95 => _ = self.take(8)?, // FRAME
+                0x80 => _ = self.take(1)?, // the instruction PROTO
+                0x95 => _ = self.take(8)?, // the instruction FRAME
                 b'(' => {
                     self.count_value()?;
                     self.marks.push(self.stack.len());

@@ -223,7 +223,8 @@ pub enum BlockState {
 pub struct TraceEntry {
     /// The kind of event.
     pub action: TraceAction,
-    /// The address of the block or segment; 0 for a snapshot; for an [`Oom`](TraceAction::Oom), the bytes that were free on the device.
+    /// The address of the block or segment; 0 for a snapshot. For an [`Oom`](TraceAction::Oom), the number of bytes that were free
+    /// on the device.
     pub addr: u64,
     /// A number of bytes: for blocks and an [`Oom`](TraceAction::Oom) the requested bytes, for segments the size, and for a
     /// snapshot the bytes in use.

@@ -20,7 +20,7 @@ use crate::device::lock;
 /// The number of innermost frames of a stack that are kept. About twenty of these frames may belong to this crate.
 const MAX_DEPTH: usize = 64;
 
-/// The number of different stacks that are kept, at up to half a KiB each. Programs have some hundreds.
+/// Maximum number of different stacks that are kept, at up to half a KiB each. Most programs have some hundreds of stacks.
 const MAX_STACKS: usize = 1 << 16;
 
 /// The number of a call stack in [`STACKS`]; 0 for none.
@@ -41,8 +41,8 @@ impl Stack {
         lock(&STACKS).capture(here)
     }
 
-    /// Returns the program's frames, without this crate's and the standard library's, the innermost first. The first
-    /// call reads the program's debug information.
+    /// Returns the frames of the program, without frames of this crate and the standard library, the innermost frame
+    /// first. The first call reads the program's debug information.
     pub(super) fn frames(self) -> Vec<Frame> {
         let addresses = lock(&STACKS).addresses(self);
         addresses.map_or_else(Vec::new, |addresses| frames(&addresses))

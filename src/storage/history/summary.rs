@@ -71,8 +71,8 @@ const MAX_DRAWN_SEGMENTS: usize = 16;
 /// Number of characters in the map of a segment.
 const MAP_WIDTH_CHARS: u64 = 64;
 
-/// Prints a table with a line per pool and stream, a map of the largest segments (`#` in use, `+` partly, `.` free),
-/// and the memory in use by call site.
+/// Prints a table with a line per pool and stream, a map of the largest segments (`#` in use, `+` partly in use, `.`
+/// free), and the memory in use by call site.
 impl fmt::Display for Snapshot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut pools: BTreeMap<_, (usize, FreeSpace)> = BTreeMap::new();

@@ -21,11 +21,11 @@ enum FunctionOwner {
     User,
     /// A function of this crate, or of code between this crate and the program: the standard library, rayon, smallvec, the test harness.
     Inner,
-    /// The function in which the standard library starts the program or a thread. Only the system's frames are around it.
+    /// The function in which the standard library starts the program or a thread. Frames outside this function belong to the system.
     Start,
 }
 
-/// Symbols by address. The stacks kept have few different addresses, so none is removed.
+/// Symbols by address. The stacks that are kept have few different addresses, so no address is removed.
 static SYMBOLS: LazyLock<Mutex<HashMap<usize, Symbols>>> = LazyLock::new(Mutex::default);
 
 /// Returns the program's frames of a stack, the innermost first.
@@ -110,7 +110,7 @@ fn split_as(qualified: &str) -> (&str, Option<&str>) {
     for (at, c) in qualified.char_indices() {
         match c {
             '<' => depth += 1,
-            '>' if qualified[..at].ends_with('-') => {} // the arrow of a function type
+            '>' if qualified[..at].ends_with('-') => {} // this `>` is part of an arrow of a function type
             '>' if depth == 0 => break,
             '>' => depth -= 1,
             ' ' if depth == 0 && qualified[at..].starts_with(" as ") => {
@@ -122,7 +122,7 @@ fn split_as(qualified: &str) -> (&str, Option<&str>) {
     (qualified, None)
 }
 
-/// Returns the first segment of a path with several segments, without references and the like.
+/// Returns the first segment of a path with several segments, without `&`, `*` and similar prefixes.
 fn root_crate(path: &str) -> Option<&str> {
     let path = path.trim_start_matches(['<', '&', '*', '(', '[']);
     let path = ["mut ", "const ", "dyn "].iter().fold(path, |path, word| path.strip_prefix(word).unwrap_or(path));

@@ -21,7 +21,7 @@ struct ImageCache(Mutex<Vec<CachedImage>>);
 impl DerivedData for ImageCache {
     fn clear(&self) {
         let gone = mem::take(&mut *lock(&self.0));
-        drop(gone); // after the lock is released
+        drop(gone); // dropped after the lock is released
     }
 }
 
@@ -52,7 +52,8 @@ pub(super) fn drop_images_of_device(device: Device) {
 }
 
 impl Storage {
-    /// Returns the image of these bytes for `key`: the cached one of this version of the bytes, or the result of `make`.
+    /// Returns the image of these bytes for `key`: the cached image if it was made from this version of the bytes, or else the
+    /// result of `make`.
     ///
     /// The image is cached until the bytes change, the storage is dropped, memory runs short, or the images get too large. Nothing is cached
     /// if other code may change the bytes unnoticed.
@@ -74,7 +75,7 @@ impl Storage {
             return Ok(image);
         }
         let image = make()?;
-        let mut gone = Vec::new(); // dropped after the lock
+        let mut gone = Vec::new(); // dropped after the lock is released
         let mut all = lock(images);
         gone.extend(all.extract_if(.., |made| made.version != version || made.key == key));
         let mut bytes: usize = all.iter().map(|made| made.image.storage().nbytes()).sum();

@@ -133,7 +133,7 @@ impl Search<'_> {
             }
             end = end.max(items[index].end);
         }
-        parts.sort_by_key(Vec::len); // small parts fail fastest
+        parts.sort_by_key(Vec::len); // smallest first, because small parts fail fastest
         for done in 0..parts.len() {
             parts[done].sort_unstable_by_key(|&index| self.rank[index]);
             let end = self.place_part(&parts[done], at, rank);

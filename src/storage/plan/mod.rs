@@ -4,7 +4,7 @@
 //! all its blocks. [`place`] assigns the blocks offsets in one arena, and searches for the smallest arena in under a second. Often the
 //! arena is as small as the peak of live bytes. A [`Plan`] records a step, computes its offsets, and serves repetitions of the step.
 //!
-//! PyTorch's only counterpart are the private pools of CUDA graphs. Recording and serving follow STAlloc ([arXiv
+//! The closest feature of PyTorch is the private pools of CUDA graphs. Recording and serving follow STAlloc ([arXiv
 //! 2507.16274](https://arxiv.org/abs/2507.16274)); the search follows MiniMalloc ([ASPLOS 2023](https://doi.org/10.1145/3623278.3624752)).
 
 mod exact;
@@ -33,8 +33,8 @@ const SEARCH_TIME_LIMIT: Duration = Duration::from_secs(1);
 /// step or a later one, when optimiser state and gradients exist. The plan covers the blocks that the step allocates and frees on
 /// one stream. Blocks that outlive the step (its result) or are used by other streams come from the allocator.
 ///
-/// A step may deviate from its plan. An unexpected request goes to the allocator, and the plan resumes at the next request that matches. A block that
-/// lives longer than in the recording keeps its memory. The step's results are the same in every case.
+/// A step may deviate from its plan. An unexpected request goes to the allocator, and the plan resumes at the next request that matches. A
+/// block that lives longer than in the recording keeps its memory. The step computes the same results whether or not it deviates.
 ///
 /// The arena is one block of the underlying allocator, and counts in its statistics. The arena is allocated at the first run, never moves, and is
 /// freed after the plan and the last of its blocks are dropped. Histories and snapshots show the arena as one block with the context `plan`; like the
@@ -97,7 +97,8 @@ impl Plan {
         (result, Plan { server, lower_bound: placement.lower_bound })
     }
 
-    /// Runs `step`, serving this thread's requests on the plan's device and stream from the plan. Inside another plan's run, the inner plan serves.
+    /// Runs `step`, serving this thread's requests on the plan's device and stream from the plan. If runs of plans are nested, the
+    /// inner plan serves the requests.
     pub fn run<R>(&mut self, step: impl FnOnce() -> R) -> R {
         let device = self.server.device();
         self.run_on(|server| scope::with_allocator(device, Arc::clone(server), step))

@@ -47,7 +47,7 @@ impl Trace {
     }
 }
 
-/// An allocator that forwards everything to another one, and records the requests on one stream.
+/// An allocator that forwards all calls to another allocator, and records the requests on one stream.
 pub(super) struct Recorder {
     inner: Arc<dyn Allocator>,
     stream: StreamId,

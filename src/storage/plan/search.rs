@@ -87,14 +87,15 @@ pub fn place(lifetimes: &[Lifetime], alignment: u64, budget: Duration) -> Placem
 
 /// Parts with more blocks get only the greedy passes, because the search's tables grow with the square of the number of blocks.
 const MAX_SEARCHED_BLOCKS: usize = 2000;
-/// Backtracking steps for one part, even if time is left: under half a second with about 200 blocks.
+/// Maximum number of backtracking steps for one part, even if time is left. With about 200 blocks they take under half a second.
 const MAX_STEPS: u64 = 250_000;
 /// Backtracking steps of the shortest try. Most solutions are found early in a try or not at all, and many short tries therefore
 /// find more than a few long tries.
 const MIN_STEPS_PER_TRY: u64 = 1500;
 /// Parts with fewer blocks are searched on one thread, because there is too little work for several.
 const MIN_PARALLEL_BLOCKS: usize = 64;
-/// Capacities to try, in eighths of the distance from the goal to the best arena so far: the goal itself first, then from easy to hard.
+/// Capacities to try, in eighths of the distance from the goal to the best arena so far: the goal itself first, then larger
+/// capacities, from the easiest to the hardest.
 const CAPACITY_EIGHTHS: [u64; 5] = [0, 6, 4, 2, 1];
 
 /// Returns the best offsets for `items` found before `left`, which returns the time left, reaches zero. Stops at an arena of at most `goal`. Each
@@ -144,14 +145,14 @@ fn search_offsets(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Du
                 });
                 for (found, unused) in tried {
                     if allowed != most.min(steps) {
-                        break; // with fewer steps left, this try would have been shorter in sequence
+                        break; // a sequential search would have had fewer steps left for this try
                     }
                     orders = &orders[1..];
                     // A search that runs no step counts as one step, so that the loop ends.
                     steps = steps.saturating_sub((allowed - unused).max(1));
                     if let Some(offsets) = found {
                         best = (arena_units(items, &offsets), offsets);
-                        break; // later orders are tried again, with a smaller capacity
+                        break; // the orders after this one are tried again, with a smaller capacity
                     }
                 }
             }
@@ -184,7 +185,7 @@ fn best_fit(items: &[Item], order: &[usize]) -> Vec<u64> {
     let mut placed: Vec<PlacedBlock> = Vec::with_capacity(items.len()); // sorted by offset
     for &index in order {
         let item = &items[index];
-        let mut best: Option<(u64, u64)> = None; // (gap, offset)
+        let mut best: Option<(u64, u64)> = None; // (size of the gap, offset)
         let mut top = 0;
         for other in placed.iter().filter(|other| other.start < item.end && item.start < other.end) {
             let gap = other.offset.saturating_sub(top);
@@ -201,7 +202,7 @@ fn best_fit(items: &[Item], order: &[usize]) -> Vec<u64> {
     offsets
 }
 
-/// Orders for the greedy pass: largest first, largest area (size times lifetime) first, longest-lived first, and by start.
+/// Returns the orders for the greedy passes: largest first, largest area (size times lifetime) first, longest-lived first, and by start.
 fn greedy_orders(items: &[Item]) -> [Vec<usize>; 4] {
     let length = |item: &Item| (item.end - item.start) as u64;
     let sorted = |key: &dyn Fn(&Item) -> (u64, u64)| {

@@ -139,7 +139,7 @@ impl PlanServer {
         lock(&self.state).stats
     }
 
-    /// Begins a run at the first request. Without memory for the arena, every request of the run misses.
+    /// Begins a run at the first request. If there is no memory for the arena, every request of the run counts as a miss.
     pub(super) fn begin(&self) {
         let missing = self.schedule.arena > 0 && lock(&self.state).arena.is_none();
         let made = if missing { self.allocate_arena() } else { None };

@@ -350,7 +350,7 @@ fn recorded_streams_are_waited_for() {
     let block = pool.allocate(KIB, one).unwrap();
     assert_eq!((segment(&block), waits()), (at, 2), "both others, once each");
     sim.write_tag(one, &block, 6).unwrap();
-    sim.run(one, 10); // runs as far as possible without the other streams
+    sim.run(one, 10); // runs until it waits for another stream
     sim.synchronize().unwrap();
     assert_eq!(sim.violations(), Vec::<String>::new());
     pool.deallocate(block);

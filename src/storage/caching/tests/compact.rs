@@ -60,8 +60,8 @@ fn a_private_segment_that_reuses_a_released_number_does_not_move() {
         }
     };
     let moves = sim.clone();
-    sim.at_synchronize(move || moves.at_synchronize(hook)); // the first wait comes before any plan
-    let in_use = second.location(); // prevents moving all three segments together
+    sim.at_synchronize(move || moves.at_synchronize(hook)); // the second wait, because the first one happens before any plan is made
+    let in_use = second.location(); // prevents a plan that moves all three segments together
     let freed = allocator.compact(u64::MAX).unwrap();
     drop(in_use);
     let (place_then, checkpoint, block) = inside.lock().unwrap().take().unwrap();

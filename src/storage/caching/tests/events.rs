@@ -9,7 +9,7 @@ const CONFIGS: [&str; 4] =
 fn device(config: &str) -> (Sim, CachingAllocator) {
     let sim = Sim::new(SimOptions {
         capacity: 48 * MIB as u64,
-        alignment: if cfg!(miri) { 64 << 10 } else { 512 }, // one tag per granule
+        alignment: if cfg!(miri) { 64 << 10 } else { 512 }, // larger under Miri, because each granule has a tag
         asynchronous: true,
         contents: true,
         ..SimOptions::default()
@@ -153,7 +153,7 @@ fn a_restore_whose_wait_fails_returns_no_blocks() {
     let block = of_pool(one);
     let checkpoint = pool.checkpoint();
     allocator.deallocate(block);
-    let block = of_pool(two); // behind a wait; the block now belongs to stream two
+    let block = of_pool(two); // served after a wait; the block now belongs to stream two
     sim.write_tag(two, &block, 1).unwrap();
     sim.check_tag(two, &block, 1).unwrap();
     fail(&sim, 1, &[Call::StreamWaits, Call::Synchronize]);

@@ -201,7 +201,7 @@ fn a_failed_extension_is_recovered_or_reported() {
         let (sim, allocator) = expandable_device(1 << 30, "");
         let a = take(&allocator, 5 * MIB);
         sim.fail_next_commit(failure.clone());
-        let b = take(&allocator, 7 * MIB); // retried with exactly the requested size
+        let b = take(&allocator, 7 * MIB); // after a failure, the allocator extends by exactly the requested size
         assert_eq!((place(&b).0, place(&b).1), (place(&a).0, 5 * MIB));
         for _ in 0..20 {
             sim.fail_next_commit(failure.clone());

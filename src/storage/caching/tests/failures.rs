@@ -1,4 +1,4 @@
-//! Compaction with every call failing in turn, several times in a row: each block keeps its contents.
+//! Tests that each block keeps its contents during compaction if any driver call fails, once or several times in a row.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 

@@ -1,5 +1,5 @@
-//! All interleavings of threads that use the thread caches, explored by loom; `scripts/loom` runs these tests. Under
-//! loom all threads share one cache, which has room for one block per size.
+//! Tests with all interleavings of threads that use the thread caches, explored by loom. `scripts/loom` runs these
+//! tests. Under loom all threads share one cache, which has room for one block per size.
 
 use std::ptr::NonNull;
 

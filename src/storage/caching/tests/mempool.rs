@@ -248,7 +248,7 @@ fn a_restored_block_waits_for_the_streams_that_had_its_memory() {
     sim.check_tag(side, &borrowed, 7).unwrap();
     let restored = pool.restore(&checkpoint, &mut vec![borrowed]).unwrap().pop().unwrap();
     sim.write_tag(home, &restored, 8).unwrap();
-    sim.run(home, 100); // runs as far as the other stream allows
+    sim.run(home, 100); // runs until it waits for the other stream
     sim.synchronize().unwrap();
     assert_eq!(sim.violations(), [""; 0]);
     allocator.record_stream(&restored, side);

@@ -61,7 +61,7 @@ fn blocks_are_split_if_the_remainder_is_large_enough() {
 fn the_best_fit_is_the_smallest_that_fits() {
     for config in ["thread_cache_kb:0", PYTORCH] {
         let (_, allocator) = device(1 << 30, config);
-        let keep = take(&allocator, 64 * MIB); // makes small blocks share a segment
+        let keep = take(&allocator, 64 * MIB); // so much reserved memory makes small segments large enough for several blocks
         let mut blocks: Vec<Block> = (0..7).map(|i| take(&allocator, [4096, 1][i % 2])).collect();
         let holes: Vec<_> = [4, 2, 0].into_iter().map(|i| blocks.swap_remove(i)).collect();
         let places: Vec<_> = holes.iter().map(place).collect();

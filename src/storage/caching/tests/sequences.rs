@@ -139,7 +139,7 @@ fn a_pending_block_is_active_and_reused_behind_a_wait_or_when_its_stream_is_done
         for (reuse, syncs) in [("True", 0), ("False", 1)] {
             let sim = Sim::new(SimOptions {
                 capacity: 24 * MIB as u64,
-                alignment: if cfg!(miri) { 64 << 10 } else { 512 }, // one tag per granule
+                alignment: if cfg!(miri) { 64 << 10 } else { 512 }, // larger under Miri, because each granule has a tag
                 asynchronous: true,
                 contents: true,
                 ..SimOptions::default()

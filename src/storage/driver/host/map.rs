@@ -109,12 +109,13 @@ impl Mapping {
         }
     }
 
-    /// Asks for a node's memory for pages not yet touched. The kernel uses another node's memory if that node is full.
+    /// Asks the kernel to take memory of NUMA node `node` for pages that have not been accessed yet. The kernel uses another node's
+    /// memory if that node is full.
     fn prefer(&self, node: usize, from: usize, to: usize) -> bool {
-        let mut nodes = [0u64; 16]; // the kernel's largest number of nodes, 1,024
+        let mut nodes = [0u64; 16]; // one bit per node; the kernel supports up to 1,024 nodes
         let Some(word) = nodes.get_mut(node / 64) else { return false };
         *word = 1 << (node % 64);
-        let (mode, bits) = (libc::MPOL_PREFERRED as usize, nodes.len() * 64 + 1); // the kernel reads one bit less
+        let (mode, bits) = (libc::MPOL_PREFERRED as usize, nodes.len() * 64 + 1); // the kernel reads one bit less than this argument
         // SAFETY: the range consists of whole pages inside this mapping, whose contents do not change. `nodes` has at least `bits` bits.
         unsafe { libc::syscall(libc::SYS_mbind, self.at(from), to - from, mode, nodes.as_ptr(), bits, 0usize) == 0 }
     }

@@ -76,7 +76,7 @@ mod reserved {
     #[test]
     fn reserved_memory_is_committed_and_released_page_by_page() {
         let (host, page) = (host(), host().page());
-        let all = 64 << 30; // more than the machine has: only addresses
+        let all = 64 << 30; // more than the machine's memory: only addresses are reserved
         let memory = host.reserve(all).unwrap();
         assert_eq!(address(&memory) % page, 0);
         let mut byte = [1];

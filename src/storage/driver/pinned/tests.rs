@@ -108,7 +108,7 @@ fn size_classes_are_exact_and_increasing() {
     assert_eq!((size_class(largest + 1), size_class(usize::MAX)), (None, None));
 }
 
-/// Memory that a lost device keeps pinned still counts: other devices may not pin that much again.
+/// Memory that a lost device keeps pinned still counts: other devices must not pin that amount in addition.
 #[test]
 fn a_lost_source_releases_nothing() {
     let (source, budget) = (Fake::default(), Budget::new(3 * PAGE_BYTES));

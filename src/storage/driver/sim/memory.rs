@@ -89,7 +89,7 @@ impl SimSegment {
     fn committed_bytes(&self, pages: &Range<usize>) -> u64 {
         let known = pages.start.min(self.committed.len())..pages.end.min(self.committed.len());
         let committed = self.committed[known].iter().filter(|&&committed| committed).count() * self.page;
-        let last = self.size / self.page; // the last page may be short
+        let last = self.size / self.page; // the last page may be shorter
         let short = pages.contains(&last) && self.committed.get(last) == Some(&true);
         (committed - if short { self.page - self.size % self.page } else { 0 }) as u64
     }

@@ -323,7 +323,7 @@ struct Failures {
     enqueue: VecDeque<Failure>,
     /// Failures of other calls, each with the kind of the call.
     call: Vec<(Call, Failure)>,
-    /// The number of calls of any kind to let pass, the number that then fail, and the failure.
+    /// Set by `fail_calls`: the number of calls that still succeed, the number of calls that then fail, and the failure.
     calls: Option<(u64, u64, Failure)>,
     /// Whether every write from the host fails.
     writes: bool,
@@ -509,7 +509,7 @@ unsafe impl Driver for Sim {
 
     fn synchronize(&self) -> Result<()> {
         let hooks = self.try_call(Call::Synchronize, "clFinish", |s| Ok(std::mem::take(&mut s.at_synchronize)))?;
-        hooks.into_iter().for_each(|hook| hook()); // without the lock: a hook may use the allocator
+        hooks.into_iter().for_each(|hook| hook()); // not under the lock, because a hook may use the allocator
         let failed = self.with(|s| {
             s.finish_all();
             s.order.mark_all_known();

@@ -100,7 +100,7 @@ impl State {
                 self.pieces.tags_mut(to).copy_from_slice(&tags);
             }
             Command::Mark(marker) => marker.done.store(true, Relaxed),
-            Command::Wait(_) => {} // `step` has checked the marker
+            Command::Wait(_) => {} // nothing to do: `step` has checked that the marker is done
         }
     }
 

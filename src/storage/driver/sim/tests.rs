@@ -1,4 +1,4 @@
-//! The simulated device behaves as a real one, and reports errors that a real one would not.
+//! Tests that the simulated device behaves like a real device, and reports errors that a real device would not report.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ fn memory_is_lazy_counted_and_released() {
     let a = sim.create_lazily(8 << 10).unwrap();
     assert_eq!((sim.committed(), sim.live_segments()), (0, 1));
     let a = sim.commit(a).unwrap();
-    let a = sim.commit(a).unwrap(); // committing twice counts once
+    let a = sim.commit(a).unwrap(); // memory that is committed twice is counted once
     assert_eq!(sim.committed(), 8 << 10);
     let make = || sim.create_lazily(4 << 10).unwrap(); // creating commits no memory
     assert!(matches!(sim.commit(make()), Err(Failure::DeviceMemory)));
@@ -102,7 +102,7 @@ fn a_wait_runs_only_the_commands_it_needs() {
     let other = sim.record(streams[3]).unwrap();
     sim.wait(&last).unwrap();
     assert!(sim.is_done(&last).unwrap() && !sim.is_done(&other).unwrap());
-    assert_eq!(sim.queued(), 3); // the writes after the markers, and stream 3
+    assert_eq!(sim.queued(), 3); // the writes after the markers, and the command of stream 3
     sim.synchronize().unwrap();
     assert!(sim.is_done(&other).unwrap());
     assert_eq!(sim.queued(), 0);
@@ -185,7 +185,7 @@ fn reserved_memory_grows_and_shrinks_by_pages() {
     assert!(matches!(sim.extend(&a, 3 * page, 5 * page), Err(Failure::DeviceMemory)));
     assert!(matches!(sim.extend(&a, 1, page), Err(Failure::Other(_))));
     assert!(matches!(sim.extend(&a, 9 * page, 10 * page), Err(Failure::Other(_))));
-    sim.extend(&a, 9 * page, 9 * page + GRANULE).unwrap(); // the last page is short
+    sim.extend(&a, 9 * page, 9 * page + GRANULE).unwrap(); // the last page is shorter
     assert_eq!(sim.committed(), 3 * page as u64 + GRANULE as u64);
     let (tag, check) = (
         |offset| sim.write_tag_at(StreamId::DEFAULT, (&a, offset), GRANULE, 5),
@@ -197,7 +197,7 @@ fn reserved_memory_grows_and_shrinks_by_pages() {
     assert_eq!(sim.committed(), page as u64 + GRANULE as u64);
     sim.extend(&a, page, 2 * page).unwrap();
     check(page, 0); // released pages lose their contents
-    check(2 * page, 5); // the other pages do not
+    check(2 * page, 5); // the other pages keep their contents
     assert_eq!(sim.violations(), [""; 0]);
     assert!(tag(0).is_err()); // reserved memory is never committed late
     assert_eq!((sim.violations().len(), sim.late_commits()), (1, 0));

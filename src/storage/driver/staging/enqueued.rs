@@ -11,7 +11,8 @@ use crate::device::cpu::bulk::copy;
 use crate::device::opencl::{ClAt, ClDevice, ClEvent};
 use crate::device::{StreamId, lock};
 
-/// The largest transfer from ordinary memory, in bytes, that is enqueued. Copying more to pinned memory would take as long as the transfer.
+/// The largest transfer from ordinary memory, in bytes, that is enqueued. For more bytes, copying them to pinned memory would take
+/// as long as the transfer itself.
 const MAX_ENQUEUED_COPY_BYTES: usize = 16 << 20;
 
 /// An enqueued transfer that uses bytes of a tensor in pinned memory.
@@ -66,7 +67,7 @@ impl PinnedBytes {
             Ok(event) => Arc::new(event),
             Err(error) => {
                 if device.is_lost() {
-                    mem::forget(lent); // the transfer may run for ever
+                    mem::forget(lent); // the transfer may never end, so the bytes stay lent
                 }
                 return Err(error);
             }
@@ -111,7 +112,7 @@ pub(in crate::storage) fn start_write(device: &'static ClDevice, src: &[u8], dst
         }
         Err(error) => {
             if device.is_lost() {
-                mem::forget(block); // the transfer may run for ever
+                mem::forget(block); // the transfer may never end, so the block is leaked
             }
             Err(error)
         }

@@ -17,7 +17,7 @@ fn wider(depth: usize) -> Stack {
     black_box(deeper(room[1] - 1, true))
 }
 
-/// True if the frame is this function of this file. Line tables have names without their paths.
+/// True if the frame is this function of this file. Line tables give names without their paths.
 fn is(frame: &Frame, name: &str) -> bool {
     frame.filename.ends_with("stack/tests.rs") && frame.name.rsplit("::").next() == Some(name)
 }

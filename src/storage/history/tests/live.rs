@@ -26,7 +26,7 @@ fn live_blocks_have_context_and_age() -> Result<()> {
         block(4 * MIB + 2560, 1536, "inactive", 0),
     ];
     let trace = [
-        entry("alloc", 3 * MIB, 100, 500_000, "old"), // another block from before the trace
+        entry("alloc", 3 * MIB, 100, 500_000, "old"), // another block that was allocated before the trace
         entry("alloc", 0, 3 * MIB, 1_000_000, "train/cache"),
         entry("free_requested", 3 * MIB, 100, 1_000_000, ""),
         entry("free_completed", 3 * MIB, 100, 1_000_000, ""),
@@ -95,7 +95,7 @@ the largest blocks in use:
     [1, 2, 4].into_iter().for_each(|i| trace[i].frames = at(i as u32));
     earlier.device_traces[0] = trace;
     let [peak] = &earlier.peak_memory()[..] else { panic!("one device has a history") };
-    let live = 4 * MIB + 2048 + 512; // in use at the end, and before
+    let live = 4 * MIB + 2048 + 512; // bytes in use at the end and all the time before
     assert_eq!((peak.device, peak.bytes, peak.ago), (0, live + 5 * MIB + 1000 + 300, Duration::from_millis(1500)));
     let of = |line: u32| peak.sites.iter().find(|s| s.frames.first().is_some_and(|f| f.line == line)).map(|s| s.bytes);
     assert_eq!((of(1), of(2), of(4), of(7), of(9)), (Some(5 * MIB), Some(1000), None, Some(3 * MIB + 2048), Some(MIB)));

@@ -256,7 +256,7 @@ fn csv_writers_failures_are_errors() -> Result<()> {
             Ok(())
         }
     }
-    let log = CsvLog::new(Full)?; // buffered
+    let log = CsvLog::new(Full)?; // does not fail yet, because the line is buffered
     assert!(log.flush().is_err());
     Ok(())
 }

@@ -164,7 +164,7 @@ fn files_round_trip_and_agree_with_python() -> Result<()> {
     assert!(Snapshot::load(dir.path().join("bad.json")).is_err());
 
     if cfg!(miri) {
-        return Ok(()); // Miri starts no programs
+        return Ok(()); // Miri cannot start programs
     }
     // Python's own pickle and json agree, if Python is installed.
     let script = "import json, pickle, sys\n\

@@ -144,7 +144,7 @@ fn check_random_operations(setup: Setup) {
     let persistence = FileFailurePersistence::WithSource("regressions");
     let config = Cases {
         cases: std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(1),
-        max_shrink_iters: 0, // operations are shrunk below instead of seeds
+        max_shrink_iters: 0, // the code below shrinks the operations instead of the seed
         source_file: Some(file!()),
         failure_persistence: if cfg!(miri) { None } else { Some(Box::new(persistence)) },
         ..Cases::default()

@@ -112,7 +112,7 @@ impl World {
                 any
             }))
         };
-        ladder::SERVED_BY_STEP.take(); // discards the counts of another run on this thread
+        ladder::SERVED_BY_STEP.take(); // discards the counts of an earlier run on this thread
         let stats = allocator.stats();
         if setup.history {
             // The ring buffer is small, so that it is overwritten many times.
@@ -180,7 +180,7 @@ impl World {
                 self.allocator.set_memory_limit(bytes).map_err(say)?;
             }
             Op::Others { bytes } => {
-                self.others = bytes.min(self.setup.capacity - self.sim.committed()); // memory that is already reserved stays reserved
+                self.others = bytes.min(self.setup.capacity - self.sim.committed()); // other programs cannot take memory that is already reserved
                 self.sim.set_others(self.others);
             }
             Op::FailCreate { code } => {
@@ -447,7 +447,7 @@ impl World {
             self.note("pending");
         }
         if !self.failures[3].is_empty() {
-            return; // the query itself would fail
+            return; // the query below would fail
         }
         let done = |marker| self.sim.is_done(marker).unwrap();
         if heads.iter().any(|a| !done(&a.1) && heads.iter().any(|b| b.2 > a.2 && done(&b.1))) {

@@ -161,7 +161,7 @@ pub(super) fn generate(seed: u64, n: usize, capacity: u64) -> Vec<Op> {
         .collect()
 }
 
-/// Shrinks the operations to the fewest for which `fails` still holds, by leaving out ever smaller parts.
+/// Shrinks the operations to the fewest for which `fails` still holds, by removing smaller and smaller parts of the list.
 pub(super) fn shrink(mut ops: Vec<Op>, mut attempts: usize, fails: impl Fn(&[Op]) -> bool) -> Vec<Op> {
     let mut part = ops.len() / 2;
     while part > 0 {
