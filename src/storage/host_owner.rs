@@ -17,7 +17,7 @@ use crate::{Device, Element, Result};
 /// Size, in bytes, of the vectors that kernels read and write.
 const VECTOR_BYTES: usize = 16;
 
-/// An owner of memory, boxed so that memory inside the owner does not move. The owner is never accessed again, only dropped.
+/// An owner of memory, boxed so that memory inside the owner does not move. After its memory was taken, the owner is only dropped.
 pub(super) struct HostOwner {
     owner: NonNull<dyn Send>,
     /// Whether to never drop the owner, so that its memory stays valid.

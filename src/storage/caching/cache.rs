@@ -13,7 +13,7 @@ use super::super::counters::{BlockAmounts, ThreadCacheDeltas};
 use super::policy::{BLOCKS_PER_SIZE, CACHE_COUNT, MAX_CACHED_PART, MAX_REFUSALS};
 use super::sync::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Mutex, Ordering::Relaxed, lock};
 
-/// Block sizes from 1 to this many units are cached; the unit is the alignment.
+/// Blocks of 1 to this many units are cached. The unit is the alignment.
 const CACHED_SIZE_COUNT: usize = BITMAP_WORDS * 64;
 /// Number of `u64` words of the bitmap of cached sizes.
 const BITMAP_WORDS: usize = if cfg!(loom) { 1 } else { 2 };

@@ -28,7 +28,7 @@ struct Waiting {
     ticket: u64,
 }
 
-/// The action for a block when its plan is applied or cancelled.
+/// The action for a block of a compaction plan once the plan is applied or cancelled.
 #[derive(Debug)]
 pub(super) enum AfterMove {
     Nothing,

@@ -193,7 +193,8 @@ impl CachingAllocator {
                 count_served(step);
                 return Ok(Some(block));
             }
-            // Before the step `Grow`, unused segments serve only requests that the policy allows to split them.
+            // Until the step `Grow`, the adaptive policy does not split an unused segment that is much larger than the request,
+            // while it warms up.
             let any = step as usize >= RecoveryStep::Grow as usize;
             if let Some(block) = self.lock_with_stats().search_best_fit(self.number, request, any) {
                 count_served(step);

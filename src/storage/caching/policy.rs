@@ -144,7 +144,7 @@ impl Rules {
         if block < max || kind == SizeKind::Small {
             return true;
         }
-        // An oversize block serves only oversize requests that are not much smaller.
+        // An oversize block serves only requests that are oversize too and at most `max_non_split_rounding` bytes smaller.
         size >= max && block - size <= self.config.max_non_split_rounding
     }
 

@@ -467,7 +467,7 @@ impl<'r, 'a> PickleValue<'r, 'a> {
 
 /// Maximum number of a frame's keys and values: three keys and three values, and more that some versions of PyTorch add.
 const MAX_FRAME_ITEMS: usize = 64;
-/// Maximum value count of a frame: its keys and values, and a mebibyte of text.
+/// Maximum number of values that one frame may count as: its keys and values, and a mebibyte of text.
 const MAX_FRAME_VALUES: usize = (1 << 20) / TEXT_BYTES_PER_VALUE + MAX_FRAME_ITEMS;
 
 impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {

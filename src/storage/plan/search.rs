@@ -22,7 +22,7 @@ pub struct Lifetime {
 /// The offsets of blocks, as found by [`place`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// The offset of each block in bytes, in the order of the given lifetimes. Multiples of the alignment.
+    /// The offset of each block in bytes, in the order of the given lifetimes. Each offset is a multiple of the alignment.
     pub offsets: Vec<u64>,
     /// The arena's size in bytes: the highest end of a block, where block sizes are rounded up to the alignment.
     pub arena: u64,

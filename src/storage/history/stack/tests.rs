@@ -42,7 +42,7 @@ fn every_thread_has_its_stack() {
     let there = std::thread::spawn(move || deeper(2, false)).join().map(Stack::frames).unwrap();
     assert!(here[..3].iter().chain(&there[..3]).all(|frame| is(frame, "deeper")), "{here:?} {there:?}");
     assert!(is(&here[3], "every_thread_has_its_stack"), "{here:?}");
-    // The other thread's stack begins with the closure.
+    // The stack of the other thread begins with the closure, so it has no frames of the spawning thread.
     assert!(here.iter().chain(&there).all(|frame| frame.filename.ends_with("stack/tests.rs")), "{here:?} {there:?}");
     assert!(!there.iter().any(|frame| is(frame, "every_thread_has_its_stack")), "{there:?}");
 }
