@@ -247,13 +247,13 @@ pub type At<'a> = (&'a Memory, usize);
 /// # Safety
 /// Allocators rely on a driver's promises about memory, and tensors on the blocks that allocators hand out:
 /// * A segment from [`create`](Driver::create) or [`reserve`](Driver::reserve) has as many bytes as requested, and is
-/// used by no other code until it is dropped. The segment begins at a multiple of [`alignment`](Driver::alignment),
-/// which is at least 512 for host memory ([`Memory::of_host`]).
+///   used by no other code until it is dropped. The segment begins at a multiple of [`alignment`](Driver::alignment),
+///   which is at least 512 for host memory ([`Memory::of_host`]).
 /// * Only [`copy`](Driver::copy), [`relocate`](Driver::relocate) and [`write`](Driver::write) write bytes, and only
-/// within the given ranges. (The owners of blocks also write bytes, through queued work.) [`shrink`](Driver::shrink)
-/// releases no bytes outside its range.
+///   within the given ranges. (The owners of blocks also write bytes, through queued work.) [`shrink`](Driver::shrink)
+///   releases no bytes outside its range.
 /// * Work before a [marker](Driver::record) is done if [`is_done`](Driver::is_done) or [`wait`](Driver::wait) reports it as done.
-/// All work of a stream is done if [`is_idle`](Driver::is_idle) or [`progress`](Driver::progress) reports it as done.
+///   All work of a stream is done if [`is_idle`](Driver::is_idle) or [`progress`](Driver::progress) reports it as done.
 pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Returns the device whose memory this is. If the crate cannot compute on this memory, return an OpenCL device
     /// that does not exist: [`Sim`] returns `opencl:99`.

@@ -32,8 +32,8 @@ struct CachedImage {
     image: Image,
 }
 
-/// Limit on the bytes of a storage's images, as a multiple of the storage's bytes: 4, because channels are padded to multiples of
-/// 4. A constant weight stays below the limit; a storage with images of many views loses its oldest images.
+/// Limit on the bytes of a storage's images, as a multiple of the storage's bytes: 4, because channels are padded to multiples of 4. A
+/// constant weight stays below the limit; a storage with images of many views loses its oldest images.
 const MAX_IMAGE_BYTES_RATIO: usize = 4;
 
 /// The images of all storages, by device, so that the images can be dropped when memory runs short.
