@@ -36,7 +36,7 @@ enum HeldLock<'a> {
     Write(#[expect(dead_code, reason = "held")] RwLockWriteGuard<'a, ReaderCount>),
 }
 
-/// Locks bytes for writing. Fails while a closure of [`Storage::with_elements`] reads them.
+/// Locks an allocation's bytes for writing. Fails while a closure of [`Storage::with_elements`] reads the bytes.
 #[inline]
 fn lock_for_writing(lock: &RwLock<ReaderCount>) -> Result<RwLockWriteGuard<'_, ReaderCount>> {
     let guard = write(lock);
@@ -46,16 +46,16 @@ fn lock_for_writing(lock: &RwLock<ReaderCount>) -> Result<RwLockWriteGuard<'_, R
     }
 }
 
-/// Calls `f` with exactly the bytes of storages on the CPU device: `reads` shared, `writes` exclusive, in the order given.
+/// Calls `f` with the bytes of storages on the CPU device, in the given order: `reads` as shared slices, `writes` as exclusive slices.
 ///
 /// Locks each allocation once, in address order, so that concurrent calls cannot deadlock; `f` must not lock storages. Empty storages are not locked.
-/// A storage may appear several times in `reads`. [`Error::Invalid`] if a storage is in both lists, or twice in `writes`.
+/// A storage may appear several times in `reads`. Returns [`Error::Invalid`] if a storage is in both lists, or twice in `writes`.
 pub(crate) fn with_host<R>(
     reads: &[&Storage],
     writes: &[&Storage],
     f: impl FnOnce(&[&[u8]], &mut [&mut [u8]]) -> R,
 ) -> Result<R> {
-    // Pushed one by one, because `extend` and `collect` are not inlined, which slows small operations down.
+    // The allocations are pushed one by one, because `extend` and `collect` are not inlined, which slows small operations down.
     let mut order: SmallVec<[(&Allocation, bool); 8]> = SmallVec::new();
     reads.iter().for_each(|s| order.push((s.allocation(), false)));
     writes.iter().for_each(|s| order.push((s.allocation(), true)));
@@ -90,15 +90,15 @@ pub(crate) fn with_host<R>(
     let mut read: SmallVec<[&[u8]; 8]> = SmallVec::new();
     for s in reads {
         let (start, size) = s.allocation().host_range();
-        // SAFETY: `size` initialised bytes that live as long as the borrowed storage. No other allocation has any of
-        // them, and this allocation's lock is held for reading until after the slice's last use in `f`.
+        // SAFETY: `start` points to `size` initialised bytes, which live as long as the borrowed storage. No other allocation
+        // contains any of these bytes, and this allocation's lock is held for reading until after the slice's last use in `f`.
         read.push(unsafe { std::slice::from_raw_parts(start.as_ptr(), size) });
     }
     let mut write: SmallVec<[&mut [u8]; 4]> = SmallVec::new();
     for s in writes {
         let (start, size) = s.allocation().host_range();
-        // SAFETY: as above, with the lock held for writing. No other slice made here is of this allocation, or the loop
-        // above had returned an error. (Empty slices alias nothing.)
+        // SAFETY: as above, but the lock is held for writing. The loop above returns an error if another slice belongs
+        // to this allocation. (Empty slices alias nothing.)
         write.push(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
     }
     let result = f(&read, &mut write);
@@ -106,7 +106,7 @@ pub(crate) fn with_host<R>(
     Ok(result)
 }
 
-/// Like [`with_host`] for one or two storages to read and one to write, without building lists.
+/// Like [`with_host`], for `N` storages to read and one to write. Faster, because no lists are built.
 #[inline]
 pub(crate) fn with_host_few<const N: usize, R>(
     reads: [&Storage; N],
@@ -136,27 +136,27 @@ pub(crate) fn with_host_few<const N: usize, R>(
     lock_reads(true);
     let writing = lock_for_writing(lock)?;
     lock_reads(false);
-    // SAFETY: as in `with_host`; the written storage is not among those read.
+    // SAFETY: as in `with_host`. The storage to write is none of the storages to read.
     let slices = reads.map(|s| unsafe {
         let (start, size) = s.allocation().host_range();
         std::slice::from_raw_parts(start.as_ptr(), size)
     });
     let (start, size) = write.allocation().host_range();
-    // SAFETY: as above.
+    // SAFETY: as for the slices above, but with the lock held for writing.
     let result = f(slices, unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
     drop((reading, writing));
     Ok(result)
 }
 
-/// Records work on bytes of the CPU device in the profiler, until the returned span is dropped.
+/// Records in the profiler work on `bytes` bytes of the CPU device, until the returned span is dropped.
 #[inline]
 fn cpu_span(kind: RecordKind, name: &'static str, bytes: usize) -> Option<Span> {
     profiler::span(kind, name, Device::Cpu, 0, bytes)
 }
 
 impl Storage {
-    /// Returns the buffer and the offset to enqueue work on. Fails for empty storages, for which callers launch nothing.
-    #[inline(always)] // part of every launch, see `Tensor::device_view`
+    /// Returns the location of the bytes in OpenCL memory, for commands. Fails for empty storages: callers enqueue no command for them.
+    #[inline(always)] // called at every launch, see `Tensor::device_view`
     pub(crate) fn cl(&self) -> Result<ClBlockLocation<'_>> {
         if let Backing::OpenCl(driver, lease) = &self.allocation().backing {
             if capture::is_capturing(self.device()) {
@@ -169,7 +169,7 @@ impl Storage {
         self.restore_spilled_or_fail()
     }
 
-    /// The slow path of [`cl`](Self::cl): copies spilled bytes back to the device, or explains why there is no buffer.
+    /// The slow path of [`cl`](Self::cl): copies spilled bytes back to the device, or returns an error that says why there is no buffer.
     #[cold]
     fn restore_spilled_or_fail(&self) -> Result<ClBlockLocation<'_>> {
         if let Backing::OpenCl(_, lease) = &self.allocation().backing
@@ -219,7 +219,7 @@ impl Storage {
             let _recorded = cpu_span(RecordKind::Read, "read", range.len());
             return with_host(&[self], &[], |r, _| to_vec(bytemuck::cast_slice(&r[0][range])));
         }
-        let mut values: Vec<T> = bytemuck::zeroed_vec(count); // a large vector comes as untouched zero pages
+        let mut values: Vec<T> = bytemuck::zeroed_vec(count); // for a large vector, the system maps zero pages and writes nothing
         advise_huge(&mut values);
         let range = self.checked_range("read", offset, count * size_of::<T>())?;
         if count == 0 || self.read_spilled(range, bytemuck::cast_slice_mut(&mut values))? {
@@ -229,7 +229,8 @@ impl Storage {
         staging::read_into(from.device, from.at(offset), values)
     }
 
-    /// Copies spilled bytes from the host and reports device faults, as every read does. Returns false if no bytes are spilled.
+    /// If the bytes are spilled to the host, copies `range` of them to `dst`, reports device faults as every read does, and returns
+    /// true. Otherwise returns false.
     fn read_spilled(&self, range: Range<usize>, dst: &mut [u8]) -> Result<bool> {
         let Backing::OpenCl(driver, lease) = &self.allocation().backing else { return Ok(false) };
         if !lease.is_spilled() {
@@ -243,7 +244,7 @@ impl Storage {
         Ok(true)
     }
 
-    /// Returns the location of the bytes in OpenCL memory, for reading them to the host.
+    /// Returns the location of the bytes in OpenCL memory, for a read to the host.
     fn location_to_read(&self) -> Result<ClBlockLocation<'_>> {
         capture::refuse_while_capturing(self.device(), "read", READ_DURING_CAPTURE)?;
         self.cl()
@@ -271,8 +272,8 @@ impl Storage {
         written
     }
 
-    /// Copies `bytes` bytes of `src` from `src_offset` to `offset`; if `src` is this storage, the ranges may overlap. A copy within one device
-    /// waits only if `blocking`; a copy between devices goes through the host and always waits.
+    /// Copies `bytes` bytes of `src` from `src_offset` to `offset`; if `src` is this storage, the ranges may overlap. A copy within
+    /// one device waits until it is done only if `blocking`; a copy between devices goes through the host and always waits.
     pub(crate) fn copy_from(
         &self,
         offset: usize,
@@ -316,7 +317,7 @@ impl Storage {
     }
 
     /// Like [`copy_from`](Self::copy_from) between a device and host memory pinned for that device, but returns when
-    /// the copy is enqueued on the current stream. Returns false, with nothing done, for any other two storages.
+    /// the copy is enqueued on the current stream. Returns false, with nothing done, for all other pairs of storages.
     pub(crate) fn start_copy_from(
         &self,
         offset: usize,
@@ -341,7 +342,7 @@ impl Storage {
             true => HeldLock::Write(lock_for_writing(lock)?),
             false => HeldLock::Read(read(lock)),
         };
-        // SAFETY: inside the storage's bytes, as checked above.
+        // SAFETY: the address is inside the storage's bytes, as checked above.
         let start = unsafe { host.0.host_range().0.add(at) };
         let begun = pinned.enqueue(start, bytes, location.at(from), written);
         self.0.sidecar.invalidate();
@@ -362,7 +363,8 @@ impl Storage {
         begun
     }
 
-    /// Repeats `pattern`, of 1, 2, 4, 8 or 16 bytes, over `bytes` bytes from `offset`. Both numbers are multiples of the pattern's length.
+    /// Repeats `pattern`, of 1, 2, 4, 8 or 16 bytes, over `bytes` bytes from `offset`. `offset` and `bytes` are multiples of the
+    /// pattern's length.
     pub(crate) fn fill(&self, offset: usize, bytes: usize, pattern: &[u8]) -> Result<()> {
         let range = self.checked_range("fill", offset, bytes)?;
         let n = pattern.len();
@@ -377,7 +379,7 @@ impl Storage {
             return with_host(&[], &[self], |_, w| fill(&mut w[0][range], pattern));
         }
         let to = self.cl()?;
-        // The block's padding belongs to this storage: filling the padding too lets the driver use wide stores.
+        // The padding at the block's end belongs to this storage. It is filled too, so that the driver can use wide stores.
         let to_the_end = offset.is_multiple_of(16) && range.end == self.nbytes();
         let bytes = if to_the_end { bytes.next_multiple_of(16) } else { bytes };
         let filled = to.device.fill(to.at(offset), bytes, pattern);

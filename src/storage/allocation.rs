@@ -60,14 +60,14 @@ impl Drop for Storage {
     }
 }
 
-/// [`Arc::get_mut`] without its lock, which is needed only if there are [`Weak`](std::sync::Weak) handles.
+/// Like [`Arc::get_mut`], without the lock that `get_mut` takes because of [`Weak`](std::sync::Weak) handles.
 #[inline]
 pub(super) fn get_mut_if_unique(shared: &mut Arc<Allocation>) -> Option<&mut Allocation> {
     if Arc::strong_count(shared) != 1 {
         return None;
     }
     fence(Ordering::Acquire); // makes visible what other threads did before they dropped their handles
-    // SAFETY: the crate makes no weak handles, so this is the only handle, and it is borrowed exclusively.
+    // SAFETY: the crate makes no weak handles, so `shared` is the only handle, and `shared` is borrowed exclusively.
     Some(unsafe { &mut *Arc::as_ptr(shared).cast_mut() })
 }
 
@@ -79,7 +79,7 @@ fn empty_allocation() -> Arc<Allocation> {
     Arc::new(Allocation { device: Device::Cpu, size: 0, version, sidecar, backing: Backing::Empty })
 }
 
-/// The most unused `Arc`s that a thread keeps for its next storages.
+/// Maximum number of unused `Arc`s that a thread keeps for its next storages.
 const MAX_SPARE_ALLOCATIONS: usize = 64;
 
 thread_local! {
@@ -88,17 +88,17 @@ thread_local! {
 }
 
 impl Storage {
-    /// Returns the device the bytes are on.
+    /// Returns the device that holds the bytes.
     pub fn device(&self) -> Device {
         self.0.device()
     }
 
-    /// Returns the size in bytes, as requested.
+    /// Returns the requested size in bytes.
     pub fn nbytes(&self) -> usize {
         self.0.nbytes()
     }
 
-    /// True if both are handles on the same allocation.
+    /// True if `self` and `other` are handles on the same allocation.
     pub fn ptr_eq(&self, other: &Storage) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -109,13 +109,13 @@ impl Storage {
     }
 
     /// Records that work on `stream` uses the bytes (`torch.Tensor.record_stream`). After the storage is dropped, its
-    /// bytes are not reused until the work submitted to `stream` by then has finished.
+    /// bytes are not reused before all work that was submitted to `stream` until the drop has finished.
     ///
-    /// Call this method for every stream except the one the storage was made on. It is not needed if the storage is
-    /// kept until its own stream has waited for `stream`.
+    /// Call this method for every stream that uses the storage, except the stream it was made on. The call is not
+    /// needed if the storage is kept until its own stream has waited for `stream`.
     ///
-    /// The call orders nothing: the stream has to [wait](Stream::wait_stream) for the work that fills the storage. On
-    /// the CPU the call does nothing, because work there is done when an operation returns.
+    /// The call does not order streams: `stream` itself has to [wait](Stream::wait_stream) for the work that fills the
+    /// storage. On the CPU the call does nothing, because work there is done when an operation returns.
     ///
     /// # Errors
     /// [`Error::DeviceMismatch`] for a stream of another device.
@@ -129,18 +129,18 @@ impl Storage {
         Ok(())
     }
 
-    /// Returns the `cl_mem` that holds the bytes, and the offset of the first byte, for work of other code. From now on the storage never moves.
+    /// Returns the `cl_mem` that holds the bytes, and the offset of the first byte, for use by other code. From now on the storage never moves.
     ///
-    /// The `cl_mem` is not retained for the caller: keep the storage alive as long as anything enqueued elsewhere uses
-    /// the bytes. The `cl_mem` may be larger than the storage; the rest belongs to other storages. Its context is the
-    /// one that `CL_MEM_CONTEXT` names.
+    /// The `cl_mem` is not retained for the caller: keep the storage alive as long as commands of other code use the
+    /// bytes. The `cl_mem` may be larger than the storage; the rest belongs to other storages. `CL_MEM_CONTEXT` gives
+    /// its context.
     ///
-    /// Queues of other code are ordered with nothing here, unless they were [adopted](Device::adopt). Call
-    /// [`Stream::synchronize`] before other code uses the bytes, and `clFinish` on its queue before the bytes are used
-    /// here again.
+    /// Queues of other code are not ordered with streams of this crate, unless the queues were
+    /// [adopted](Device::adopt). Call [`Stream::synchronize`] before other code uses the bytes, and `clFinish` on the
+    /// other code's queue before this crate uses the bytes again.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if there is no such buffer: on the CPU, and for zero bytes.
+    /// [`Error::Invalid`] on the CPU and for zero bytes: such a storage has no `cl_mem`.
     pub fn export_cl(&self) -> Result<(*mut c_void, usize)> {
         let location = self.cl()?;
         if let Some(block) = self.0.block() {
@@ -149,7 +149,7 @@ impl Storage {
         Ok((location.buffer().mem(), location.offset()))
     }
 
-    /// Allocates `bytes` bytes, filled with the configured byte; the contents are unspecified if none is configured.
+    /// Allocates `bytes` bytes. They are filled with the configured byte; without one, their contents are unspecified.
     pub(crate) fn alloc(device: Device, bytes: usize) -> Result<Storage> {
         if bytes == 0 {
             return Ok(Storage::new(device, 0, Backing::Empty));
@@ -191,8 +191,8 @@ impl Storage {
         Storage::new(Device::Cpu, bytes, backing)
     }
 
-    /// Makes a storage on the CPU device with unspecified contents, pinned for transfers to and from `device`. `None` for the CPU device, for
-    /// zero bytes, and if no pinned memory is left.
+    /// Makes a storage on the CPU device with unspecified contents, pinned for transfers to and from `device`. Returns
+    /// `None` if `device` is the CPU, for zero bytes, and if no pinned memory is left.
     pub(crate) fn pinned(device: Device, bytes: usize) -> Result<Option<Storage>> {
         let backing = |memory| Backing::Adopted(Adopted::new(HostBytes::Pinned(memory)));
         Ok(staging::alloc_pinned(device, bytes)?.map(|memory| Storage::new(Device::Cpu, bytes, backing(memory))))
@@ -202,13 +202,13 @@ impl Storage {
         self.0.pinned().is_some_and(|pinned| pinned.is_for(device))
     }
 
-    #[inline(always)] // without inlining, the struct is stored in words and then loaded as vectors, which stalls
+    #[inline(always)] // without inlining, the struct is stored in words and then loaded as vectors, which stalls the processor
     pub(super) fn new(device: Device, size: usize, backing: Backing) -> Storage {
         let spare = SPARE_ALLOCATIONS.try_with(|spare| spare.borrow_mut().pop()).ok().flatten();
         let mut shared = spare.unwrap_or_else(empty_allocation);
         let allocation = get_mut_if_unique(&mut shared).expect("the handle is unique");
         (allocation.device, allocation.size, allocation.version) = (device, size, AtomicU64::new(0));
-        // The old backing is `Empty`, so there is nothing to drop.
+        // The old backing is `Empty`, so it need not be dropped.
         std::mem::forget(std::mem::replace(&mut allocation.backing, backing));
         Storage(ManuallyDrop::new(shared))
     }
@@ -218,12 +218,13 @@ impl Storage {
         self.0.host_range().0.addr().get().is_multiple_of(to)
     }
 
-    /// True if this is the only handle, so that changing the bytes affects no other tensor.
+    /// True if no other handle on the allocation exists, so that changing the bytes affects no other tensor.
     pub fn is_unique(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// Returns how often the contents have been changed in place (PyTorch's `_version`), which autograd checks. All views share the counter.
+    /// Returns how often the contents have been changed in place (PyTorch's `_version`), which autograd checks. All views of the
+    /// storage share this count.
     ///
     /// ```
     /// let x = claystone::Tensor::ones(4, claystone::Device::Cpu)?;
@@ -236,14 +237,14 @@ impl Storage {
         self.0.version.load(Ordering::Acquire)
     }
 
-    /// Marks a new storage as filled for the first time. Only a graph capture needs to know.
+    /// During a graph capture, counts the first filling of a new storage as a change. Otherwise does nothing.
     pub(crate) fn mark_filled(&self) {
         if capture::is_capturing(self.device()) {
             self.bump_version();
         }
     }
 
-    /// Counts a change. Every in-place operation calls this; transfers do not.
+    /// Increments the version counter. Every in-place operation calls this; transfers do not.
     pub(crate) fn bump_version(&self) {
         self.0.version.fetch_add(1, Ordering::AcqRel);
         if capture::is_capturing(self.device()) {
@@ -252,7 +253,7 @@ impl Storage {
     }
 }
 
-// Locks poisoned by a panic are taken all the same: bytes have no invariants that a panic could break.
+// Locks that a panic poisoned are taken nevertheless: bytes have no invariants that a panic could break.
 impl std::panic::UnwindSafe for Storage {}
 impl std::panic::RefUnwindSafe for Storage {}
 
@@ -271,11 +272,11 @@ pub struct Allocation {
     pub(super) backing: Backing,
 }
 
-/// The memory that holds an allocation's bytes.
+/// The kind of memory that holds an allocation's bytes.
 pub(super) enum Backing {
-    /// Zero bytes.
+    /// The allocation has zero bytes.
     Empty,
-    Uninit(OnceLock<Box<str>>), // no memory: a parameter still to be loaded, with its name if known
+    Uninit(OnceLock<Box<str>>), // no memory yet: a parameter whose values will be loaded, with its name if known
     Host(Lease),
     /// Host memory that came with a vector, is pinned, or belongs to other code.
     Adopted(Box<Adopted>), // boxed: rare, and its size would make every other variant larger to move
@@ -312,18 +313,18 @@ impl HostBytes {
 }
 
 impl Allocation {
-    /// Returns the device the bytes are on.
+    /// Returns the device that holds the bytes.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// Returns the size in bytes, as requested.
+    /// Returns the requested size in bytes.
     pub fn nbytes(&self) -> usize {
         self.size
     }
 
-    /// Returns the id of the segment that contains the block. `None` for an empty allocation and for memory taken over
-    /// from the host. Compaction may change the id.
+    /// Returns the id of the segment that contains the block. Returns `None` for an empty allocation and for memory
+    /// taken over from the host. Compaction may change the id.
     pub fn segment(&self) -> Option<u64> {
         self.block().map(|block| block.location().segment().id())
     }
@@ -333,7 +334,7 @@ impl Allocation {
         self.block().map_or(0, |block| block.location().offset())
     }
 
-    /// Returns the block. `None` for an empty allocation and for memory taken over from the host.
+    /// Returns the block. Returns `None` for an empty allocation and for memory taken over from the host.
     pub fn block(&self) -> Option<&Block> {
         match &self.backing {
             Backing::Empty | Backing::Uninit(_) | Backing::Adopted(_) => None,
@@ -341,7 +342,7 @@ impl Allocation {
         }
     }
 
-    /// True if other code may change the bytes without the crate noticing: it was given the buffer, or made the buffer.
+    /// True if other code may change the bytes without the crate noticing, because the buffer was exported to or imported from other code.
     pub(super) fn is_shared_outside(&self) -> bool {
         match &self.backing {
             Backing::Empty | Backing::Uninit(_) | Backing::Host(_) => false,
@@ -352,7 +353,8 @@ impl Allocation {
         }
     }
 
-    /// Returns the pinned memory that holds the bytes. The caller must [check](PinnedBytes::wait_and_check) it under the lock.
+    /// Returns the pinned memory, or `None` if the bytes are not pinned. Before accessing the bytes, hold
+    /// [`host_lock`](Self::host_lock) and call [`wait_and_check`](PinnedBytes::wait_and_check), which waits for enqueued transfers.
     pub(super) fn pinned(&self) -> Option<&PinnedBytes> {
         match &self.backing {
             Backing::Adopted(adopted) => match &adopted.memory {
@@ -363,7 +365,7 @@ impl Allocation {
         }
     }
 
-    /// Returns the lock that is held while slices of the bytes exist. `None` if no bytes are in host memory.
+    /// Returns the lock that is held while slices of the bytes exist. Returns `None` if the storage is empty or in device memory.
     pub(super) fn host_lock(&self) -> Option<&RwLock<ReaderCount>> {
         match &self.backing {
             Backing::Host(lease) => Some(&lease.block.slot().lock),
@@ -372,20 +374,21 @@ impl Allocation {
         }
     }
 
-    /// Like [`host_lock`](Self::host_lock), but `None` for pinned memory, which has to be checked under its lock.
+    /// Like [`host_lock`](Self::host_lock), but returns `None` for pinned memory, whose bytes may be accessed only after
+    /// [`PinnedBytes::wait_and_check`].
     pub(super) fn unpinned_lock(&self) -> Option<&RwLock<ReaderCount>> {
         self.host_lock().filter(|_| self.pinned().is_none())
     }
 
-    /// Returns the first byte and the number of bytes in host memory. Elsewhere it returns zero bytes at an aligned
-    /// address. Valid as long as the host lock is held, the block is pinned, or the lock's borrow count is above 0.
+    /// Returns the address and the number of bytes in host memory; if none are, an aligned address and 0. Valid while
+    /// the host lock is held, the block is pinned, or the lock's reader count is above 0.
     pub(super) fn host_range(&self) -> (NonNull<u8>, usize) {
         let no_bytes = (NonNull::<Aligned>::dangling().cast(), 0);
         match &self.backing {
             Backing::Host(lease) => match &lease.block.segment().memory().0 {
-                // SAFETY: an allocator's blocks are inside their segment.
+                // SAFETY: allocators make only blocks that are inside their segment.
                 MemoryKind::Host(m) => (unsafe { m.start().add(lease.block.offset()) }, self.size),
-                _ => no_bytes, // unreachable: set_allocator rejects allocators of other drivers' memory
+                _ => no_bytes, // unreachable: `set_allocator` rejects allocators of other memory
             },
             Backing::Adopted(adopted) => (adopted.memory.start(), self.size),
             Backing::Empty | Backing::Uninit(_) | Backing::OpenCl(..) => no_bytes,
@@ -401,7 +404,7 @@ impl fmt::Debug for Allocation {
     }
 }
 
-/// A well aligned type, whose dangling pointer makes empty slices castable to slices of any element.
+/// A type aligned enough that its dangling pointer can be the start of an empty slice of any element type.
 #[repr(align(512))]
 struct Aligned;
 
@@ -411,7 +414,7 @@ pub(super) struct Lease {
     pub(super) owner: AllocatorRef,
 }
 
-/// The allocator that handed out a block: the device's own, or the one in scope when the block was allocated.
+/// The allocator that handed out a block: the device's own allocator, or the allocator in scope when the block was allocated.
 pub(super) enum AllocatorRef {
     Device(&'static dyn Allocator),
     Scope(Arc<dyn Allocator>),
@@ -435,7 +438,7 @@ impl Lease {
         };
         let allocator = owner.allocator();
         let block = allocator.allocate(bytes, scope::home_stream(device))?;
-        // A user's allocator is not trusted: its block is checked, because the bytes are about to be read and written.
+        // A user's allocator is not trusted: its block is checked, because a wrong block would make later reads and writes unsound.
         if !is_built_in && !satisfies_request(&block, device, bytes) {
             return Err(reject_block(allocator, block, device, bytes));
         }
@@ -458,7 +461,7 @@ impl Lease {
 #[cold]
 fn report_change_to_profiler(allocator: &dyn Allocator, bytes: i64) {
     if (allocator as &dyn Any).is::<ImportedBuffers>() {
-        return; // imported memory was not counted when it was imported, either
+        return; // imported memory was never counted
     }
     let device = allocator.device();
     profiler::record_memory(device, bytes, || {
@@ -467,7 +470,7 @@ fn report_change_to_profiler(allocator: &dyn Allocator, bytes: i64) {
     });
 }
 
-/// Returns a block that does not satisfy its request to the allocator, and makes the error.
+/// Gives a block that does not satisfy its request back to the allocator, and returns the error to report.
 #[cold]
 fn reject_block(allocator: &dyn Allocator, block: Block, device: Device, bytes: usize) -> Error {
     let reason = format!("{allocator:?} gave {block:?} for {bytes} bytes on {device}");
@@ -475,7 +478,8 @@ fn reject_block(allocator: &dyn Allocator, block: Block, device: Device, bytes: 
     Error::invalid("allocate", reason)
 }
 
-/// True if the block satisfies a request for `bytes` bytes on this device. The size has to cover the last 16 bytes, which kernels write whole.
+/// True if the block satisfies a request for `bytes` bytes on this device. The block's size must be at least `bytes` rounded up to
+/// a multiple of 16, because kernels write the last 16 bytes whole.
 fn satisfies_request(block: &Block, device: Device, bytes: usize) -> bool {
     let location = block.location();
     block.requested() >= bytes

@@ -11,7 +11,7 @@ use super::stats::DeviceStats;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
-/// Returns the allocator of type `T` that `allocator` is or wraps, the outermost first.
+/// Follows the chain of wrappers from `allocator` inwards, and returns the first allocator of type `T`.
 pub(super) fn find_allocator<T: Allocator>(mut allocator: &dyn Allocator) -> Option<&T> {
     loop {
         match (allocator as &dyn Any).downcast_ref() {
@@ -32,31 +32,31 @@ pub(super) fn check_fraction(fraction: f64) -> Result<f64> {
 /// [`DirectAllocator`](super::DirectAllocator). A user's own allocator is installed with [`set_allocator`](super::set_allocator). A wrapper that
 /// counts, limits or logs needs no unsafe code: the default methods call the allocator that [`inner`](Allocator::inner) returns.
 pub trait Allocator: Any + Send + Sync + fmt::Debug {
-    /// The device whose memory this allocator hands out.
+    /// Returns the device whose memory this allocator hands out.
     fn device(&self) -> Device;
 
-    /// The alignment of blocks in bytes, which is the driver's: a power of two, at least 512.
+    /// Returns the alignment of blocks in bytes: the driver's alignment, a power of two of at least 512.
     fn alignment(&self) -> usize {
         self.inner().map_or(ALIGNMENT, |inner| inner.alignment())
     }
 
-    /// The wrapped allocator, if there is one.
+    /// Returns the wrapped allocator, or `None` if this allocator wraps none.
     fn inner(&self) -> Option<&Arc<dyn Allocator>> {
         None
     }
 
-    /// Allocates at least `bytes > 0` bytes, rounded up to 16, with unspecified contents, for work on `stream`.
-    /// Tensors reject a block whose offset is not a multiple of 512 bytes.
+    /// Allocates at least `bytes` bytes (not 0), rounded up to a multiple of 16, with unspecified contents, for work on
+    /// `stream`. Tensors reject a block whose offset is not a multiple of 512 bytes.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if there is no room after releasing all unused memory; errors that the driver reports.
+    /// [`Error::OutOfMemory`] if memory does not suffice even after all unused memory was released; errors that the driver reports.
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block>;
 
-    /// Frees a block. Work on its stream may still use the block, because its next owner on that stream runs later.
+    /// Frees a block. Queued work on the block's stream may still use the block, because work of the next owner on that stream runs later.
     fn deallocate(&self, block: Block);
 
-    /// Records that work on `stream` also uses the block. Once freed, the block is not reused before that work is
-    /// done (`torch.Tensor.record_stream`).
+    /// Records that work on `stream` also uses the block. After the block is freed, it is not reused before that work
+    /// is done (`torch.Tensor.record_stream`).
     fn record_stream(&self, block: &Block, stream: StreamId);
 
     /// Returns the memory statistics.
@@ -64,7 +64,7 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         self.inner().map_or_else(DeviceStats::default, |inner| inner.stats())
     }
 
-    /// Sets every peak to the current value.
+    /// Sets the peak of every statistic to the current value.
     fn reset_peak_stats(&self) {
         self.inner().into_iter().for_each(|inner| inner.reset_peak_stats());
     }
@@ -74,12 +74,12 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         self.inner().into_iter().for_each(|inner| inner.reset_accumulated_stats());
     }
 
-    /// Releases all cached, unused memory to the driver.
+    /// Returns all cached, unused memory to the driver.
     fn empty_cache(&self) -> Result<()> {
         self.inner().map_or(Ok(()), |inner| inner.empty_cache())
     }
 
-    /// Limits the reserved bytes from now on. Memory that is already reserved stays.
+    /// Limits the reserved bytes from now on. Memory that is already reserved stays reserved.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the allocator does not support a limit.
@@ -89,7 +89,7 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     }
 
     /// Limits the reserved bytes to a fraction, 0 to 1, of the device's memory, within [`set_memory_limit`]'s bound.
-    /// Memory that is already reserved stays.
+    /// Memory that is already reserved stays reserved.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the fraction is outside 0 to 1, or the allocator does not support a limit.
@@ -103,19 +103,20 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         self.inner().map_or_else(limit, |inner| inner.set_memory_fraction(fraction))
     }
 
-    /// Releases unused memory while at least `keep` bytes stay reserved. Returns the bytes released. Never waits:
-    /// memory that streams may still be using stays.
+    /// Releases unused memory while at least `keep` bytes stay reserved. Returns the number of bytes released. Never
+    /// waits: memory that streams may still be using is kept.
     fn trim(&self, keep: u64) -> Result<u64> {
         self.inner().map_or(Ok(0), |inner| inner.trim(keep))
     }
 
-    /// Moves live blocks together, copying at most `budget` bytes, and releases the memory this frees. Returns the bytes released.
+    /// Moves live blocks together, copying at most `budget` bytes, and releases the memory that becomes free. Returns the number of
+    /// bytes released.
     fn compact(&self, budget: u64) -> Result<u64> {
         self.inner().map_or(Ok(0), |inner| inner.compact(budget))
     }
 
-    /// Returns the current segments and blocks, and the recorded history (`torch.cuda.memory._snapshot`). Empty if
-    /// the allocator does not support snapshots.
+    /// Returns the current segments and blocks, and the recorded history (`torch.cuda.memory._snapshot`). The snapshot
+    /// is empty if the allocator does not support snapshots.
     fn snapshot(&self) -> Snapshot {
         self.inner().map_or_else(Snapshot::default, |inner| inner.snapshot())
     }
@@ -123,7 +124,7 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// Starts or stops recording the memory history for [`snapshot`](Allocator::snapshot) (`torch.cuda.memory._record_memory_history`).
     ///
     /// # Errors
-    /// [`Error::Invalid`] if there is no memory for that many entries, or the allocator does not support recording.
+    /// [`Error::Invalid`] if the host has no memory for the requested number of entries, or the allocator does not support recording.
     fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
         let cannot =
             || Err(Error::invalid("record_memory_history", format!("{self:?} does not record memory history")));

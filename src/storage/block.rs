@@ -14,8 +14,8 @@ use super::segment::Segment;
 use crate::device::{StreamId, read};
 use crate::{Error, Result};
 
-/// Counts the closures that read host bytes without holding the lock this counter is in. A thread that gets the lock
-/// for writing must leave the bytes alone unless the count is 0.
+/// Counts the closures that read host bytes without holding the lock around this counter. A thread that locks for
+/// writing must not touch the bytes unless the count is 0.
 #[derive(Debug, Default)]
 pub(crate) struct ReaderCount(AtomicU32);
 
@@ -24,12 +24,12 @@ impl ReaderCount {
         ReaderCount(AtomicU32::new(0))
     }
 
-    /// Adds a reader. Call it under the lock, which orders the call before the next writer.
+    /// Adds a reader. Call this method while holding the lock, so that the next thread that locks for writing sees the reader.
     pub(super) fn add_reader(&self) {
         self.0.fetch_add(1, Relaxed);
     }
 
-    /// Removes a reader. `Release` orders the reader's last use of the bytes before a writer that reads the lower count.
+    /// Removes a reader. `Release` makes sure that a writer which sees the lower count runs after the reader's last use of the bytes.
     pub(super) fn remove_reader(&self) {
         self.0.fetch_sub(1, Ordering::Release);
     }
@@ -41,7 +41,7 @@ impl ReaderCount {
 
 /// The current location of a block. Hold `lock` for reading to keep the block in place; hold it for writing to move the
 /// block or to write host bytes.
-#[repr(align(64))] // one cache line each: the next slot belongs to another thread's block
+#[repr(align(64))] // one cache line for each slot, because the next slot may be another thread's
 pub(crate) struct Slot {
     pub(crate) lock: RwLock<ReaderCount>,
     segment: AtomicPtr<Segment>,
@@ -66,7 +66,7 @@ impl Slot {
         }
     }
 
-    /// Points the slot at a new location.
+    /// Stores a new location in the slot.
     ///
     /// # Safety
     /// The segment outlives every [`Block`] with this slot. If such a block is already in use, `lock` is held for
@@ -82,7 +82,7 @@ impl Slot {
         self.requested.load(Relaxed)
     }
 
-    /// True if the block may never move again.
+    /// True if the block must not move any more, because [`Block::export`] was called.
     pub(crate) fn is_exported(&self) -> bool {
         self.exported.load(Relaxed)
     }
@@ -95,7 +95,7 @@ impl Slot {
         self.requested.store(requested, Relaxed);
     }
 
-    /// Locks the block for moving, or returns `None` if it is in use at this moment.
+    /// Locks the block for moving, or returns `None` if another thread holds its lock.
     pub(crate) fn try_lock_for_move(&self) -> Option<RwLockWriteGuard<'_, ReaderCount>> {
         let guard = match self.lock.try_write() {
             Ok(guard) => guard,
@@ -106,20 +106,20 @@ impl Slot {
     }
 }
 
-/// Returns a new number by which an allocator recognises its own blocks (see `Block::owner`).
+/// Returns a new allocator number, which an allocator stores in its blocks to recognise them (see `Block::owner`).
 pub(super) fn next_owner_number() -> u32 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     NEXT.fetch_add(1, Relaxed)
 }
 
-/// A block handed out by an [`Allocator`](super::Allocator): the right to use its bytes until the block is returned.
+/// A block handed out by an [`Allocator`](super::Allocator): the right to use the block's bytes until the block is returned.
 ///
 /// [`Allocator::deallocate`](super::Allocator::deallocate) takes the block by value, so a block is returned once and
-/// not used after. A block that is dropped instead stays allocated for the rest of the process.
+/// not used afterwards. A block that is dropped instead stays allocated for the rest of the process.
 #[must_use = "a block that is dropped stays allocated: give it back with Allocator::deallocate"]
 pub struct Block {
     slot: NonNull<Slot>,
-    /// A copy of the slot's value: returning a block then need not load the slot, which is no longer in the processor's cache.
+    /// A copy of the slot's requested size: when a block is returned, its slot is often no longer in the processor's cache.
     requested: usize,
     /// The number of the allocator that made the block (see [`next_owner_number`]).
     pub(crate) owner: u32,
@@ -127,21 +127,21 @@ pub struct Block {
     entry_and_flags: u32,
 }
 
-/// Flag in `Block::entry_and_flags`: threads' caches may keep the block. Its size is then its request rounded up.
+/// Flag in `Block::entry_and_flags`: thread caches may keep the block. The block's size is then the request rounded up.
 pub(super) const CACHEABLE_FLAG: u32 = 1 << 31;
 /// Flag in `Block::entry_and_flags`: the slot belongs to an [`OwnedSlot`], not to an allocator's table.
 const OWN_SLOT_FLAG: u32 = 1 << 30;
-/// Limit on the entries of an allocator's table: larger numbers would collide with the flags.
+/// Maximum number of entries in an allocator's table: larger entry numbers would overlap with the flags.
 pub(super) const MAX_TABLE_ENTRIES: usize = OWN_SLOT_FLAG as usize;
 
 /// A slot together with the owner of the block's bytes, for blocks that are in no allocator's table.
-#[repr(C)] // a pointer to the first field is a pointer to the whole
+#[repr(C)] // a pointer to the first field is a pointer to the struct
 struct OwnedSlot {
     slot: Slot,
     holder: BytesOwner,
 }
 
-/// The owner that keeps a block's bytes alive.
+/// The owner of a block's bytes: the bytes live as long as the owner.
 enum BytesOwner {
     Segment(#[expect(dead_code, reason = "held")] Arc<Segment>),
     ParentBlock(Block),
@@ -160,8 +160,8 @@ impl Block {
     /// [`Error::Invalid`] if the range is not inside the segment.
     ///
     /// # Safety
-    /// The segment's memory has as many bytes as the segment says. No other live block has any of the block's bytes,
-    /// and nothing else writes to them while the block lives.
+    /// The segment's memory has at least [`Segment::bytes`] bytes. No other live block overlaps the block, and no other
+    /// code writes to the block's bytes while the block lives.
     pub unsafe fn new(segment: &Arc<Segment>, offset: usize, size: usize, requested: usize) -> Result<Block> {
         if requested > size || offset.checked_add(size).is_none_or(|end| end > segment.bytes()) {
             let all = segment.bytes();
@@ -169,7 +169,7 @@ impl Block {
             return Err(Error::invalid("Block::new", range));
         }
         let slot = Slot::vacant();
-        // SAFETY: the holder keeps the segment alive as long as the block lives.
+        // SAFETY: the field `holder` keeps the segment alive as long as the block lives.
         unsafe { slot.set_location(segment, offset) };
         Ok(Block::with_own_slot(OwnedSlot { slot, holder: BytesOwner::Segment(Arc::clone(segment)) }, size, requested))
     }
@@ -187,11 +187,11 @@ impl Block {
         (self.entry_and_flags & OWN_SLOT_FLAG != 0).then(|| unsafe { self.slot.cast::<OwnedSlot>().as_ref() })
     }
 
-    /// Makes a block of `size` bytes of this block, for allocators that wrap others. The new block owns this block, which no longer moves;
-    /// [`into_parent_block`](Block::into_parent_block) returns this block.
+    /// Makes a block from the `size` bytes at `offset` in this block, for allocators that wrap others. The new block
+    /// owns this block, which no longer moves; [`into_parent_block`](Block::into_parent_block) gives this block back.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the range is not inside this block, which then stays allocated.
+    /// [`Error::Invalid`] if the range is not inside this block; this block then stays allocated.
     pub(super) fn into_part(self, offset: usize, size: usize, requested: usize) -> Result<Block> {
         if requested > size || offset.checked_add(size).is_none_or(|end| end > self.size()) {
             let range = format!("{requested} of {size} bytes at {offset} are not in a block of {}", self.size());
@@ -199,7 +199,7 @@ impl Block {
         }
         self.export();
         let slot = Slot::vacant();
-        // The segment outlives the whole block, which the part owns.
+        // The segment outlives the parent block, which the new block owns.
         slot.segment.store(self.slot().segment.load(Relaxed), Relaxed);
         slot.offset.store(self.offset() + offset, Relaxed);
         Ok(Block::with_own_slot(OwnedSlot { slot, holder: BytesOwner::ParentBlock(self) }, size, requested))
@@ -212,7 +212,7 @@ impl Block {
         }
     }
 
-    /// Like [`parent_block`](Block::parent_block), but consumes the part.
+    /// Like [`parent_block`](Block::parent_block), but consumes this block and returns the parent block by value.
     pub(super) fn into_parent_block(self) -> Option<Block> {
         let block = ManuallyDrop::new(self);
         if block.entry_and_flags & OWN_SLOT_FLAG == 0 {
@@ -237,7 +237,7 @@ impl Block {
         size: usize,
         requested: usize,
     ) -> Block {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller promises that the slot lives as long as the block.
         unsafe { slot.as_ref() }.reset(size, requested);
         Block { slot, requested, owner, entry_and_flags }
     }
@@ -248,18 +248,18 @@ impl Block {
         self.entry_and_flags & !(CACHEABLE_FLAG | OWN_SLOT_FLAG)
     }
 
-    /// True if threads' caches may keep the block.
+    /// True if thread caches may keep the block.
     #[inline]
     pub(super) fn is_cacheable(&self) -> bool {
         self.entry_and_flags & CACHEABLE_FLAG != 0
     }
 
-    /// Returns the bytes that the block occupies: the request rounded up.
+    /// Returns the number of bytes that the block occupies: the request rounded up.
     pub fn size(&self) -> usize {
         self.slot().size.load(Relaxed)
     }
 
-    /// Returns the bytes that were requested.
+    /// Returns the number of bytes that were requested.
     pub fn requested(&self) -> usize {
         self.requested
     }
@@ -274,18 +274,19 @@ impl Block {
         BlockLocation { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }
     }
 
-    /// Keeps the block from moving for good, because its memory was handed out by address or as a `cl_mem`.
+    /// Keeps the block from ever moving again, because its memory was handed out by address or as a `cl_mem`.
     pub fn export(&self) {
         self.pin();
     }
 
-    /// Keeps the block from moving until [`unpin`](Block::unpin), which takes the result: whether the block could move before.
+    /// Keeps the block from moving until [`unpin`](Block::unpin). Returns whether the block could move before, for `unpin`.
     pub(super) fn pin(&self) -> bool {
         let _still = self.location(); // wait for a move in progress
         !self.slot().exported.swap(true, Relaxed)
     }
 
-    /// Ends [`pin`](Block::pin). Taking the lock makes earlier writes without the lock visible before the block moves.
+    /// Ends [`pin`](Block::pin). Takes the slot's lock, so that writes made without the lock before are visible to the thread that
+    /// moves the block.
     pub(super) fn unpin(&self, could_move: bool) {
         let _still = self.location();
         if could_move {
@@ -293,7 +294,8 @@ impl Block {
         }
     }
 
-    /// True, after an error is logged, if another allocator made the block. That allocator still counts the block, so no other may touch it.
+    /// Logs an error and returns true if another allocator made the block. That allocator still counts the block, so this one must
+    /// leave the block alone.
     #[inline]
     pub(super) fn is_foreign(&self, allocator: &dyn fmt::Debug, number: u32) -> bool {
         let foreign = self.owner != number;
@@ -312,10 +314,10 @@ impl Block {
     pub(crate) fn export_segment(&self) -> Arc<Segment> {
         self.export();
         let _held = self.location();
-        // The pointer from the Arc itself: a pointer derived from a reference may not access the Arc's count.
+        // Uses the pointer that came from the Arc itself, because a pointer derived from a reference may not access the Arc's count.
         let segment = self.slot().segment.load(Relaxed).cast_const();
-        // SAFETY: `set_location` took the pointer from an Arc, which the block's maker keeps as long as the block lives;
-        // `_held` keeps the block from moving meanwhile. The new Arc takes over the count added here.
+        // SAFETY: `set_location` took the pointer from an Arc, which the block's maker keeps as long as the block
+        // lives. While `_held` lives, the block does not move. The new Arc takes over the count added here.
         unsafe {
             Arc::increment_strong_count(segment);
             Arc::from_raw(segment)
@@ -324,7 +326,7 @@ impl Block {
 
     #[inline]
     pub(crate) fn slot(&self) -> &Slot {
-        // SAFETY: the block's maker promised that the slot lives as long as the block.
+        // SAFETY: the code that made the block promised that the slot lives as long as the block.
         unsafe { self.slot.as_ref() }
     }
 
@@ -333,9 +335,10 @@ impl Block {
         self.slot
     }
 
-    /// Returns the segment. Valid while the slot's lock is held, or while nothing moves blocks.
+    /// Returns the segment. Valid while the slot's lock is held, or if no block can be moved meanwhile.
     pub(crate) fn segment(&self) -> &Segment {
-        // SAFETY: `set_location` was called before the block was made; its caller promised that the segment outlives the block.
+        // SAFETY: `set_location` was called before the block was made, and the caller of `set_location` promised that the segment
+        // outlives the block.
         unsafe { &*self.slot().segment.load(Relaxed) }
     }
 
@@ -349,7 +352,7 @@ impl Drop for Block {
     #[inline]
     fn drop(&mut self) {
         if self.entry_and_flags & OWN_SLOT_FLAG != 0 {
-            // SAFETY: the flag says that this is the OwnedSlot that `with_own_slot` leaked, and only this drop frees it.
+            // SAFETY: the flag says that the slot is in the OwnedSlot that `with_own_slot` leaked, and only this drop frees it.
             drop(unsafe { Box::from_raw(self.slot.cast::<OwnedSlot>().as_ptr()) });
         }
     }
@@ -370,7 +373,7 @@ pub struct BlockLocation<'a> {
 }
 
 impl BlockLocation<'_> {
-    /// Returns the block's segment. Once this `BlockLocation` is dropped, the block may move and its segment be released.
+    /// Returns the block's segment. Once this `BlockLocation` is dropped, the block may move, and the segment may be released.
     pub fn segment(&self) -> &Segment {
         self.segment
     }
@@ -385,7 +388,7 @@ impl Sim {
     /// Enqueues work that writes this tag to a block's bytes.
     ///
     /// # Errors
-    /// Errors of the launch: the block is not of this device, or a lazy device is too full to commit the block's memory now.
+    /// If the block does not belong to this device, or if the device commits memory lazily and has no memory left for the block.
     pub fn write_tag(&self, stream: StreamId, block: &Block, tag: u32) -> Result<()> {
         let location = block.location();
         self.write_tag_at(stream, (location.segment().memory(), location.offset()), block.size(), tag)
@@ -394,7 +397,7 @@ impl Sim {
     /// Enqueues work that checks that a block's bytes have this tag.
     ///
     /// # Errors
-    /// As for [`write_tag`](Sim::write_tag). Wrong tags are reported in [`violations`](Sim::violations).
+    /// The errors of [`write_tag`](Sim::write_tag). Wrong tags are reported in [`violations`](Sim::violations).
     pub fn check_tag(&self, stream: StreamId, block: &Block, tag: u32) -> Result<()> {
         let location = block.location();
         self.check_tag_at(stream, (location.segment().memory(), location.offset()), block.size(), tag)

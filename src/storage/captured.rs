@@ -1,4 +1,4 @@
-//! The device memory that a captured graph uses, and how the graph keeps it alive.
+//! The device memory that a captured graph uses and keeps alive.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -15,27 +15,28 @@ use super::segment::Segment;
 use crate::Result;
 use crate::device::{OnDrop, capture};
 
-/// The memory of a graph: its own pool, and the storages from before the capture that it uses.
+/// The memory of a graph: the graph's own pool, and the storages from before the capture that the graph uses.
 pub(crate) struct CapturedMemory {
-    /// The segments that commands use. Dropped before the storages: a storage may own the host memory that a buffer uses.
+    /// The segments that commands use. This field is dropped before the storages, because a storage may own the host memory that a
+    /// segment's buffer uses.
     segments: Vec<Arc<Segment>>,
-    /// Storages from before the capture.
+    /// Storages created before the capture.
     outside: Vec<OutsideStorage>,
     /// Blocks of the pool that existed before the capture.
     blocks_before: HashSet<u32>,
     pool: MemPool,
     uses: StorageUses,
-    /// How often the storages that the graph allocated have been written by replays.
+    /// Counts the replays, which change the storages that the graph allocated.
     replays: Replays,
 }
 
 /// A replay counter shared between a graph and its storages.
 pub(super) type Replays = Arc<AtomicU64>;
 
-/// The storages that each command of a capture uses.
+/// The uses of storages by the commands of a capture.
 #[derive(Default)]
 pub(crate) struct StorageUses {
-    /// In the order of the commands: one entry for each time that a command asked for a storage's buffer.
+    /// The uses in the order of the commands: one entry for each time that a command asked for a storage's buffer.
     pub(crate) uses: Vec<StorageUse>,
     /// The numbers of storages whose last handle was dropped.
     pub(crate) dropped: HashSet<u64>,
@@ -61,14 +62,14 @@ impl SegmentRange {
         self.segment == other.segment && self.range.start < other.range.end && other.range.start < self.range.end
     }
 
-    /// Returns the bytes from `range.start` to `range.end` within this range.
+    /// Returns a part of this range; `range` counts bytes from this range's start.
     pub(crate) fn part(&self, range: Range<usize>) -> SegmentRange {
         let start = self.range.start;
         SegmentRange { segment: self.segment, range: start + range.start..start + range.end }
     }
 }
 
-/// A storage that a command of a capture uses. Its handles may be dropped; the graph still owns its memory.
+/// A storage that a command of a capture uses. Its handles may be dropped; the graph still owns the storage's memory.
 pub(crate) struct CapturedStorage {
     driver: OpenCl,
     segment: Arc<Segment>,
@@ -79,7 +80,7 @@ pub(crate) struct CapturedStorage {
 }
 
 impl CapturedStorage {
-    /// Returns `None` if the storage is not in a device's memory.
+    /// Describes a storage; `None` if the storage is not in a device's memory.
     pub(crate) fn from_storage(storage: &Storage) -> Option<CapturedStorage> {
         let Backing::OpenCl(driver, lease) = &storage.0.backing else { return None };
         let segment = lease.block.export_segment();
@@ -98,7 +99,7 @@ impl CapturedStorage {
         SegmentRange { segment: Arc::as_ptr(&self.segment).addr(), range: self.offset..self.offset + self.size }
     }
 
-    /// Makes a handle on the memory, with which commands can be recorded.
+    /// Makes a storage handle on the same memory, so that new commands can be recorded that use it.
     pub(crate) fn new_handle(&self) -> Result<Storage> {
         // SAFETY: the memory belongs to the graph. The user of the handle records commands that replace others on the same bytes,
         // with the same order of reads and writes, and then drops the handle.
@@ -107,22 +108,23 @@ impl CapturedStorage {
     }
 }
 
-/// A storage from before the capture, with the number of changes that the capture counted.
+/// A storage created before the capture, and the number of its changes that the capture counted.
 struct OutsideStorage {
     storage: Storage,
     changes: u64,
 }
 
 thread_local! {
-    /// The capture in progress on this thread.
+    /// The memory of the capture in progress on this thread, if any.
     static CURRENT_CAPTURE: RefCell<Option<CapturedMemory>> = const { RefCell::new(None) };
 }
 
 impl CapturedMemory {
-    /// Runs `f` with this thread's allocations on the pool's device taken from the pool. The storages that `f` uses no longer move.
+    /// Runs `f` with this thread's allocations on the pool's device taken from the pool. From now on the storages that `f` uses do
+    /// not move.
     ///
     /// # Errors
-    /// Errors of `f`, after which no storage counts as changed.
+    /// Errors of `f`. The changes counted for storages are then taken back.
     pub(crate) fn capture<R>(pool: MemPool, f: impl FnOnce() -> Result<R>) -> Result<(CapturedMemory, R)> {
         let (outside, segments) = (Vec::new(), Vec::new());
         CURRENT_CAPTURE.set(Some(CapturedMemory {
@@ -146,13 +148,14 @@ impl CapturedMemory {
         std::mem::take(&mut self.uses)
     }
 
-    /// Counts a change of every storage that a replay changes.
+    /// Increments the version of every storage that a replay of the graph changes.
     pub(crate) fn count_replay(&self) {
         self.replays.fetch_add(1, Ordering::AcqRel);
         self.outside.iter().filter(|used| used.changes > 0).for_each(|used| used.update_version(|n| n.wrapping_add(1)));
     }
 
-    /// Runs `f` with this thread's allocations outside the graph's pool, if a capture is in progress.
+    /// Runs `f` with this thread's allocations outside the graph's pool if a capture is in progress on this thread; otherwise just
+    /// runs `f`.
     pub(crate) fn run_outside_pool<R>(f: impl FnOnce() -> R) -> R {
         match CURRENT_CAPTURE.with_borrow(|captured| captured.as_ref().map(|captured| captured.pool.clone())) {
             Some(pool) => pool.run_outside(f),
@@ -175,7 +178,8 @@ impl OutsideStorage {
     }
 }
 
-/// Records that a capture on this thread uses a storage, which will not move and is kept alive unless the capture allocated it.
+/// Records that the capture on this thread uses a storage. The storage then no longer moves, and is kept alive unless the capture
+/// allocated it.
 pub(super) fn note_use(storage: &Storage, lease: &Lease) {
     CURRENT_CAPTURE.with_borrow_mut(|captured| {
         let Some(captured) = captured else { return };

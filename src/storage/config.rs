@@ -46,10 +46,11 @@ pub enum Backend {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum SegmentSizes {
-    /// By the requests so far: few bytes are wasted and few segments are created.
+    /// Adapts the size to the requests so far, so that few bytes are wasted and few segments are created.
     #[default]
     Adaptive,
-    /// As PyTorch: 2 MiB for requests up to 1 MiB, [`Config::large_segment_size`] below 10 MiB, and above that the request rounded up to 2 MiB.
+    /// Uses PyTorch's sizes: 2 MiB for requests up to 1 MiB, [`Config::large_segment_size`] below 10 MiB, and above that the
+    /// request rounded up to 2 MiB.
     PyTorch,
 }
 
@@ -88,18 +89,19 @@ keys::config! {
     /// PyTorch's `large_segment_size_mb`.
     large_segment_size: usize = 20 * MIB,
         "large_segment_size_mb", MIB_FROM_20, "size of a segment for requests between 1 and 10 MiB";
-    /// PyTorch's `roundup_power2_divisions`. 0 and 1 round to the alignment only. Entry `i` applies to sizes from `1 << i` MiB to the next power of
-    /// two. The first entry also applies to all smaller sizes, the last to all larger ones.
+    /// PyTorch's `roundup_power2_divisions`. With 0 and 1, sizes are rounded up to the alignment only. Entry `i` applies to sizes
+    /// from `1 << i` MiB to the next power of two. The first entry also applies to all smaller sizes, the last to all larger ones.
     roundup_power2_divisions: [usize; ROUNDUP_INTERVALS] = [0; ROUNDUP_INTERVALS],
         "roundup_power2_divisions", DIVISIONS, "sizes are rounded up to a multiple of their power of two divided by this";
-    /// PyTorch's `garbage_collection_threshold`: oldest first; 0 is off.
+    /// PyTorch's `garbage_collection_threshold`: the fraction of the limit above which unused segments are released, oldest first;
+    /// 0 is off.
     garbage_collection_threshold: f64 = 0.0,
         "garbage_collection_threshold", INNER_FRACTION,
         "above this fraction of the allowed memory, unused segments are released (needs a fraction or a limit)";
     /// PyTorch's `per_process_memory_fraction`.
     per_process_memory_fraction: f64 = 1.0,
         "per_process_memory_fraction", FRACTION, "the fraction of the device's memory that segments may take";
-    /// PyTorch's `expandable_segments`. An error together with a `max_split_size`.
+    /// PyTorch's `expandable_segments`. An error if `max_split_size` is set too.
     expandable_segments: bool = false,
         "expandable_segments", BOOLEAN,
         "segments grow in place, where the driver can reserve addresses (the CPU on Linux); elsewhere True is an error";
@@ -152,7 +154,7 @@ impl Config {
         Config::from_vars(read(CONFIG_OP).as_deref(), read("CLAYSTONE_NO_CACHING").as_deref())
     }
 
-    /// Returns [`from_env`](Config::from_env) as read when the first device was used.
+    /// Returns the result of [`from_env`](Config::from_env), which is called once, when the first device is used.
     pub(super) fn from_env_once() -> Result<&'static Config> {
         static CONFIG: OnceLock<Result<Config>> = OnceLock::new();
         CONFIG.get_or_init(Config::from_env).as_ref().map_err(Error::clone)
@@ -170,8 +172,8 @@ impl Config {
         Ok(config)
     }
 
-    /// Checks that a configuration written as a struct could also be written as text: every value is in its range and
-    /// a whole number of the key's unit. Parsed configurations always are.
+    /// Checks that a configuration written as a struct could also be written as text: every value is in its range and a
+    /// whole number of the key's unit. Parsed configurations always pass this check.
     ///
     /// # Errors
     /// [`Error::Invalid`], which names the key, the value and the allowed values.
@@ -182,13 +184,13 @@ impl Config {
         })
     }
 
-    /// Returns the most bytes of segments to reserve on a device with `capacity` bytes.
+    /// Returns the maximum number of bytes to reserve on a device with `capacity` bytes of memory.
     pub(super) fn limit(&self, capacity: u64) -> u64 {
         let fraction = (capacity as f64 * self.per_process_memory_fraction) as u64;
         capacity.min(fraction).min(self.memory_limit as u64)
     }
 
-    /// The byte with which new storages are filled, if any.
+    /// Returns the byte with which new storages are filled; `None` if their contents are unspecified.
     pub(super) fn fill_byte(&self) -> Option<u8> {
         match self {
             Config { zero_fill: true, .. } => Some(0),
@@ -197,9 +199,9 @@ impl Config {
         }
     }
 
-    /// Returns the size in bytes of the block that serves a request: at least `alignment` (a power of two) and a multiple of it. If
-    /// [`roundup_power2_divisions`](Config::roundup_power2_divisions) divides the request's power of two, the size is also a whole number of those
-    /// parts. `None` if the size exceeds `usize`. PyTorch's `round_size`.
+    /// Returns the block size in bytes for a request: the request rounded up to a multiple of `alignment` (a power of two). With
+    /// [`roundup_power2_divisions`](Config::roundup_power2_divisions) = N, the size is also a multiple of 1/N of the largest power of two
+    /// that does not exceed the request, if that is more than `alignment`. `None` if the size exceeds `usize`. PyTorch's `round_size`.
     ///
     /// ```
     /// use claystone::storage::Config;

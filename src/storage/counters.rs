@@ -1,22 +1,23 @@
 //! An allocator's statistics, updated in a few instructions per allocation and free.
 //!
-//! Only quantities that cannot be derived are kept; [`DeviceStats`] are computed when requested. The current value is the sum allocated
-//! minus the sum freed. Active means allocated or pending. The total is the sum of the small and the large pool, except for peaks, which
-//! are tracked separately.
+//! Only quantities that cannot be derived from others are kept. [`DeviceStats`] are computed from them when requested.
+//! The current value is the sum allocated minus the sum freed. Active means allocated or pending. The total is the sum
+//! of the small and the large pool, except for peaks, which are tracked separately.
 //!
-//! A block in a thread's cache counts as allocated here, so the caches' contents are subtracted from the reported
-//! values and from the peaks. A peak accounts for the calling thread's cache at every moment, and for other threads'
-//! caches when they are emptied.
+//! A block in a thread's cache counts as allocated in these counters, so the caches' contents are subtracted from the
+//! reported values and from the peaks. A peak accounts for the calling thread's cache at every moment, and for the
+//! cache of another thread only when that cache is emptied.
 
 use std::array;
 
 use super::caching::SizeKind;
 use super::stats::{DeviceStats, PoolStats, Split, Stat};
 
-/// Number of blocks, their bytes, and the bytes requested.
+/// The number of blocks, their bytes, and the requested bytes.
 pub(super) type BlockAmounts = [i64; 3];
 
-/// Changes by a thread's cache to the allocated amounts, without the allocator: the net change, its highest value, and the sum of increases.
+/// Changes that a thread cache made to the allocated amounts without the allocator: the net change, its highest value, and the sum
+/// of the increases.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ThreadCacheDeltas {
     pub(super) change: BlockAmounts,
@@ -24,17 +25,17 @@ pub(super) struct ThreadCacheDeltas {
     pub(super) increases: BlockAmounts,
 }
 
-/// A quantity over time, as the sums of increases and decreases; the current value is their difference. Signed, because
-/// a part of a change may be counted before the rest.
+/// A quantity over time, as the sums of increases and decreases; the current value is their difference. The sums are
+/// signed, because a decrease may be counted before the increase it belongs to.
 ///
-/// One struct per quantity, not arrays of sums: the compiler would vectorise updates of neighbouring sums. A wide load
-/// of two values stored just before stalls until both stores are done.
+/// Each quantity has its own struct. In an array of sums, the compiler would vectorise updates of neighbouring sums,
+/// and a wide load of two values stored just before stalls until both stores are done.
 #[derive(Debug, Clone, Copy, Default)]
 struct FlowCounter {
     allocated: i64,
     freed: i64,
     peak: i64,
-    /// `allocated` and `freed` when the accumulated statistics were last reset.
+    /// `allocated` and `freed` at the time when the accumulated statistics were last reset.
     base: [i64; 2],
 }
 
@@ -51,7 +52,7 @@ impl FlowCounter {
         self.freed += up - by;
     }
 
-    /// Adds the small and the large pool. The peak of the sum is passed in, because it is not the sum of the peaks.
+    /// Adds the counters of the small and the large pool. `peak` is the peak of the total, which is not the sum of the two peaks.
     fn total(kinds: [&FlowCounter; 2], peak: i64) -> FlowCounter {
         let [a, b] = kinds;
         let base = [a.base[0] + b.base[0], a.base[1] + b.base[1]];
@@ -70,7 +71,7 @@ impl FlowCounter {
     }
 }
 
-/// Raises a peak to `to`. A branch that is nearly always predicted costs less than a store.
+/// Raises a peak to `to`. Branches, because a branch that is nearly always predicted costs less than a store.
 #[inline(always)]
 fn raise_peak(peak: &mut i64, to: i64) {
     if to > *peak {
@@ -82,9 +83,9 @@ fn raise_peak(peak: &mut i64, to: i64) {
 #[derive(Debug, Clone, Copy, Default)]
 struct PendingCounter {
     current: i64,
-    /// Highest value of the active amount while any block was pending.
+    /// The highest number (or bytes) of active blocks while any block was pending.
     active_peak: i64,
-    /// Pending blocks handed out again: counted as allocated, but active all the time.
+    /// The number (or bytes) of pending blocks that were handed out again: newly allocated, but active all the time.
     retaken: i64,
     /// The pending amount when the accumulated statistics were last reset.
     base: i64,
@@ -198,7 +199,7 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    /// Computes the public statistics. The threads' caches must have been folded in.
+    /// Computes the public statistics. The caller must have added the deltas of all thread caches.
     pub(super) fn stats(&self) -> DeviceStats {
         DeviceStats {
             total: PoolCounters::total(&self.pools, &self.peaks).stats(),
@@ -233,8 +234,8 @@ impl Counters {
         self.pools.iter().map(|pool| pool.segment[1].current()).sum::<i64>() as u64
     }
 
-    /// Raises the peaks of the allocated amounts: the pool's with `pool_delta` added, the total's with `total_delta` added. The deltas are the
-    /// changes by this thread's cache.
+    /// Raises the peaks of the allocated amounts: the peak of the pool to its current value plus `pool_delta`, and the
+    /// total's peak to the total plus `total_delta`. The deltas are the changes by this thread's cache.
     #[inline(always)]
     fn raise_live(&mut self, kind: SizeKind, pool_delta: &BlockAmounts, total_delta: &BlockAmounts) {
         let (at, other) = (kind as usize, kind.opposite() as usize);
@@ -286,7 +287,7 @@ impl Counters {
     /// Records that a block was returned that a stream may still use.
     pub(super) fn record_pending_free(&mut self, kind: SizeKind, size: usize, requested: usize) {
         let [cached, all] = [self.thread_cache[kind as usize], self.thread_cache[0]];
-        self.raise_active(kind, &cached, &all); // includes the blocks allocated until now
+        self.raise_active(kind, &cached, &all); // first counts the blocks allocated so far
         self.record_free(kind, size, requested);
         self.num_pending += 1;
         for (pending, by) in self.pools[kind as usize].pending.iter_mut().zip([1, size as i64]) {
@@ -366,7 +367,8 @@ impl Counters {
         }
     }
 
-    /// Applies the total `change` by this thread's cache. `highest` is given if the cache's peak may have grown since the last call.
+    /// Counts the changes that this thread's cache has made since it was last emptied; `change` is their sum. `highest` is given if
+    /// the cache's peak may have grown since the last call.
     #[inline(always)]
     pub(super) fn apply_thread_cache_deltas(&mut self, (change, highest): (BlockAmounts, Option<BlockAmounts>)) {
         if let Some(highest) = highest {

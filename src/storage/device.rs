@@ -15,13 +15,13 @@ use super::registry;
 use super::stats::DeviceStats;
 use crate::{Device, Error, Result};
 
-/// Memory: statistics and settings of the device's caching allocator.
+/// Statistics and settings of the device's memory allocator.
 impl Device {
     /// Returns the statistics of the device's allocator (`torch.cuda.memory_stats`), including those of its images.
-    /// Peaks are the sums of the allocator's and the images' peaks.
+    /// Each peak is the sum of the allocator's peak and the images' peak.
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; likewise for the methods below.
+    /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; the same holds for the methods below.
     pub fn memory_stats(&self) -> Result<DeviceStats> {
         Ok(with_images(&**registry::device_allocator(*self)?))
     }
@@ -32,7 +32,7 @@ impl Device {
         Ok(existing_image_pool(*self).map(|images| images.stats()).unwrap_or_default())
     }
 
-    /// Sets every peak to the current value (`torch.cuda.reset_peak_memory_stats`).
+    /// Sets the peak of every statistic to the current value (`torch.cuda.reset_peak_memory_stats`).
     pub fn reset_peak_stats(&self) -> Result<()> {
         registry::device_allocator(*self)?.reset_peak_stats();
         existing_image_pool(*self).inspect(|images| images.reset_peak_stats());
@@ -46,7 +46,7 @@ impl Device {
         Ok(())
     }
 
-    /// Returns how many blocks the `guard_bytes` checks found overwritten at their edges; 0 without `guard_bytes`.
+    /// Returns the number of blocks whose guard bytes were found overwritten; 0 if `guard_bytes` is off.
     pub fn guard_violations(&self) -> Result<u64> {
         Ok(guard_violations(&**registry::device_allocator(*self)?))
     }
@@ -92,8 +92,8 @@ impl Device {
     /// the recorded events, so take the snapshot first.
     ///
     /// While recording, an allocation and its release take about a microsecond longer, or half of that without
-    /// [`stacks`](HistoryOptions::stacks). In both cases each allocation is attributed to the program's line that
-    /// called a method of this crate, without debug information.
+    /// [`stacks`](HistoryOptions::stacks). In both cases, and without debug information, each allocation is attributed
+    /// to the program's line that called a method of this crate.
     ///
     /// ```
     /// use claystone::storage::HistoryOptions;
@@ -109,15 +109,15 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if there is no memory for the requested number of entries, or if the
-    /// allocator cannot record.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the host has no memory for the requested number of entries, or if
+    /// the allocator cannot record.
     pub fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
         registry::device_allocator(*self)?.record_memory_history(options)?;
         self.image_pool()?.map_or(Ok(()), |images| images.record_memory_history(options))
     }
 
-    /// Returns unused memory to the driver while at least `keep` bytes stay held. Returns the number of bytes released.
-    /// Does not wait: while the device is busy, nothing is released.
+    /// Returns unused memory to the driver while the allocator still holds at least `keep` bytes. Returns the number of
+    /// bytes released. Does not wait: while the device is busy, nothing is released.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -135,7 +135,7 @@ impl Device {
             + registry::device_allocator(*self)?.trim(keep.saturating_sub(held(self.image_memory_stats()?)))?)
     }
 
-    /// Moves blocks together and releases the memory this frees. Returns the number of bytes released.
+    /// Moves blocks together and releases the memory that becomes free. Returns the number of bytes released.
     ///
     /// # Errors
     /// Errors that the driver reports while copying.
@@ -143,7 +143,7 @@ impl Device {
         registry::device_allocator(*self)?.compact(u64::MAX)
     }
 
-    /// Registers a callback for allocations that find no room on the device or within the limit (PyTorch's
+    /// Registers a callback for allocations that would exceed the device's memory or the limit (PyTorch's
     /// `FreeMemoryCallback`). The callback stays registered until the returned value is dropped.
     ///
     /// `free` may drop memory that the program can spare, and returns true if it did. Then the allocation is tried
@@ -169,10 +169,11 @@ impl Device {
         Ok(self.caching_allocator("add_free_memory_callback")?.add_free_memory_callback(free))
     }
 
-    /// Registers an observer of allocations that fail for want of memory (PyTorch's `attachOutOfMemoryObserver`). It is
-    /// called before the error is returned, until the returned value is dropped.
+    /// Registers an observer of allocations that fail for lack of memory (PyTorch's `attachOutOfMemoryObserver`). The
+    /// observer is called before the error is returned, until the returned value is dropped.
     ///
-    /// The allocating thread calls `observe` without a lock of the allocator; `observe` may read statistics, take a snapshot, or allocate.
+    /// The allocating thread calls `observe` with no lock of the allocator held; `observe` may read statistics, take a snapshot, or
+    /// allocate.
     ///
     /// ```
     /// use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -193,14 +194,14 @@ impl Device {
         Ok(self.caching_allocator("add_oom_observer")?.add_oom_observer(observe))
     }
 
-    /// Returns the caching allocator that hands out the device's memory, maybe through others.
+    /// Returns the caching allocator of the device, which may be wrapped in other allocators.
     fn caching_allocator(&self, op: &'static str) -> Result<&'static CachingAllocator> {
         let allocator = registry::device_allocator(*self)?;
         find_allocator(&**allocator).ok_or_else(|| Error::invalid(op, format!("{allocator:?} calls no callbacks")))
     }
 
     /// Limits the allocator to this fraction, 0 to 1, of the device's memory
-    /// (`torch.cuda.set_per_process_memory_fraction`). Memory it already holds stays held.
+    /// (`torch.cuda.set_per_process_memory_fraction`). Memory that the allocator already holds is kept.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) for a fraction outside 0 to 1.
@@ -209,8 +210,8 @@ impl Device {
         self.image_pool()?.map_or(Ok(()), |images| images.set_memory_fraction(fraction))
     }
 
-    /// Limits the allocator to this many bytes, in addition to the fraction. If it already holds more, unused memory is
-    /// released at the next allocation.
+    /// Limits the allocator to this many bytes, in addition to the fraction. If the allocator already holds more,
+    /// unused memory is released at the next allocation.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the device's allocator supports no limit.
@@ -219,7 +220,8 @@ impl Device {
         self.image_pool()?.map_or(Ok(()), |images| images.set_memory_limit(bytes))
     }
 
-    /// Returns the pool of images, created now if the device supports images, so that limits and recording apply from its first use.
+    /// Returns the pool of images, or `None` if the device does not support images. Creates the pool if needed, so that limits and
+    /// recording apply to it from its first use.
     fn image_pool(&self) -> Result<Option<Arc<PoolAllocator>>> {
         image_pool::pool(*self)
     }
@@ -238,7 +240,7 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; likewise for the methods below.
+    /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; the same holds for the methods below.
     pub fn pinned_memory_stats(&self) -> Result<PinnedStats> {
         Ok(self.pinned_pool()?.map(DevicePinnedPool::stats).unwrap_or_default())
     }

@@ -1,4 +1,5 @@
-//! The direct allocator: one segment per allocation, and no cache. A pool that reuses nothing.
+//! The direct allocator: one segment per allocation, and no cache. Implemented as a [`PoolAllocator`](super::PoolAllocator) that
+//! reuses nothing.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,11 +12,12 @@ use super::pool::PoolAllocator;
 use crate::device::StreamId;
 use crate::{Device, Result};
 
-/// Allocates every block from the driver and releases it when it is freed (PyTorch under `PYTORCH_NO_CUDA_MEMORY_CACHING`). Slow, but useful for
-/// finding out which code holds memory, or for sharing a device.
+/// Allocates every block from the driver and releases it when it is freed (PyTorch under `PYTORCH_NO_CUDA_MEMORY_CACHING`). This is
+/// slow, but useful for finding out which code holds memory, or for sharing a device.
 ///
-/// Reserved bytes equal allocated bytes, and there is no cache to empty. Streams need no tracking, because a driver keeps a released buffer until the
-/// work that uses it is done. For the same reason, an allocation that finds no room waits for the device once, and retries, before it fails.
+/// Reserved bytes equal allocated bytes, and there is no cache to empty. Streams need no tracking, because a driver keeps a
+/// released buffer until the work that uses it is done. For the same reason, an allocation for which memory does not suffice waits
+/// for the device once and tries again before it fails.
 ///
 /// ```
 /// use std::sync::Arc;

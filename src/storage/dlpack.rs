@@ -12,7 +12,7 @@ use super::import::ForeignHostMemory;
 use crate::device::read;
 use crate::{DType, Device, Error, Result};
 
-/// DLPack's type for each dtype.
+/// The DLPack type that corresponds to each dtype.
 const DTYPES: [(DType, DLDataType); 9] = [
     (DType::F32, DLDataType::F32),
     (DType::F16, DLDataType::F16),
@@ -60,8 +60,8 @@ impl Storage {
         let made = Dynamic::new(shape, strides).initialize(Box::new(self.clone()));
         let mut made = made.map_err(|e| Error::invalid("to_dlpack", e.to_string()))?;
         made.set_data(data).set_device(DLDevice::CPU).set_dtype(described);
-        // SAFETY: the storage, which the tensor owns, keeps the elements in place. Shape and strides are copies of
-        // those of a tensor in the storage. Consumers may write to the storage, as views may.
+        // SAFETY: the storage, which the tensor owns, keeps the elements in place. The shape and the strides are copied
+        // from a tensor in the storage. Consumers may write to the storage, as views may.
         Ok(unsafe { made.finish() })
     }
 }
@@ -84,13 +84,13 @@ pub struct DlpackMemory {
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
     pub(crate) strides: Vec<isize>,
-    /// Offset of the first element, in elements.
+    /// Offset of the first element in the storage, in elements.
     pub(crate) offset: usize,
 }
 
 impl DlpackMemory {
-    /// Takes over a tensor; its owner is notified when the last handle on the memory is dropped. Nothing is copied,
-    /// unless the tensor is read-only: tensors of this crate can always be written to.
+    /// Takes over a tensor of another library; its owner is notified when the last handle on the memory is dropped.
+    /// Nothing is copied, unless the tensor is read-only: tensors of this crate can always be written to.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the tensor
@@ -103,11 +103,11 @@ impl DlpackMemory {
     /// # Safety
     /// The tensor follows the DLPack specification. Until its owner is notified, all bytes from the first element to
     /// the last, including the bytes between elements, exist and are initialised. The bytes are writable unless the
-    /// tensor is marked as read-only, which a tensor from before DLPack 1.0 cannot be. The elements are valid values of
+    /// tensor is marked as read-only, a mark that DLPack has only since version 1.0. The elements are valid values of
     /// their type (bools are 0 or 1).
     ///
-    /// Meanwhile no other code writes to these bytes while they are used here, or uses them while they are written to
-    /// here. This includes other tensors of this crate over the same bytes, such as the tensor that
+    /// Until then no other code writes to these bytes while this crate uses them, or uses them while this crate writes
+    /// to them. This includes other tensors of this crate over the same bytes, such as the tensor that
     /// [`Tensor::to_dlpack`](crate::Tensor::to_dlpack) was called on. No operation may read one of these tensors and
     /// write to another.
     pub unsafe fn new<M: ManagedTensorBase + 'static>(dlpack: Managed<M>) -> Result<DlpackMemory> {
@@ -137,7 +137,7 @@ impl DlpackMemory {
         let at = usize::try_from(tensor.byte_offset()).ok().ok_or_else(too_large)?;
         let base = NonNull::new(tensor.data_ptr().cast_mut().cast::<u8>());
         let base = base.ok_or_else(|| invalid("the data pointer is null".into()))?;
-        // Inside the tensor's memory, as the caller promises.
+        // The address is inside the tensor's memory, as the caller promises.
         let start = base.as_ptr().wrapping_add(at).wrapping_sub(before * size);
         let Some(start) = NonNull::new(start).filter(|start| start.addr().get().is_multiple_of(size)) else {
             return Err(invalid(format!("the elements begin at {start:p}, which is misaligned for {dtype}")));
@@ -158,10 +158,11 @@ impl DlpackMemory {
     }
 }
 
-/// Returns how many elements precede a non-empty tensor's first element in memory, and how many there are in all, gaps included.
+/// Returns how many elements precede a non-empty tensor's first element in memory, and the length of the tensor's memory in
+/// elements, gaps included.
 ///
 /// # Errors
-/// The reason, if elements overlap or are too far apart.
+/// The reason as text, if elements may overlap or the length does not fit an `isize`.
 fn memory_extent(shape: &[usize], strides: &[isize]) -> Result<(usize, usize), String> {
     let mut dims: Vec<(usize, isize)> = shape.iter().copied().zip(strides.iter().copied()).collect();
     dims.retain(|&(size, stride)| size > 1 && stride != 0);

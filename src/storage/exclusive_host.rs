@@ -1,6 +1,6 @@
 //! Host memory with a single owner, who reads and writes it without a lock.
 //!
-//! The memory may be a buffer that an OpenCL device uses in place. Such a buffer stays mapped while the owner has access.
+//! The memory may be a buffer that an OpenCL device uses in place. Such a buffer stays mapped as long as the `ExclusiveHost` lives.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -13,7 +13,7 @@ use crate::{Device, Element, Error, Result, elements};
 
 /// The elements of a storage that has one handle and cannot get another, in host memory that does not move.
 pub(crate) struct ExclusiveHost<T> {
-    /// Unmapped before the storage is dropped.
+    /// The mapping of a buffer that a device uses in place. This field is dropped before the storage.
     mapped: Option<MappedHost>,
     storage: Storage,
     /// True if the block may move again after this access.
@@ -31,8 +31,9 @@ impl<T: Element> ExclusiveHost<T> {
     /// Takes exclusive access to `count` elements from byte `offset` on.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if some bytes are not a valid `T`, the storage is not in host memory, or it has another handle. [`Error::DeviceLost`] if a
-    /// transfer may still be using the bytes. If the memory must be mapped, also kernel faults and errors that the driver reports.
+    /// [`Error::Invalid`] if some bytes are not a valid `T`, the storage is not in host memory, or the storage has another handle.
+    /// [`Error::DeviceLost`] if a transfer may still be using the bytes. If the memory must be mapped, also kernel faults and
+    /// errors that the driver reports.
     pub(crate) fn new(op: &'static str, mut storage: Storage, offset: usize, count: usize) -> Result<ExclusiveHost<T>> {
         storage.check_memory()?;
         let is_host_buffer = storage.is_host_buffer();
@@ -58,14 +59,14 @@ impl<T: Element> ExclusiveHost<T> {
         };
         // SAFETY: `offset` is at most `end`, which is at most the size of the storage.
         let start = unsafe { start.add(offset) };
-        // SAFETY: these are initialised bytes of the storage. No one writes to them, because there is no other
-        // handle. The block is pinned, so the bytes do not move.
+        // SAFETY: these are initialised bytes of the storage. No other code writes to the bytes, because there is no
+        // other handle. The block is pinned, so the bytes do not move.
         elements::<T>(op, unsafe { slice::from_raw_parts(start.as_ptr(), end - offset) })?;
         (exclusive.start, exclusive.count) = (start.cast(), count);
         Ok(exclusive)
     }
 
-    /// Returns the storage in its former state.
+    /// Ends the access, and returns the storage. Its block may move again if it could before.
     pub(crate) fn into_storage(self) -> Storage {
         self.storage.clone() // dropping `self` unpins the block
     }
@@ -83,8 +84,8 @@ impl<T> Deref for ExclusiveHost<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `new` checked that `count` aligned, valid elements start here, and they do not move while `self`
-        // lives. No other handle reaches them, and `self` is borrowed as long as the slice is used.
+        // SAFETY: `new` checked that `count` aligned, valid elements start here, and the elements do not move while
+        // `self` lives. No other handle exists, and `self` is borrowed as long as the slice is used.
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.count) }
     }
 }

@@ -1,4 +1,4 @@
-//! For debugging: guard bytes around every block, and poison in freed blocks.
+//! An allocator for debugging, which puts guard bytes around every block and poisons freed blocks.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -15,9 +15,9 @@ use crate::device::lock;
 use crate::{Device, Error, Result};
 
 const GUARD_BYTE: u8 = 0xFD;
-/// Block sizes are rounded up to this many bytes, because the crate's own stores may fill a block up to there.
+/// The guard after a block begins at a multiple of this many bytes, because the crate's own stores may fill a block up to there.
 const GUARD_START_ALIGNMENT: usize = 16;
-/// Bytes written per driver call.
+/// Number of guard or poison bytes that one driver call writes.
 const WRITE_CHUNK_BYTES: usize = 1 << 20;
 
 /// Wraps another allocator to detect writes beyond a block's bounds. Every block has guard bytes before and after it,
@@ -26,7 +26,7 @@ const WRITE_CHUNK_BYTES: usize = 1 << 20;
 /// Overwritten guards are reported as an error to `tracing`, and counted. Each call waits for the device, and blocks
 /// cannot move, so this is for debugging only. The configuration key `guard_bytes` wraps any backend in this allocator.
 ///
-/// Statistics are those of the inner allocator, in which guards count as requested bytes.
+/// The statistics are the inner allocator's, which count guards as requested bytes.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -53,7 +53,7 @@ pub struct GuardAllocator {
     state: Mutex<State>,
 }
 
-/// The streams in use and a deferred error, behind the allocator's lock.
+/// The streams in use and a deferred error, guarded by the allocator's lock.
 #[derive(Default)]
 struct State {
     /// Every stream that has used a block.
@@ -63,23 +63,23 @@ struct State {
 }
 
 impl GuardAllocator {
-    /// Wraps `inner`, whose memory must be `driver`'s.
+    /// Wraps `inner`, whose memory must come from `driver`.
     pub fn new(inner: Arc<dyn Allocator>, driver: Arc<dyn Driver>) -> GuardAllocator {
         let (number, violations, state) = (next_owner_number(), AtomicU64::new(0), Mutex::default());
         GuardAllocator { inner, driver, number, violations, state }
     }
 
-    /// Returns how many blocks' guard bytes were found overwritten, by this allocator and others that it wraps.
+    /// Returns the number of blocks whose guard bytes were found overwritten, by this allocator and by guard allocators that it wraps.
     pub fn guard_violations(&self) -> u64 {
         self.violations.load(Relaxed) + guard_violations(&*self.inner)
     }
 
-    /// Guard bytes before a block: one alignment unit, which keeps the block aligned.
+    /// Returns the number of guard bytes before a block: one alignment unit, which keeps the block aligned.
     fn leading_guard_bytes(&self) -> usize {
         self.driver.alignment()
     }
 
-    /// The ranges of the guards, in the memory of `whole`, which contains `block`.
+    /// Returns the byte ranges of the guards before and after `block`, in the memory of `whole`, which contains `block`.
     fn guard_ranges(&self, block: &Block, whole: &Block) -> [Range<usize>; 2] {
         let (start, begin) = (block.offset(), whole.offset());
         [begin..start, start + block.size()..begin + whole.size()]
@@ -104,10 +104,10 @@ impl GuardAllocator {
         let memory = block.segment().memory();
         for guard in self.guard_ranges(block, whole) {
             let mut bytes = vec![0; guard.len()];
-            // SAFETY: the guards belong to a freed block, so nothing else uses them.
+            // SAFETY: the guards belong to a freed block, so no other code uses them.
             let mut read = || unsafe { self.driver.read((memory, guard.start), &mut bytes) };
             if let Err(error) = read() {
-                // A read also reports earlier kernel faults of this thread, once. They are unrelated to the guard.
+                // A read also reports earlier kernel faults of this thread, once. These faults have nothing to do with the guard.
                 lock(&self.state).deferred_error.get_or_insert(error);
                 read()?;
             }
@@ -132,7 +132,7 @@ impl fmt::Debug for GuardAllocator {
     }
 }
 
-/// Returns how many overwritten guards the allocator and those that it wraps have found.
+/// Returns the number of overwritten guards that the allocator and the allocators it wraps have found.
 pub(super) fn guard_violations(allocator: &dyn Allocator) -> u64 {
     find_allocator::<GuardAllocator>(allocator).map_or(0, GuardAllocator::guard_violations)
 }
@@ -152,7 +152,7 @@ impl Allocator for GuardAllocator {
         }
         let before = self.leading_guard_bytes();
         let total = bytes.checked_add(2 * before).and_then(|total| total.checked_next_multiple_of(before));
-        let Some(total) = total else { return self.inner.allocate(bytes, stream) }; // the inner allocator reports the size as too large
+        let Some(total) = total else { return self.inner.allocate(bytes, stream) }; // the inner allocator rejects the size
         let whole = self.inner.allocate(total, stream).map_err(|error| match error {
             Error::OutOfMemory { device, detail, .. } => Error::OutOfMemory { device, requested: bytes, detail },
             other => other,

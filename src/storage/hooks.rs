@@ -1,4 +1,4 @@
-//! Callbacks of the program for when memory runs short.
+//! Callbacks that a program registers, and that are called when memory runs short.
 
 use std::cell::Cell;
 use std::fmt;
@@ -9,20 +9,21 @@ use crate::device::{OnDrop, lock};
 
 /// A callback that may free memory, and returns true if it did.
 pub type FreeMemory = dyn Fn() -> bool + Send + Sync;
-/// A callback that is told of each failed allocation.
+/// A callback that is called for each failed allocation.
 pub type OomObserver = dyn Fn(&OutOfMemoryEvent) + Send + Sync;
 
-/// An allocation that failed for want of memory, reported just before the error is returned.
+/// An allocation that failed for lack of memory, reported just before the error is returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OutOfMemoryEvent {
-    /// The device that is full.
+    /// The device whose memory did not suffice.
     pub device: Device,
-    /// Bytes requested.
+    /// The number of bytes requested.
     pub requested: usize,
-    /// Bytes of segments that the allocator may hold in total: the device's memory, or the limit.
+    /// The maximum number of bytes of segments that the allocator may hold: the device's memory, or the limit if that is lower.
     pub allowed: u64,
-    /// Bytes of the device's memory that this allocator does not hold. Other programs may hold some of them, which OpenCL cannot tell.
+    /// The number of bytes of the device's memory that this allocator does not hold. Other programs may hold a part of these bytes,
+    /// which OpenCL does not report.
     pub device_free: u64,
 }
 
@@ -59,7 +60,7 @@ impl<F: ?Sized + Send + Sync + 'static> CallbackList<F> {
         let list = Arc::downgrade(&self.0);
         Registration(Some(Box::new(move || {
             let Some(list) = list.upgrade() else { return };
-            // Dropped after the lock is released: dropping a callback's captures may lock this list.
+            // The callback is dropped after the lock is released, because dropping its captures may lock this list.
             let mut hooks = lock(&list);
             let removed = hooks.iter().position(|other| Arc::ptr_eq(other, &hook)).map(|at| hooks.remove(at));
             drop(hooks);
@@ -100,7 +101,7 @@ impl Hooks {
         self.observers.add(Arc::from(observe))
     }
 
-    /// Calls every free-memory callback. Returns true if any of them freed memory.
+    /// Calls every free-memory callback. Returns true if any callback freed memory.
     pub(super) fn call_free_memory_callbacks(&self) -> bool {
         let callbacks = self.free_memory.all();
         !callbacks.is_empty()

@@ -1,4 +1,4 @@
-//! Closures that read elements of the CPU device in place, without holding a lock.
+//! Access for closures that read elements of the CPU device in place without holding a lock.
 
 use std::slice;
 use std::sync::RwLock;
@@ -14,7 +14,7 @@ pub(super) fn write_during_read_error() -> Error {
     Error::invalid("with_host", reason)
 }
 
-/// While the borrow lives, the bytes that the lock guards are neither written nor moved.
+/// A borrow of host bytes without a lock. While the borrow lives, the bytes that the lock guards are neither written nor moved.
 struct HostBorrow<'a>(&'a RwLock<ReaderCount>);
 
 impl<'a> HostBorrow<'a> {
@@ -63,8 +63,8 @@ impl Storage {
         }
         let (start, _) = allocation.host_range();
         // SAFETY: `range` is inside the storage's initialised bytes, which live as long as the borrowed storage. A
-        // thread that writes or moves the bytes takes the lock for writing, finds the count above 0, and does neither
-        // until `borrow` is dropped.
+        // thread that writes or moves the bytes takes the lock for writing, finds the count above 0, and neither writes
+        // nor moves the bytes until `borrow` is dropped.
         let bytes = unsafe { slice::from_raw_parts(start.as_ptr().add(range.start), range.len()) };
         let result = elements::<T>(op, bytes).map(f);
         drop(borrow);

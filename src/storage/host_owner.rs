@@ -17,20 +17,20 @@ use crate::{Device, Element, Result};
 /// Size, in bytes, of the vectors that kernels read and write.
 const VECTOR_BYTES: usize = 16;
 
-/// An owner of memory, boxed so that memory inside the owner does not move. The owner is never accessed again, only dropped.
+/// An owner of memory, boxed so that memory inside the owner does not move. After its memory was taken, the owner is only dropped.
 pub(super) struct HostOwner {
     owner: NonNull<dyn Send>,
-    /// Whether to leave the owner, and the memory, alive for ever.
+    /// Whether to never drop the owner, so that its memory stays valid.
     leaked: AtomicBool,
 }
 
-// SAFETY: the owner is only dropped, by one thread, and may be sent there.
+// SAFETY: the owner implements `Send`, and is only dropped, by one thread.
 unsafe impl Send for HostOwner {}
-// SAFETY: as above; no reference to the owner is ever given out.
+// SAFETY: no code ever gets a reference to the owner.
 unsafe impl Sync for HostOwner {}
 
 impl HostOwner {
-    /// Prevents the owner, and the memory with it, from being dropped.
+    /// Prevents the owner and its memory from being dropped.
     pub(super) fn leak(&self) {
         self.leaked.store(true, Relaxed);
     }
@@ -39,7 +39,7 @@ impl HostOwner {
 impl Drop for HostOwner {
     fn drop(&mut self) {
         if !self.leaked.load(Relaxed) {
-            // SAFETY: made from a box, and dropped only here, once.
+            // SAFETY: the pointer was made from a box, and only this call drops it, once.
             drop(unsafe { Box::from_raw(self.owner.as_ptr()) });
         }
     }
@@ -59,11 +59,12 @@ pub(crate) struct HostElements<T> {
 }
 
 impl<T: Element> HostElements<T> {
-    /// Takes the elements from `memory` by one call of `as_mut`.
+    /// Takes ownership of `memory`, and gets its elements by one call of `as_mut`.
     pub(crate) fn new<M: AsMut<[T]> + Send + 'static>(memory: M) -> HostElements<T> {
         let memory = NonNull::from(Box::leak(Box::new(memory)));
         let owner = HostOwner { owner: memory, leaked: AtomicBool::new(false) };
-        // SAFETY: no other code has a pointer to `memory`, which is not accessed again while it lives; the elements are borrowed exclusively.
+        // SAFETY: no other code has a pointer to `memory`, and `memory` is not accessed again until it is dropped. The elements are
+        // borrowed exclusively.
         let elements = unsafe { (*memory.as_ptr()).as_mut() };
         HostElements { start: NonNull::from(&mut *elements).cast(), count: elements.len(), owner }
     }
@@ -72,10 +73,11 @@ impl<T: Element> HostElements<T> {
         self.count
     }
 
-    /// Makes a storage on a device: the memory itself with its owner if the device can use it in place, or a copy.
+    /// Makes a storage on a device. The storage uses the memory itself and keeps the owner if the device can use the memory in
+    /// place; otherwise it is a copy.
     ///
     /// # Errors
-    /// Errors of a copy.
+    /// If the elements have to be copied, the errors of the copy.
     pub(crate) fn into_storage(self, device: Device) -> Result<Storage> {
         let (start, bytes) = (self.start.cast::<u8>(), self.count * size_of::<T>());
         if bytes == 0 {
@@ -90,27 +92,27 @@ impl<T: Element> HostElements<T> {
             // SAFETY: the owner is dropped after the buffer is released and all submitted commands are done, or never.
             if let Some(memory) = unsafe { driver.wrap_host_memory(start, bytes) } {
                 let segment = Arc::new(Segment::new(memory, bytes));
-                // SAFETY: all of a buffer that no other code has.
+                // SAFETY: the block covers a whole buffer, which no other code uses.
                 let block = unsafe { Block::new(&segment, 0, bytes, bytes)? };
                 return Ok(storage_of_external_block(driver, block, Some(self.owner)));
             }
         }
         let storage = Storage::alloc(device, bytes)?;
-        // SAFETY: elements that no other code uses, borrowed until they are copied.
+        // SAFETY: no other code uses the elements, which are borrowed until they are copied.
         storage.write(0, unsafe { slice::from_raw_parts(start.as_ptr(), bytes) })?;
         Ok(storage)
     }
 }
 
 impl Storage {
-    /// True if the bytes are host memory that the OpenCL device uses in place, through a buffer of its own.
+    /// True if the bytes are host memory that the OpenCL device uses in place, through an OpenCL buffer over that memory.
     pub(crate) fn is_host_buffer(&self) -> bool {
         let Backing::OpenCl(_, lease) = &self.allocation().backing else { return false };
         let imported = (lease.allocator() as &dyn std::any::Any).downcast_ref::<ImportedBuffers>();
         imported.is_some_and(|imported| imported.host.is_some())
     }
 
-    /// Maps the host memory, of which this is the only handle, for the host. Waits for the device.
+    /// Maps the host memory, on which this storage is the only handle, for the host. Waits for the device.
     ///
     /// # Errors
     /// If a graph is being captured, and errors of the driver.

@@ -15,7 +15,8 @@ use super::segment::Segment;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
-/// Bytes that kernels access at once at the end of a storage: kernels write the last 16 bytes whole, and read vectors of 16 bytes.
+/// Number of bytes that kernels access together at the end of a storage: kernels write the last 16 bytes whole, and read vectors of
+/// 16 bytes.
 const TAIL_VECTOR_BYTES: usize = 16;
 
 /// Alignment, in bytes, of host memory that other programs fill.
@@ -24,11 +25,11 @@ const HOST_ALIGNMENT_BYTES: usize = 64;
 impl Storage {
     /// Makes a storage of `bytes` bytes at `offset` in an OpenCL buffer that other code created: the counterpart of
     /// [`export_cl`](Self::export_cl). The buffer must belong to the device's own context ([`Device::cl_context`]), and
-    /// is retained while the storage lives. Allocators do not count it.
+    /// is retained while the storage lives. Allocators do not count the buffer.
     ///
-    /// Queues of other code are ordered with nothing here, unless they were [adopted](Device::adopt). Finish them
-    /// before the bytes are used here, and call [`Stream::synchronize`](crate::Stream::synchronize) before they use the
-    /// bytes again.
+    /// Queues of other code are not ordered with streams of this crate, unless the queues were
+    /// [adopted](Device::adopt). Finish the queues before this crate uses the bytes, and call
+    /// [`Stream::synchronize`](crate::Stream::synchronize) before other code uses them again.
     ///
     /// ```
     /// use claystone::storage::Storage;
@@ -53,9 +54,9 @@ impl Storage {
     /// Also errors of the driver.
     ///
     /// # Safety
-    /// `buffer` is a `cl_mem` that lives during the call, and is acquired if it is shared with a graphics library. While
-    /// the storage lives, no other code writes to its bytes, or to those up to the next multiple of 16, while the bytes
-    /// are used here. No other code relies on the contents of the bytes between the storage's end and that multiple.
+    /// `buffer` is a `cl_mem` that lives during the call, and is acquired if it is shared with a graphics library. While the
+    /// storage lives, no other code writes to its bytes, or to the bytes from its end to the next multiple of 16, while this crate
+    /// uses the storage. No other code relies on the contents of the bytes between the storage's end and that multiple.
     pub unsafe fn import_cl(device: Device, buffer: *mut c_void, offset: usize, bytes: usize) -> Result<Storage> {
         let fail = |reason: String| Err(Error::invalid("import_cl", reason));
         let Device::OpenCL(index) = device else {
@@ -119,13 +120,13 @@ impl Storage {
         Ok(Storage::new(Device::Cpu, bytes, backing))
     }
 
-    /// Allocates `bytes` bytes of host memory as a storage on the CPU device, pinned for transfers to and from
-    /// `device`, and returns its address. Another library can fill the memory there;
-    /// [`Tensor::pin_memory`](crate::Tensor::pin_memory) is the counterpart for tensors. For the CPU device, and if no
-    /// pinned memory is left, the memory is ordinary, but does not move either. Its contents are unspecified.
+    /// Allocates `bytes` bytes of host memory as a storage on the CPU device, pinned for transfers to and from `device`, and
+    /// returns its address. Another library can fill the memory there; [`Tensor::pin_memory`](crate::Tensor::pin_memory) is the
+    /// counterpart for tensors. For the CPU device, and if no pinned memory is left, the memory is ordinary host memory, which does
+    /// not move either. The contents are unspecified.
     ///
     /// Code that reads or writes at the address must keep the storage alive. No operation on the storage, and no
-    /// [enqueued](crate::Tensor::copy_non_blocking_) copy, may run meanwhile.
+    /// [enqueued](crate::Tensor::copy_non_blocking_) copy, may run while that code reads or writes.
     ///
     /// ```
     /// use claystone::storage::Storage;
@@ -139,7 +140,7 @@ impl Storage {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoDevice`], device failures, [`Error::Invalid`] for more bytes than the host has.
+    /// [`Error::NoDevice`] if the device does not exist, [`Error::Invalid`] for more bytes than the host has, and device failures.
     pub fn pinned_host_memory(device: Device, bytes: usize) -> Result<(Storage, NonNull<u8>)> {
         device.info()?;
         let storage = match Storage::pinned(device, bytes)? {
@@ -199,11 +200,11 @@ pub(super) fn storage_of_external_block(driver: OpenCl, block: Block, host: Opti
     Storage::new(device, bytes, Backing::OpenCl(driver, Lease { block: ManuallyDrop::new(block), owner }))
 }
 
-/// The allocator of imported buffers: it allocates nothing, and releases a buffer when its block is returned.
+/// The allocator of imported buffers: allocates nothing, and releases a buffer when the buffer's block is returned.
 #[derive(Debug)]
 pub(super) struct ImportedBuffers {
     driver: OpenCl,
-    /// The owner of the host memory that the buffer uses. Dropped after the buffer is released.
+    /// The owner of the host memory that the buffer uses. This owner is dropped after the buffer is released.
     pub(super) host: Option<HostOwner>,
 }
 
@@ -220,9 +221,9 @@ impl Allocator for ImportedBuffers {
         if let Some(host) = &self.host
             && self.driver.device.finish_host_memory().is_err()
         {
-            host.leak(); // commands may still use the memory, for ever
+            host.leak(); // commands of a lost device may use the memory and never end
         }
-        let none = block.into_parent_block(); // drops the handle on the segment
+        let none = block.into_parent_block(); // consumes the block, which drops its handle on the segment
         debug_assert!(none.is_none());
     }
 

@@ -18,20 +18,20 @@ type Log = CsvLog<Box<dyn Write + Send>>;
 /// Wraps another allocator and logs every allocation, free and failure as a line in RMM's format
 /// (`logging_resource_adaptor`).
 ///
-/// The pointer in a line identifies the block; it does not change if compaction moves the block. The size is the
-/// requested size. [`Device::log_allocations`] installs a log for a device.
+/// The pointer in a line identifies the block; the pointer does not change if compaction moves the block. The size in a
+/// line is the requested size. [`Device::log_allocations`] installs a log for a device.
 pub struct LoggingAllocator {
     inner: Arc<dyn Allocator>,
     state: Mutex<State>,
 }
 
-/// The log and its state, under the lock.
+/// The log and its state, guarded by the allocator's lock.
 struct State {
     /// `None` after the log was finished, or could not be written.
     log: Option<Log>,
-    /// The writer's error, until it was returned to the caller.
+    /// The writer's error, until the error is returned to the caller.
     failed: Result<()>,
-    /// The streams of live blocks, by the block's pointer in the log, except the default stream.
+    /// For each live block of a stream other than the default stream: the block's pointer in the log, and the stream.
     streams: HashMap<u64, u32>,
 }
 
@@ -56,7 +56,7 @@ impl LoggingAllocator {
         std::mem::replace(&mut state.failed, Ok(())).and(flushed)
     }
 
-    /// Writes a line. For a free, the stream is that of the allocation.
+    /// Writes a line. For a free, the line has the stream of the block's allocation.
     fn log_line(&self, action: CsvAction, block: Option<&Block>, bytes: usize, stream: StreamId) {
         let name = block.map_or(0, |block| block.slot_ptr().as_ptr().addr() as u64);
         let mut state = lock(&self.state);
@@ -94,13 +94,13 @@ impl Allocator for LoggingAllocator {
         match &made {
             Ok(block) => self.log_line(CsvAction::Allocate, Some(block), bytes, stream),
             Err(Error::OutOfMemory { .. }) => self.log_line(CsvAction::AllocateFailure, None, bytes, stream),
-            Err(_) => {} // not for want of memory
+            Err(_) => {} // failed for another reason than lack of memory
         }
         made
     }
 
     fn deallocate(&self, block: Block) {
-        // Logged first: another thread may get the block as soon as it is returned.
+        // The free is logged before the block is returned, because another thread may get the block right after that.
         self.log_line(CsvAction::Free, Some(&block), block.requested(), StreamId::DEFAULT);
         self.inner.deallocate(block);
     }
@@ -177,7 +177,7 @@ mod tests {
         assert!(logging.allocate(2 << 20, StreamId::DEFAULT).is_err());
         blocks.into_iter().rev().for_each(|block| logging.deallocate(block));
         logging.finish().unwrap();
-        logging.deallocate(logging.allocate(1, StreamId::DEFAULT).unwrap()); // not logged
+        logging.deallocate(logging.allocate(1, StreamId::DEFAULT).unwrap()); // not logged any more
 
         let events = CsvEvent::read_all(text.0.lock().unwrap().as_slice()).unwrap();
         let mut live = HashMap::new();

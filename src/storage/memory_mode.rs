@@ -6,7 +6,7 @@ use super::config::Config;
 use crate::device::OnDrop;
 
 /// The operand type for kernels that can read both buffers and images (MNN's memory modes). The key `memory` of
-/// `CLAYSTONE_ALLOC_CONF` sets the mode of the process, and [`with_memory_mode`] that of a scope.
+/// `CLAYSTONE_ALLOC_CONF` sets the mode of the process, and [`with_memory_mode`] sets the mode of a scope.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum MemoryMode {
@@ -14,7 +14,7 @@ pub enum MemoryMode {
     Buffer,
     /// Images, if the device has them and the operands fit. Tensors are converted first.
     Image,
-    /// The faster of the two, as measured by `claystone tune` on the device; buffers if it was not measured.
+    /// The faster of the two, as measured by `claystone tune` on the device. Buffers if the device was not measured.
     #[default]
     Auto,
 }

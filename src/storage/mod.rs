@@ -2,7 +2,7 @@
 //!
 //! A [`Storage`] is a reference-counted handle on an [`Allocation`]: a range of bytes on one device. Tensors that are
 //! views of each other hold the same storage. Dropping the last handle returns the bytes to the device's allocator.
-//! This module knows bytes, never shapes.
+//! This module handles bytes, never shapes.
 //!
 //! The layers, from the bottom up:
 //!

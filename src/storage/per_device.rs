@@ -13,13 +13,13 @@ impl<T: Clone> PerDevice<T> {
         PerDevice(RwLock::new(Vec::new()))
     }
 
-    /// Returns the device's value, if it has one.
+    /// Returns the device's value, or `None` if the device has none.
     pub(super) fn get(&self, device: Device) -> Option<T> {
         let table = read(&self.0);
         table.iter().find(|(of, _)| *of == device).map(|(_, value)| value.clone())
     }
 
-    /// Returns the device's value, which is `made` if there was none.
+    /// Returns the device's value. If there is none, inserts `made` and returns it.
     pub(super) fn get_or_insert(&self, device: Device, made: T) -> T {
         let mut table = self.lock();
         match table.iter().find(|(of, _)| *of == device) {

@@ -23,24 +23,24 @@ use crate::{Device, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum StorageType {
-    /// Weights: buffers from a pool that serves no other requests (MNN's `STATIC`).
+    /// Weights: takes buffers from a pool that serves no other requests (MNN's `STATIC`).
     Static,
-    /// Intermediate results: the smallest free buffer that is large enough (MNN's `DYNAMIC`).
+    /// Intermediate results: takes the smallest free buffer that is large enough (MNN's `DYNAMIC`).
     #[default]
     Dynamic,
-    /// A newly created buffer, for data that is written while other buffers are still in use. Once freed, the buffer
-    /// serves dynamic requests (MNN's `DYNAMIC_SEPERATE`).
+    /// Takes a newly created buffer, for data that is written while other buffers are still in use. Once freed, the
+    /// buffer serves dynamic requests (MNN's `DYNAMIC_SEPERATE`).
     DynamicSeparate,
 }
 
 /// Keeps freed buffers and reuses them whole: each allocation takes the smallest free buffer that is large enough. Buffers are never split. A program
-/// whose sizes vary therefore reserves more than with the caching allocator; a program whose sizes repeat has one buffer for each.
+/// whose sizes vary therefore reserves more than with the caching allocator; a program whose sizes repeat has one buffer for each size in use.
 ///
 /// The policy is that of MNN's OpenCL `BufferPool` with its storage types ([`StorageType`]). In addition:
 /// - A free buffer of more than `pool_overfit` times the request is left for larger requests.
-/// - When the device or the limit has no room, the pool releases the smallest sufficient unused buffer, then all
-///   unused buffers, then waits for the device. It searches again after every step.
-/// - A buffer freed on one stream serves another stream behind a device-side wait, unless `cross_stream_reuse` is off.
+/// - If a new buffer would exceed the device's memory or the limit, the pool releases the smallest sufficient unused
+///   buffer, then all unused buffers, then waits for the device. It searches again after every step.
+/// - A buffer freed on one stream serves another stream after a device-side wait, unless `cross_stream_reuse` is off.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -68,7 +68,7 @@ pub struct PoolAllocator {
     state: Mutex<State>,
 }
 
-/// The allocator's state behind its lock.
+/// The allocator's state, guarded by the allocator's lock.
 struct State {
     ledger: SegmentLedger,
     /// Allocated buffers, by the id of their segment.
@@ -85,7 +85,7 @@ struct Buffer {
     /// The image's description, if the buffer is an image.
     image: Option<ImageDesc>,
     is_static: bool,
-    /// The stream whose work may use the buffer without a wait, unless `others` is not empty.
+    /// The stream on which the buffer can be reused without a wait if `others` is empty.
     stream: StreamId,
     /// Other streams that used the buffer and that `stream` has not waited for.
     others: Streams,
@@ -106,7 +106,7 @@ struct Request {
     kind: StorageType,
 }
 
-/// The steps tried, in order, when there is no room.
+/// The steps tried, in order, when a new buffer would exceed the device's memory or the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ReleaseStep {
     /// Release the smallest unused buffer that makes enough room.
@@ -169,7 +169,8 @@ impl PoolAllocator {
     /// Like [`allocate`](Allocator::allocate), for a given storage type.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if there is no room after releasing all unused memory; errors that the driver reports.
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if memory does not suffice even after all unused memory was released;
+    /// errors that the driver reports.
     pub fn allocate_kind(&self, bytes: usize, stream: StreamId, kind: StorageType) -> Result<Block> {
         self.allocate_or_release(&Request {
             bytes,
@@ -180,29 +181,29 @@ impl PoolAllocator {
         })
     }
 
-    /// Allocates an image. Reuses a free image of the same format that is at least as wide and as high, the one with the least excess, or creates
-    /// one. Follows MNN's `ImagePool`, except that formats are compared and that a static image is at most `pool_overfit` times too large, because
-    /// static images live long. The returned block can neither be split nor be used as a buffer.
+    /// Allocates an image. Reuses a free image of the same format that is at least as wide and as high, choosing the image with the least
+    /// excess area, or creates an image. Follows MNN's `ImagePool`, except that formats are compared and that a static image is at most
+    /// `pool_overfit` times too large, because static images live long. The returned block can neither be split nor be used as a buffer.
     ///
     /// # Errors
     /// As [`allocate_kind`](Self::allocate_kind).
     pub(crate) fn allocate_image(&self, image: ImageDesc, stream: StreamId, kind: StorageType) -> Result<Block> {
         let bytes = image.bytes();
-        segment_size(&*self.driver, bytes)?; // images need no alignment, but must fit the device like buffers
+        segment_size(&*self.driver, bytes)?; // checks only that the device can hold the image; images need no alignment
         self.allocate_or_release(&Request { bytes, size: bytes, image: Some(image), stream, kind })
     }
 
-    /// Bytes of segments that the pool holds.
+    /// Returns the number of bytes of segments that the pool holds.
     pub(super) fn reserved(&self) -> u64 {
         lock(&self.state).ledger.stats.reserved()
     }
 
-    /// The most bytes that the pool may hold.
+    /// Returns the maximum number of bytes that the pool may hold.
     pub(super) fn limit(&self) -> u64 {
         lock(&self.state).ledger.limit()
     }
 
-    /// Serves a request, releasing unused memory step by step if there is no room.
+    /// Serves a request, releasing unused memory step by step if memory does not suffice.
     fn allocate_or_release(&self, request: &Request) -> Result<Block> {
         let &Request { bytes, stream, .. } = request;
         let mut why = match self.reuse_or_create(request)? {
@@ -231,7 +232,7 @@ impl PoolAllocator {
             };
             unused.bytes += gone.iter().map(|buffer| buffer.size() as u64).sum::<u64>();
             unused.largest = gone.iter().map(Buffer::size).fold(unused.largest, usize::max);
-            drop(gone); // outside the lock: a driver may wait for the work that uses them
+            drop(gone); // dropped without the lock, because a driver may wait for work that uses the buffers
             why = match self.reuse_or_create(request)? {
                 Ok(block) => return Ok(block),
                 Err(why) => why,
@@ -240,12 +241,12 @@ impl PoolAllocator {
         Err(lock(&self.state).ledger.out_of_memory(bytes, stream, &why, unused))
     }
 
-    /// Frees a block and releases its buffer to the driver at once (MNN's `recycle` with `release`).
+    /// Frees a block and returns its buffer to the driver at once (MNN's `recycle` with `release`).
     pub fn release(&self, block: Block) {
         if let Some((state, buffer)) = self.remove_live_buffer(block) {
             drop(state);
             let address = buffer.segment.address();
-            drop(buffer); // outside the lock, and before the statistics change
+            drop(buffer); // not under the lock, and before the statistics change
             let ledger = &mut lock(&self.state).ledger;
             ledger.record_free(address);
             ledger.record_release(address);
@@ -285,7 +286,7 @@ impl PoolAllocator {
             let most = match request.image {
                 // MNN does not bound the excess of an image. Weights live long, so a static image is bounded.
                 Some(_) if request.kind != StorageType::Static => usize::MAX,
-                _ => ((request.size as f64 * self.max_overfit) as usize).max(request.size), // saturates
+                _ => ((request.size as f64 * self.max_overfit) as usize).max(request.size), // the conversion saturates
             };
             let list = state.free_list(request.kind == StorageType::Static);
             let Some(mut buffer) = list.take(request, most, self.cross_stream_reuse) else {
@@ -301,7 +302,7 @@ impl PoolAllocator {
         };
         let wait = |other: &StreamId| self.driver.stream_waits(request.stream, &self.driver.record(*other)?);
         if let Err(error) = others.iter().try_for_each(wait) {
-            self.deallocate(block); // the next owner waits for the same streams
+            self.deallocate(block); // keeps the streams that used it, so that its next owner waits for them
             return Err(error);
         }
         if !others.is_empty()
@@ -312,13 +313,13 @@ impl PoolAllocator {
         Ok(Some(block))
     }
 
-    /// Removes a block's buffer from the live buffers. Returns it with the lock, or `None` for a block of another allocator.
+    /// Removes a block's buffer from the live buffers. Returns the buffer and the lock guard, or `None` for a block of another allocator.
     fn remove_live_buffer(&self, block: Block) -> Option<(MutexGuard<'_, State>, Buffer)> {
         if block.is_foreign(self, self.number) {
             return None;
         }
         let id = block.segment().id();
-        drop(block); // releases its reference to the segment
+        drop(block); // releases the block's reference to the segment
         let mut state = lock(&self.state);
         let buffer = state.live.remove(&id)?;
         Some((state, buffer))
@@ -400,11 +401,11 @@ impl Allocator for PoolAllocator {
 
     fn empty_cache(&self) -> Result<()> {
         let gone = lock(&self.state).remove_all();
-        drop(gone); // outside the lock
+        drop(gone); // not under the lock, because the driver may wait
         Ok(())
     }
 
-    /// Releases the oldest buffers first. Buffers that work may still use stay, because a driver would wait for that work.
+    /// Releases the oldest buffers first. Keeps buffers that work may still use, because the driver would wait for that work.
     fn trim(&self, keep: u64) -> Result<u64> {
         let (now, streams) = {
             let state = lock(&self.state);
@@ -420,7 +421,7 @@ impl Allocator for PoolAllocator {
             }
         }
         let gone = lock(&self.state).remove_oldest(keep, |age, buffer| {
-            age <= now && buffer.streams().all(|stream| idle.contains(&stream)) // only buffers freed before the streams were queried
+            age <= now && buffer.streams().all(|stream| idle.contains(&stream)) // only buffers that were freed before the streams were queried
         });
         Ok(gone.iter().map(|buffer| buffer.size() as u64).sum())
     }
@@ -438,7 +439,7 @@ impl State {
         Ok(block)
     }
 
-    /// The free list of static buffers if `is_static`, else of dynamic ones.
+    /// Returns the free list of static buffers if `is_static`, and of dynamic buffers otherwise.
     fn free_list(&mut self, is_static: bool) -> &mut FreeList {
         if is_static { &mut self.static_buffers } else { &mut self.dynamic_buffers }
     }
@@ -475,7 +476,7 @@ impl State {
         self.remove(&ages)
     }
 
-    /// Removes the free buffers of these ages. The caller drops them after it releases the lock.
+    /// Removes the free buffers of these ages. The caller must release the lock before dropping the buffers.
     fn remove(&mut self, ages: &BTreeSet<u64>) -> Vec<Buffer> {
         let mut gone = Vec::new();
         for list in [&mut self.static_buffers, &mut self.dynamic_buffers] {
@@ -492,7 +493,7 @@ impl State {
 
 impl FreeList {
     /// Takes the smallest buffer of at most `most` bytes that serves the request. Prefers the request's stream, and
-    /// takes other streams' buffers only if `any`. Of equal sizes the oldest is taken, as in MNN.
+    /// takes other streams' buffers only if `any`. Takes the oldest of several buffers of the same size, as in MNN.
     fn take(&mut self, request: &Request, most: usize, any: bool) -> Option<Buffer> {
         let stream = request.stream;
         let fit = |(&from, list): (&StreamId, &BTreeMap<(usize, u64), Buffer>)| {
@@ -515,7 +516,7 @@ impl Buffer {
         self.segment.bytes()
     }
 
-    /// True if the buffer, which must be large enough, matches the request's kind: buffer, or image of the same format.
+    /// True if the buffer, which must be large enough, is of the requested kind: a buffer, or an image of the requested format.
     fn serves(&self, request: &Request) -> bool {
         match (&self.image, &request.image) {
             (Some(own), Some(wanted)) => own.serves(wanted),
@@ -523,7 +524,7 @@ impl Buffer {
         }
     }
 
-    /// The streams whose work may be using the buffer.
+    /// Iterates over the streams whose work may be using the buffer.
     fn streams(&self) -> impl Iterator<Item = StreamId> {
         std::iter::once(self.stream).chain(self.others.iter().copied())
     }

@@ -40,7 +40,7 @@ impl DeviceEntry {
 /// Lock-free table of the first 16 devices' allocators, because every allocation looks one up.
 static FIRST_DEVICES: [AtomicPtr<DeviceEntry>; 16] = [const { AtomicPtr::new(std::ptr::null_mut()) }; 16];
 
-/// The allocators of all devices in use. They live as long as the process, because blocks keep plain references to them.
+/// The allocators of all devices in use. They live as long as the process, because blocks keep `'static` references to allocators.
 static DEVICE_TABLE: PerDevice<&'static DeviceEntry> = PerDevice::new();
 
 /// Returns the device's slot in [`FIRST_DEVICES`].
@@ -48,7 +48,7 @@ fn lock_free_slot(device: Device) -> Option<&'static AtomicPtr<DeviceEntry>> {
     FIRST_DEVICES.get(device_number(device) as usize)
 }
 
-/// Inserts an allocator into the table. An existing allocator of the device is kept unless `replace`.
+/// Inserts an allocator into the table. If the device already has an allocator, it is kept unless `replace` is true.
 fn insert(device: Device, made: DeviceEntry, replace: bool) -> &'static DeviceEntry {
     let mut table = DEVICE_TABLE.lock();
     let known = table.iter().position(|(of, _)| *of == device);
@@ -100,7 +100,7 @@ impl MemPool {
     /// Creates a pool in a device's caching allocator, which may be wrapped in other allocators.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] if the device does not exist, [`Error::Invalid`] if its allocator is not a caching one.
+    /// [`Error::NoDevice`] if the device does not exist, [`Error::Invalid`] if its allocator is not a caching allocator.
     pub fn of_device(device: Device, options: MemPoolOptions) -> Result<MemPool> {
         let mut allocator = device_allocator(device)?;
         loop {
@@ -153,7 +153,7 @@ pub(super) fn device_entry(device: Device) -> Result<&'static DeviceEntry> {
     }
 }
 
-/// The slow path of [`device_entry`]: devices without a slot in [`FIRST_DEVICES`], and the first use of a device.
+/// The slow path of [`device_entry`], for devices without a slot in [`FIRST_DEVICES`] and for the first use of a device.
 #[cold]
 fn find_or_create(device: Device) -> Result<&'static DeviceEntry> {
     if let Some(current) = DEVICE_TABLE.get(device) {

@@ -19,7 +19,8 @@ pub struct Segment {
 /// Alignment of segments' addresses (see [`Segment::address`]), in bytes.
 const ADDRESS_STEP: u64 = 2 << 20;
 static NEXT_ADDRESS: AtomicU64 = AtomicU64::new(1 << 32);
-/// Spans, in bytes, and addresses of dropped reserved segments. They are reused, because the spans are too long to be used only once.
+/// The spans (in bytes) and the addresses of reserved segments that were dropped. New segments reuse them, because the spans are so
+/// long that the addresses would run out.
 static VACANT_SPANS: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
 
 fn next_id() -> u64 {
@@ -27,7 +28,7 @@ fn next_id() -> u64 {
     NEXT_ID.fetch_add(1, Relaxed)
 }
 
-/// Returns the bytes of address space for a reserved segment: an address step before and after the segment.
+/// Returns the number of bytes of address space for a reserved segment: an address step before and after the segment.
 fn reserved_span(bytes: usize) -> u64 {
     (bytes as u64).next_multiple_of(ADDRESS_STEP) + 2 * ADDRESS_STEP
 }
@@ -45,7 +46,7 @@ impl Segment {
         let span = reserved_span(bytes);
         let mut vacant = lock(&VACANT_SPANS);
         let at = vacant.iter().position(|&(vacant, _)| vacant == span).map(|at| vacant.swap_remove(at).1);
-        // An address step on either side keeps viewers from merging the segment's pages with those of its neighbours.
+        // An address step on either side keeps viewers from merging the segment's pages with the pages of its neighbours.
         let address = at.unwrap_or_else(|| NEXT_ADDRESS.fetch_add(span, Relaxed) + ADDRESS_STEP);
         Segment { id: next_id(), address, bytes, memory, reserved: true }
     }
@@ -66,7 +67,7 @@ impl Segment {
         self.id
     }
 
-    /// Returns the address for snapshots. The address is made up, because OpenCL buffers have none. Segments never overlap.
+    /// Returns the address for snapshots. The address is artificial, because OpenCL buffers have no addresses. Segments never overlap.
     pub fn address(&self) -> u64 {
         self.address
     }

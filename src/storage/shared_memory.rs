@@ -8,8 +8,8 @@ use std::sync::atomic::AtomicU64;
 use memmap2::{MmapOptions, MmapRaw};
 use tempfile::NamedTempFile;
 
-/// Words of memory shared by processes, which may change a word at any time, so each word is atomic. Through an
-/// agreement about other words, a process can own a range for a while; it then [writes](Self::write) and
+/// Words of memory shared by processes, which may change a word at any time, so each word is atomic. The processes can
+/// agree, through other words, that one process owns a range for a while. That process then [writes](Self::write) and
 /// [reads](Self::read) many bytes at a time.
 #[derive(Debug)]
 pub(crate) struct SharedMemory {
@@ -22,7 +22,7 @@ impl SharedMemory {
     pub(crate) fn create(words: usize) -> std::io::Result<(SharedMemory, NamedTempFile)> {
         let folder = Some(PathBuf::from("/dev/shm")).filter(|shm| shm.is_dir()).unwrap_or_else(std::env::temp_dir);
         let mut file = tempfile::Builder::new().prefix("claystone-").tempfile_in(folder)?;
-        // Written explicitly, so that a full disk is an error here and not a fault at the first access.
+        // The zeros are written explicitly, so that a full disk is an error here and not a fault at the first access.
         let zeros = [0; 1 << 16];
         let bytes = words * size_of::<u64>();
         (0..bytes).step_by(zeros.len()).try_for_each(|at| file.write_all(&zeros[..zeros.len().min(bytes - at)]))?;
@@ -57,12 +57,13 @@ impl SharedMemory {
     /// If the words are out of range.
     pub(crate) fn write(&self, at: usize, bytes: &[u8]) {
         let to = &self.words()[at..at + bytes.len().div_ceil(size_of::<u64>())];
-        // SAFETY: the words exist, as checked above; they may change under a shared reference, and no other process uses them meanwhile: see
-        // above. If the caller does not own them after all, the bytes are some mixture, each of them valid.
+        // SAFETY: the words exist, as checked above; they may change under a shared reference, and no other process uses the words
+        // during the copy, as required above. If another process does write, each byte is still a valid byte of one of the writers.
         unsafe { bytes.as_ptr().copy_to_nonoverlapping(to.as_ptr().cast_mut().cast(), bytes.len()) }
     }
 
-    /// Copies bytes from the words starting at `at`, which no process may write meanwhile, as a word loaded before with `Acquire` must have said.
+    /// Copies bytes from the words starting at `at`. No process may write these words meanwhile; a word loaded before with
+    /// `Acquire` must have said so.
     ///
     /// # Panics
     /// If the words are out of range.

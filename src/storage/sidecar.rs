@@ -1,12 +1,12 @@
-//! The side-car of a storage: what higher layers keep with the bytes, and the storage does not look into.
+//! The side-car of a storage: data that higher layers keep with the bytes, and that the storage does not interpret.
 //!
 //! - An attached value: autograd's record of how the elements were changed in place.
 //! - Data derived from the bytes, which is cleared when they change: images of constant weights.
-//! - A stamp, reset when the bytes change: the check that the indices among the bytes are in range.
+//! - A stamp, reset when the bytes change: it records that the indices stored in the bytes were checked to be in range.
 //! - A number and a replay counter, for graph captures.
 //!
 //! The attached value may itself hold handles on the storage, namely tensors saved for a backward pass. Such saved handles are
-//! counted separately and do not keep the value alive: it is dropped with the last handle that is not a saved one.
+//! counted separately and do not keep the value alive: the value is dropped with the last handle that is not a saved handle.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -20,7 +20,7 @@ type AttachedValue = Arc<dyn Any + Send + Sync>;
 
 /// Data derived from a storage's bytes, kept with the storage.
 pub(crate) trait DerivedData: Any + Send + Sync {
-    /// Drops the data, because some of the bytes have changed, or may have in a failed transfer.
+    /// Drops the data, because bytes have changed, or may have changed in a failed transfer.
     fn clear(&self);
 }
 
@@ -31,7 +31,7 @@ pub(super) struct SideCar {
     saved: AtomicUsize,
     value: Mutex<Option<AttachedValue>>,
     derived: OnceLock<Arc<dyn DerivedData>>,
-    /// The last [`Storage::set_stamp`], or 0.
+    /// The number given to the last [`Storage::set_stamp`], or 0.
     stamp: AtomicU64,
     /// The storage's number in graph captures; 0 if none was assigned.
     number: AtomicU64,
@@ -39,7 +39,7 @@ pub(super) struct SideCar {
     replays: OnceLock<Replays>,
 }
 
-/// Held while a handle on a storage with an attachment is dropped, so that of two concurrent drops one is the last.
+/// Held while a handle on a storage with an attachment is dropped, so that exactly one of two concurrent drops is the last.
 static DROP_LOCK: Mutex<()> = Mutex::new(());
 
 impl SideCar {
@@ -63,7 +63,7 @@ impl SideCar {
         *self.stamp.get_mut() = 0;
     }
 
-    /// Drops everything that was derived from the bytes, because some of them have changed, or may have in a failed transfer.
+    /// Drops everything that was derived from the bytes, because bytes have changed, or may have changed in a failed transfer.
     pub(super) fn invalidate(&self) {
         self.stamp.store(0, Ordering::Release);
         if let Some(derived) = self.derived.get() {
@@ -95,7 +95,7 @@ impl SideCar {
     }
 }
 
-/// Drops a handle, or returns the last handle undropped. The last handle that is not a saved one drops the attachment.
+/// Drops a handle, or returns the last handle undropped. The last handle that is not a saved handle drops the attachment.
 #[inline]
 pub(super) fn release_handle(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
     if shared.sidecar.is_present() { drop_attached_handle(shared) } else { Some(shared) }
@@ -110,7 +110,7 @@ fn drop_attached_handle(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
     // A handle dropped while the attachment was being made takes no lock, so this handle may be the last one by now.
     let (last, allocation) = if others == 0 { (Some(shared), None) } else { (None, Arc::into_inner(shared)) };
     drop(drops);
-    drop((gone, allocation)); // dropped after the lock: these may hold the last handles on other storages
+    drop((gone, allocation)); // dropped after the lock is released, because they may own the last handles on other storages
     last
 }
 
@@ -120,7 +120,7 @@ impl Storage {
         self.0.sidecar.is_present()
     }
 
-    /// Returns the attached value, if it has type `T`.
+    /// Returns the attached value, or `None` if there is none of type `T`.
     pub(crate) fn attachment<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
         if !self.has_attachment() {
             return None;
@@ -128,7 +128,7 @@ impl Storage {
         lock(&self.0.sidecar.value).clone()?.downcast().ok()
     }
 
-    /// Returns the attached value, or attaches a default one. The value lives as long as any handle that is not a saved one.
+    /// Returns the attached value, or attaches a default one. The value lives as long as any handle that is not a saved handle.
     pub(crate) fn attachment_or_default<T: Any + Send + Sync + Default>(&self) -> Arc<T> {
         let mut value = lock(&self.0.sidecar.value);
         let attached = value.get_or_insert_with(|| Arc::<T>::default()).clone();
@@ -136,7 +136,8 @@ impl Storage {
         attached.downcast().expect("one type is attached")
     }
 
-    /// Returns the data derived from the bytes, made on first use. `None` if other code may change the bytes unnoticed.
+    /// Returns the data derived from the bytes, which `make` creates on first use. Returns `None` if other code may change the
+    /// bytes unnoticed.
     pub(crate) fn derived_data<T: DerivedData>(&self, make: impl FnOnce() -> Arc<T>) -> Option<Arc<T>> {
         if self.0.is_shared_outside() {
             return None;
@@ -150,12 +151,12 @@ impl Storage {
         if self.0.is_shared_outside() { 0 } else { self.0.sidecar.stamp.load(Ordering::Acquire) }
     }
 
-    /// Stores a number with the bytes until they change. The caller makes the storage's version a part of the number.
+    /// Stores a number with the bytes until they change. The caller must include the storage's version in the number.
     pub(crate) fn set_stamp(&self, number: u64) {
         self.0.sidecar.stamp.store(number, Ordering::Release);
     }
 
-    /// Returns how often replays of the graph that allocated the storage have written it.
+    /// Returns the number of replays of the graph that allocated the storage; each replay writes the storage.
     pub(crate) fn replays(&self) -> u64 {
         self.0.sidecar.replays.get().map_or(0, |replays| replays.load(Ordering::Acquire))
     }

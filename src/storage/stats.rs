@@ -52,15 +52,15 @@ impl Stat {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// Allocations held by the user.
+    /// The number of allocations that the user holds.
     pub allocation: Stat,
-    /// Segments held from the driver.
+    /// The number of segments that the driver created and that are not released.
     pub segment: Stat,
-    /// Blocks in use, by the user or by unfinished work.
+    /// The number of blocks that the user holds or that unfinished work uses.
     pub active: Stat,
-    /// Free blocks in segments that are in use: they cannot be released to the driver.
+    /// The number of free blocks in segments that are in use: such blocks cannot be returned to the driver.
     pub inactive_split: Stat,
-    /// Bytes of blocks held by the user: requests rounded up.
+    /// The bytes of blocks that the user holds: requests rounded up.
     pub allocated_bytes: Stat,
     /// Bytes of segments held from the driver.
     pub reserved_bytes: Stat,
@@ -86,17 +86,17 @@ pub struct PoolStats {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceStats {
-    /// Both pools together; the peaks are those of the sums.
+    /// Both pools together. A peak is the peak of the sum of both pools, not the sum of the peaks.
     pub total: PoolStats,
     /// Requests of up to 1 MiB.
     pub small_pool: PoolStats,
     /// Larger requests.
     pub large_pool: PoolStats,
-    /// How often the driver ran out of memory, and the allocator released its cached memory and tried again.
+    /// The number of times that the driver ran out of memory, and the allocator released its cached memory and tried again.
     pub num_alloc_retries: u64,
-    /// How often the retry failed too, and [`Error::OutOfMemory`](crate::Error::OutOfMemory) was returned.
+    /// The number of times that the retry failed too, and [`Error::OutOfMemory`](crate::Error::OutOfMemory) was returned.
     pub num_ooms: u64,
-    /// How often the allocator waited for all streams because memory ran out.
+    /// The number of times that the allocator waited for all streams because memory ran out.
     pub num_sync_all_streams: u64,
     /// Segments created by the driver, plus extensions of segments that grow in place.
     pub num_device_alloc: u64,
@@ -119,7 +119,8 @@ impl Deref for DeviceStats {
 }
 
 impl DeviceStats {
-    /// Adds the statistics of two allocators of a device. The peaks added may not have occurred at the same time.
+    /// Adds the statistics of two allocators of a device. The sum of two peaks is an upper bound, because they may have occurred at
+    /// different times.
     pub(super) fn plus(&self, other: &DeviceStats) -> DeviceStats {
         DeviceStats {
             total: self.total.plus(&other.total),

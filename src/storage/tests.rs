@@ -98,7 +98,7 @@ fn fills_write_exactly_their_range() {
             }
         }
         assert_eq!(contents(&neighbour), bytes(512, 6));
-        // Large enough for several threads; Miri's threads do not end with the process.
+        // Large enough that several threads copy, except under Miri, which reports threads that still run when the process ends.
         let n = if cfg!(miri) { 9 << 10 } else { 9 << 20 };
         let large = Storage::alloc(device, n + 4).unwrap();
         large.fill(0, large.nbytes(), &[1, 2, 3, 4]).unwrap();
@@ -154,7 +154,7 @@ fn too_large_an_allocation_is_an_error_and_leaves_others_intact() {
 }
 
 #[test]
-#[cfg(not(miri))] // looks for drivers
+#[cfg(not(miri))] // Miri cannot look for OpenCL drivers
 fn a_missing_device_is_an_error() {
     let missing = Device::OpenCL(usize::MAX);
     assert!(matches!(Storage::alloc(missing, 4), Err(Error::NoDevice { .. })));
@@ -220,7 +220,7 @@ fn slices_are_exact_aligned_and_refused_when_they_would_alias() {
     assert!(matches!(with_host(&[&a], &[&a], |_, _| ()), Err(Error::Invalid { .. })));
     assert!(matches!(with_host(&[&b, &a], &[&a.clone()], |_, _| ()), Err(Error::Invalid { .. })));
     assert!(matches!(with_host(&[], &[&a, &b, &a.clone()], |_, _| ()), Err(Error::Invalid { .. })));
-    with_host(&[], &[&a, &b], |_, w| w[0].fill(w[1][0])).unwrap(); // no lock stayed held
+    with_host(&[], &[&a, &b], |_, w| w[0].fill(w[1][0])).unwrap(); // succeeds, so no lock was left locked
 }
 
 #[test]
@@ -237,8 +237,8 @@ fn a_panic_inside_leaves_the_storage_usable() {
     s.write(0, &[2]).unwrap();
 }
 
-/// Every thread locks the same storages in a different order, and moves one unit between them. No thread deadlocks and
-/// no unit is lost.
+/// Every thread locks the same storages in a different order, and moves one unit from one storage to another. No thread
+/// deadlocks and no unit is lost.
 #[test]
 fn threads_that_lock_the_same_storages_take_turns() {
     const N: usize = 4;
@@ -312,7 +312,7 @@ fn concurrent_copies_in_both_directions_are_complete() {
         }
     });
     assert_eq!(contents(&a), contents(&b));
-    // Overlapping ranges of them and of one storage.
+    // Copies between two storages at different offsets, and between overlapping ranges of one storage.
     a.write(0, &[1, 2, 3, 4, 5]).unwrap();
     b.copy_from(4990, &a, 1, 10, true).unwrap();
     assert_eq!(contents(&b)[4989..4995], [contents(&b)[0], 2, 3, 4, 5, contents(&b)[0]]);

@@ -43,17 +43,17 @@ pub(crate) fn is_uninit_scope() -> bool {
 }
 
 impl Storage {
-    /// Makes a storage of `bytes` bytes without memory; any access to the bytes is an error. `None` outside [`uninit`](fn@uninit).
+    /// Makes a storage of `bytes` bytes without memory; any access to the bytes is an error. Returns `None` outside [`uninit`](fn@uninit).
     #[inline]
     pub(crate) fn uninit(device: Device, bytes: usize) -> Result<Option<Storage>> {
         if !is_uninit_scope() || bytes == 0 {
             return Ok(None);
         }
-        registry::device_entry(device)?; // a missing device is an error here, as for other storages
+        registry::device_entry(device)?; // returns an error if the device does not exist, as for other storages
         Ok(Some(Storage::new(device, bytes, Backing::Uninit(OnceLock::new()))))
     }
 
-    /// True if the storage was made in [`nn::uninit`](crate::nn::uninit): it has a size and a device, but no memory.
+    /// True if the storage was made in [`nn::uninit`](crate::nn::uninit): the storage has a size and a device, but no memory.
     pub fn is_uninit(&self) -> bool {
         matches!(self.allocation().backing, Backing::Uninit(_))
     }

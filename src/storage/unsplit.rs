@@ -1,4 +1,4 @@
-//! The records of an allocator that never splits a segment, and how its segments are made.
+//! Records of the segments of an allocator that never splits a segment, and the creation of such segments.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,15 +17,15 @@ use crate::device::StreamId;
 use crate::error::Size;
 use crate::{Device, Error, Result};
 
-/// The segments held, the statistics and the limit of an allocator, guarded by the allocator's lock.
+/// The segments, the statistics and the limits of an allocator, guarded by the allocator's lock.
 pub(super) struct SegmentLedger {
     device: Device,
     capacity: u64,
     pub(super) stats: Counters,
-    /// Limits on the bytes of segments: as a number, and as a part of the capacity.
+    /// Limits on the total bytes of segments: the limit set in bytes, and the limit set as a fraction of the capacity, in bytes.
     limit_bytes: u64,
     fraction_bytes: u64,
-    /// Bytes of segments that are being created outside the lock.
+    /// Number of bytes of segments that are being created, which happens without the lock.
     bytes_in_creation: u64,
     config: Config,
     history: History,
@@ -37,7 +37,7 @@ struct LedgerSegment {
     size: usize,
     stream: StreamId,
     context: Context,
-    /// If the segment is handed out: the bytes requested, the stream and the context.
+    /// The requested bytes, the stream and the context of the allocation that has the segment; `None` if the segment is unused.
     taken: Option<(usize, StreamId, Context)>,
 }
 
@@ -72,7 +72,8 @@ impl SegmentLedger {
         Ok(())
     }
 
-    /// Reserves room under the limit for a new segment while other pools hold `elsewhere` bytes. Returns the reason if there is no room.
+    /// Counts the bytes of a new segment towards the limit, given that other pools hold `elsewhere` bytes. Returns the reason if
+    /// the limit would be exceeded.
     pub(super) fn reserve_room(&mut self, size: usize, elsewhere: u64) -> Option<String> {
         let held = self.stats.reserved() + self.bytes_in_creation;
         if held.saturating_add(elsewhere).saturating_add(size as u64) > self.limit() {
@@ -128,7 +129,7 @@ impl SegmentLedger {
         self.history.record_memory_history(HistoryOptions { clear_history, ..options })
     }
 
-    /// Copies the data that a snapshot is made of, and returns a function that makes the snapshot without the lock.
+    /// Copies the data for a snapshot under the lock, and returns a function that makes the snapshot when the lock is released.
     pub(super) fn begin_snapshot(&self) -> impl FnOnce() -> Snapshot + use<> {
         self.history.record(TraceAction::Snapshot, 0, self.stats.active_bytes(), 0);
         let device = device_number(self.device);
@@ -137,7 +138,7 @@ impl SegmentLedger {
         move || Snapshot::of_device(device, segments, recorded, &config)
     }
 
-    /// Makes the error for a request that could not be served. `why` is the reason; `unused` is the memory that was released in vain.
+    /// Returns the error for a request that could not be served. `why` is the reason; `unused` is the memory whose release did not suffice.
     pub(super) fn out_of_memory(
         &mut self,
         requested: usize,
@@ -147,7 +148,7 @@ impl SegmentLedger {
     ) -> Error {
         self.stats.num_ooms += 1;
         let (allocated, reserved) = (self.stats.allocated_bytes(), self.stats.reserved());
-        let free = self.capacity.saturating_sub(reserved).min(i64::MAX as u64); // files store it as i64
+        let free = self.capacity.saturating_sub(reserved).min(i64::MAX as u64); // snapshot files store the number as an i64
         self.history.record(TraceAction::Oom, free, requested as u64, stream.0);
         let capacity = self.capacity;
         let mut detail = format!(
@@ -192,7 +193,7 @@ impl LedgerSegment {
     }
 }
 
-/// Unused segments: their bytes in total, and the bytes of the largest.
+/// Unused segments that were released: their total bytes, and the bytes of the largest.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ReleasedMemory {
     pub(super) bytes: u64,
@@ -205,7 +206,8 @@ pub(super) fn segment_size(driver: &dyn Driver, bytes: usize) -> Result<usize> {
         .ok_or_else(|| too_large_error(driver, bytes, driver.largest_segment() as u64))
 }
 
-/// Makes the error for a buffer that the device cannot hold or its driver does not create. The driver guarantees `promised` bytes.
+/// Returns the error for a buffer that exceeds the device's memory or that its driver refuses to create. The driver guarantees
+/// `promised` bytes.
 pub(super) fn too_large_error(driver: &dyn Driver, requested: usize, promised: u64) -> Error {
     let mut detail = format!("the device has {:#}", Size(driver.capacity()));
     if promised < driver.capacity() {
@@ -214,7 +216,8 @@ pub(super) fn too_large_error(driver: &dyn Driver, requested: usize, promised: u
     Error::OutOfMemory { device: driver.device(), requested, detail }
 }
 
-/// Creates a segment: a buffer, or `image`. `Ok(Err)` names the exhausted resource. Never call this function under a lock.
+/// Creates a segment: a buffer, or `image`. Returns `Ok(Err)` with the name of the exhausted resource if memory ran out. Never call
+/// this function under a lock.
 pub(super) fn create_segment(
     driver: &dyn Driver,
     size: usize,

@@ -1,4 +1,4 @@
-//! Allocators that wrap others: methods they do not define forward to the inner allocator.
+//! Allocators that wrap others: the methods that a wrapper does not define call the inner allocator.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -33,7 +33,7 @@ impl Allocator for MinimalWrapper {
     }
 }
 
-/// The source text of each default method of the trait, by name.
+/// Returns the source text of each default method of the trait, by name.
 fn defaults() -> BTreeMap<String, String> {
     let source = include_str!("../allocator.rs");
     let (_, all) = source.split_once("pub trait Allocator").unwrap();

@@ -10,21 +10,22 @@ use super::entry::{Entry, NONE, UNIT};
 
 /// log2 of the number of size classes per power of two.
 const CLASSES_PER_LEVEL_LOG2: u32 = 5;
-/// Size classes per power of two.
+/// Number of size classes per power of two.
 const CLASSES_PER_LEVEL: usize = 1 << CLASSES_PER_LEVEL_LOG2;
-/// Powers of two from 2^5 units on; level 0 holds the exact sizes below. More levels than needed, so that indices need no check.
+/// Number of levels, one per power of two from 2^5 units on; level 0 has a class for each smaller size. A multiple of what sizes
+/// need, so that indices need no bounds check.
 const LEVELS: usize = 32;
-/// Size classes in total.
+/// Total number of size classes.
 const CLASSES: usize = LEVELS * CLASSES_PER_LEVEL;
 
-/// The free lists of one arena, either of whole segments or of parts.
+/// The free lists of one arena, for either the blocks that cover a whole segment or the blocks that are part of one.
 ///
 /// Lists end at entry [`NONE`], which is never a real block, so writes to it are harmless. List operations therefore
-/// need no branch on whether a neighbour exists, which would be mispredicted half of the time.
+/// need no branch on whether a neighbour exists, and the processor would mispredict such a branch half of the time.
 #[derive(Debug)]
 pub(super) struct Bins {
     level_bits: u32,
-    /// Bitmap of non-empty classes per level. The last word stays 0, for searches that find no level.
+    /// Bitmap of non-empty classes per level. The last word stays 0, so that a search that finds no level finds no class either.
     class_bits: [u32; LEVELS + 1],
     /// First block of each class. Allocated lazily, because most arenas never have a block.
     heads: Option<Box<[u32; CLASSES]>>,
@@ -34,7 +35,7 @@ pub(super) struct Bins {
 #[inline(always)]
 fn class(units: u32) -> usize {
     let shift = (units | CLASSES_PER_LEVEL as u32).ilog2() - CLASSES_PER_LEVEL_LOG2;
-    (((shift as usize) << CLASSES_PER_LEVEL_LOG2) + (units >> shift) as usize) % CLASSES // `%` changes nothing, and proves the bound to the compiler
+    (((shift as usize) << CLASSES_PER_LEVEL_LOG2) + (units >> shift) as usize) % CLASSES // `%` changes nothing, but saves bounds checks
 }
 
 impl Bins {
@@ -82,8 +83,8 @@ impl Bins {
         self.level_bits &= !(u32::from(*sub == 0) << (class / CLASSES_PER_LEVEL));
     }
 
-    /// Finds a block of at least `size` bytes in constant time, and returns it with its class. Checks the first block
-    /// of the request's own `class`, then takes the first block of the next non-empty class.
+    /// Finds a block of at least `size` bytes in constant time, and returns the block and its class. Checks the first
+    /// block of the request's own `class`, then takes the first block of the next non-empty class.
     #[inline(always)]
     pub(super) fn find_good_fit(&self, table: &[Entry], size: usize, class: usize) -> Option<(u32, usize)> {
         let heads = self.heads.as_deref()?;
@@ -95,7 +96,7 @@ impl Bins {
         Some((heads[class % CLASSES], class))
     }
 
-    /// Finds the smallest block of at least `size` bytes, with its class. May scan a whole class.
+    /// Finds the smallest block of at least `size` bytes, and returns the block and its class. May scan all blocks of a class.
     pub(super) fn find_best_fit(&self, table: &[Entry], size: usize) -> Option<(u32, usize)> {
         let mut class = Bins::class_of(size);
         loop {
@@ -133,7 +134,7 @@ impl Bins {
     fn next_nonempty_class(&self, class: usize) -> Option<usize> {
         let level = class / CLASSES_PER_LEVEL;
         let here = self.class_bits[level % LEVELS] & (!1u32 << (class % CLASSES_PER_LEVEL));
-        let above = (self.level_bits & (!1u32 << level)).trailing_zeros() as usize; // `LEVELS` if none
+        let above = (self.level_bits & (!1u32 << level)).trailing_zeros() as usize; // equals `LEVELS` if there is none
         let level = select_unpredictable(here != 0, level, above);
         let class_bits = select_unpredictable(here != 0, here, self.class_bits[above]);
         (class_bits != 0).then(|| level * CLASSES_PER_LEVEL + class_bits.trailing_zeros() as usize)
@@ -171,7 +172,7 @@ mod tests {
         let mut table: Vec<Entry> = [0, 640, 64, 130, 128, 129, 1 << 20].map(entry).into();
         let mut bins = Bins::new();
         (1..7).for_each(|id| bins.insert(&mut table, id));
-        // Sizes 128 to 131 share a class; the quick search checks only its last inserted block, 129.
+        // Sizes 128 to 131 share a class; the quick search checks only the block inserted last into this class, 129.
         for (units, quick, best) in
             [(1, 64, 64), (65, 129, 128), (129, 129, 129), (130, 640, 130), (131, 640, 640), (641, 1 << 20, 1 << 20)]
         {

@@ -1,7 +1,7 @@
 //! Per-thread caches of recently freed small blocks, which serve requests without the allocator's lock.
 //!
-//! To the allocator a cached block is live: it is in no bin and is not merged. Before a request fails, all caches are emptied, so no cached block can
-//! cause an out-of-memory error. Threads share 64 caches by thread number, each behind a lock that is rarely contended.
+//! To the allocator a cached block is live: the block is in no bin and is not merged. Before a request fails, all caches are emptied, so no
+//! cached block can cause an out-of-memory error. Threads share 64 caches by thread number, each behind a lock that is rarely contended.
 
 use std::array;
 use std::cell::Cell;
@@ -13,9 +13,9 @@ use super::super::counters::{BlockAmounts, ThreadCacheDeltas};
 use super::policy::{BLOCKS_PER_SIZE, CACHE_COUNT, MAX_CACHED_PART, MAX_REFUSALS};
 use super::sync::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Mutex, Ordering::Relaxed, lock};
 
-/// Sizes of 1 to this many units of the alignment are cached.
+/// Blocks of 1 to this many units are cached. The unit is the alignment.
 const CACHED_SIZE_COUNT: usize = BITMAP_WORDS * 64;
-/// `u64` words of the bitmap of cached sizes.
+/// Number of `u64` words of the bitmap of cached sizes.
 const BITMAP_WORDS: usize = if cfg!(loom) { 1 } else { 2 };
 
 /// A cached block: its slot and its table entry.
@@ -28,22 +28,22 @@ pub(super) struct CachedBlock {
 // SAFETY: the pointee consists of atomics and a lock, and lives as long as the allocator.
 unsafe impl Send for CachedBlock {}
 
-/// The outcome of offering a freed block to a cache.
+/// The outcome of [`ThreadCaches::put`], which offers a freed block to a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PutOutcome {
     Kept,
     Refused,
-    /// Refused, as were [`MAX_REFUSALS`] blocks since a request was last served: the cache should be emptied.
+    /// Refused, as were [`MAX_REFUSALS`] blocks since the cache last served a request: the cache should be emptied.
     Stale,
 }
 
-/// The blocks of one cache and their counts, behind the cache's lock.
+/// The blocks of one cache and their counts, guarded by the cache's lock.
 #[derive(Debug)]
 struct Contents {
     counts: [u8; CACHED_SIZE_COUNT],
     blocks: [[Option<CachedBlock>; BLOCKS_PER_SIZE]; CACHED_SIZE_COUNT],
     bytes: usize,
-    /// Blocks refused since a request was last served.
+    /// Number of blocks that the cache has refused since it last served a request.
     refused: usize,
     increases: BlockAmounts,
 }
@@ -52,15 +52,15 @@ struct Contents {
 #[repr(align(128))]
 #[derive(Debug)]
 pub(super) struct ThreadCache {
-    /// Bitmap of the sizes that have blocks. Read without the lock, written under it, like the other fields. The last
-    /// word stands for sizes that are never cached, and stays 0.
+    /// Bitmap of the sizes of which a block is cached. Like the fields below, read without the lock and written under
+    /// it. The last word, for sizes that are never cached, stays 0.
     occupied: [AtomicU64; BITMAP_WORDS + 1],
-    /// Change in live blocks, bytes and requested bytes since the cache was last emptied.
+    /// Changes in the number of live blocks, their bytes and their requested bytes since the cache was last emptied.
     change: [AtomicI64; 3],
-    /// The greatest `change` since the allocator last read it. The allocator may read without the lock, so threads
-    /// that share a cache may miss a peak.
+    /// The greatest `change` since the allocator last read it. The allocator may read without the lock, so statistics
+    /// of threads that share a cache may miss a peak.
     highest: [AtomicI64; 3],
-    /// True if a block was taken since the last read.
+    /// True if a block was taken from the cache since [`read_deltas`](Self::read_deltas) was last called.
     has_new_peak: AtomicBool,
     contents: Mutex<Contents>,
 }
@@ -82,7 +82,8 @@ impl ThreadCache {
         })
     }
 
-    /// Returns the change since the cache was last emptied. Also returns the peak of the change since the last call, if a block was taken since.
+    /// Returns the change since the cache was last emptied. If a block was taken since the last call, also returns the peak of the
+    /// change in that time.
     #[inline(always)]
     pub(super) fn read_deltas(&self) -> (BlockAmounts, Option<BlockAmounts>) {
         let change: BlockAmounts = array::from_fn(|i| self.change[i].load(Relaxed));
@@ -94,7 +95,7 @@ impl ThreadCache {
         (change, has_new_peak)
     }
 
-    /// Removes all blocks and resets the deltas. Returns the deltas; the block numbers are appended to `ids`.
+    /// Removes all blocks and resets the deltas. Returns the deltas, and appends the table entries of the blocks to `ids`.
     fn drain(&self, ids: &mut Vec<u32>) -> ThreadCacheDeltas {
         let mut guard = lock(&self.contents);
         let contents = &mut *guard;
@@ -117,23 +118,23 @@ impl ThreadCache {
 /// The thread caches of one allocator.
 #[derive(Debug)]
 pub(super) struct ThreadCaches {
-    /// A cache is created when one of its threads first frees a block.
+    /// The caches. Each is created when one of its threads first frees a block.
     shards: [OnceLock<Box<ThreadCache>>; CACHE_COUNT],
-    /// Bytes that one cache may hold, and the largest size it takes. 0 turns all caches off.
+    /// Bytes that one cache may hold (0 turns all caches off), and the size of the largest block that it keeps.
     capacity: AtomicUsize,
     largest: AtomicUsize,
     /// log2 of the alignment, which is the unit of cached sizes.
     shift: u32,
 }
 
-/// Returns the number of this thread's cache.
+/// Returns the index of this thread's cache.
 #[inline]
 fn this_thread_index() -> usize {
     #[cfg(not(loom))]
     {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         thread_local!(static INDEX: Cell<usize> = const { Cell::new(usize::MAX) });
-        // A terminating thread may have lost its index; any cache will do.
+        // The thread-local index may be gone while a thread terminates. Any cache may be used instead.
         INDEX
             .try_with(|index| {
                 if index.get() == usize::MAX {
@@ -160,18 +161,19 @@ impl ThreadCaches {
         caches
     }
 
-    /// Sets the capacity of each cache in bytes; 0 turns the caches off. Blocks already cached stay until drained.
+    /// Sets the capacity of each cache in bytes; 0 turns the caches off. Blocks that are already cached stay in the caches until
+    /// these are drained.
     pub(super) fn set_capacity(&self, bytes: usize) {
         self.capacity.store(bytes, Relaxed);
         self.largest.store((bytes / MAX_CACHED_PART).min(CACHED_SIZE_COUNT << self.shift), Relaxed);
     }
 
-    /// The largest block size, in bytes, that the caches keep now.
+    /// Returns the largest block size, in bytes, that the caches currently keep.
     pub(super) fn largest(&self) -> usize {
         self.largest.load(Relaxed)
     }
 
-    /// This thread's cache, if it exists.
+    /// Returns this thread's cache, or `None` if the cache was not created yet.
     #[inline(always)]
     pub(super) fn of_this_thread(&self) -> Option<&ThreadCache> {
         self.shards[this_thread_index()].get().map(|shard| &**shard)
@@ -180,7 +182,8 @@ impl ThreadCaches {
     /// Takes a block of exactly `size` bytes from this thread's cache, now allocated for `requested` bytes.
     #[inline(always)]
     pub(super) fn get(&self, shard: &ThreadCache, size: usize, requested: usize) -> Option<CachedBlock> {
-        // A single branch tests whether the size is cacheable and a block is cached, because such a branch is hard to predict.
+        // A single branch tests both whether the size is cacheable and whether a block is cached, because two branches would be
+        // mispredicted more often.
         let at = ((size >> self.shift) - 1).min(CACHED_SIZE_COUNT);
         let (word, bit) = (&shard.occupied[at / 64], 1 << (at % 64));
         if word.load(Relaxed) & bit == 0 {
@@ -206,7 +209,7 @@ impl ThreadCaches {
         Some(cached)
     }
 
-    /// Caches a block of the default stream that was allocated for `requested` bytes, if there is room.
+    /// Caches a block of the default stream that was allocated for `requested` bytes, if the cache is not full.
     #[inline(always)]
     pub(super) fn put(&self, shard: &ThreadCache, cached: CachedBlock, size: usize, requested: usize) -> PutOutcome {
         if size > self.largest() {
@@ -216,7 +219,8 @@ impl ThreadCaches {
         let mut guard = lock(&shard.contents);
         let contents = &mut *guard;
         let count = usize::from(contents.counts[at]);
-        // Checked again under the lock, because turning the caches off empties them under it.
+        // The capacity is checked again under the lock, because a thread that turns the caches off sets the capacity to 0 and then
+        // empties each cache under its lock.
         if count == BLOCKS_PER_SIZE || contents.bytes + size > self.capacity.load(Relaxed) {
             contents.refused += 1;
             return if contents.refused < MAX_REFUSALS { PutOutcome::Refused } else { PutOutcome::Stale };
@@ -237,14 +241,14 @@ impl ThreadCaches {
         self.shards[this_thread_index()].get_or_init(ThreadCache::new);
     }
 
-    /// Empties all caches. Returns their block numbers and deltas.
+    /// Empties all caches. Returns the table entries of their blocks, and their deltas.
     pub(super) fn drain(&self) -> (Vec<u32>, Vec<ThreadCacheDeltas>) {
         let mut ids = Vec::new();
         let deltas = self.shards.iter().filter_map(OnceLock::get).map(|shard| shard.drain(&mut ids)).collect();
         (ids, deltas)
     }
 
-    /// Empties this thread's cache. Returns its block numbers and deltas.
+    /// Empties this thread's cache. Returns the table entries of its blocks, and its deltas.
     pub(super) fn drain_this_thread(&self) -> (Vec<u32>, Vec<ThreadCacheDeltas>) {
         let mut ids = Vec::new();
         let deltas = self.shards[this_thread_index()].get().map(|shard| shard.drain(&mut ids)).into_iter().collect();

@@ -1,18 +1,18 @@
 //! Compaction: moves live blocks together, so that free memory becomes contiguous.
 //!
-//! A block may move while no thread holds its address, because handles are indirect. Its slot is write-locked from the plan until the table is
-//! updated. Blocks are copied on the device, or through the host if the old and the new segment do not fit side by side. A block that is exported,
-//! pinned or currently in use stays, and its segment with it. After a failure, every block keeps its contents and is in its old or new location, or
-//! on the host.
+//! A block may move while no thread holds its address, because handles are indirect. The block's slot is write-locked
+//! from planning until the table is updated. Blocks are copied on the device, or through the host if the old and the
+//! new segment do not fit side by side. A block that is exported, pinned or currently in use is not moved, and its
+//! segment is kept. After a failure, every block keeps its contents and is in its old or new location, or on the host.
 //!
 //! With compaction, an allocation succeeds whenever the free memory suffices in total and the device can hold the block in one buffer.
 //!
 //! Within a segment, a block's destination may overlap its own source or another block's. Copies are therefore grouped into waves. Within a wave no
-//! copy writes bytes that another one reads, so a failed wave can be repeated. The next wave starts when the device has finished the previous one.
+//! copy writes bytes that another copy reads, so a failed wave can be repeated. The next wave starts when the device has finished the previous one.
 //!
-//! A block that was moved through the host stays there if another thread took the room that was made for it. It gets its own segment in host
-//! memory, in a pool that no request searches, and stays readable. The block returns to the device at its next use or when the cache is emptied, if
-//! there is memory. Statistics count the block as reserved, so that a limit leaves room for it.
+//! A block that was moved through the host stays on the host if another thread took the memory that was freed for the block. The block then gets
+//! its own segment in host memory, in a pool that no request searches, and stays readable. The block returns to the device at its next use or when
+//! the cache is emptied, if the device has memory for the block. Statistics count the block as reserved, so that a limit leaves room for it.
 
 use std::cmp::Reverse;
 use std::sync::atomic::Ordering::Relaxed;
@@ -31,14 +31,14 @@ use super::{CachingAllocator, Core};
 use crate::device::{StreamId, lock, log};
 use crate::{Device, Error, Result};
 
-/// How the blocks of segments are moved into a new segment.
+/// The way in which the blocks of segments are moved into a new segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CopyRoute {
     /// Copies on the device. The old and new segments exist at the same time.
     OnDevice,
-    /// Copies while the old segments release their pages as the new one fills. Host memory only.
+    /// Copies page by page, and releases the pages of the old segments during the copy. Used only for host memory.
     Relocated,
-    /// The old segments are released before the new one is created.
+    /// Copies through host memory. The old segments are released before the new segment is created.
     ThroughHost,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct Move<'a> {
     pub(super) to: usize,
     pub(super) size: usize,
     pub(super) slot: &'a Slot,
-    /// Held until the table is updated.
+    /// The slot's lock, held until the table is updated.
     #[expect(dead_code, reason = "held")]
     write_lock: RwLockWriteGuard<'a, ReaderCount>,
 }
@@ -60,32 +60,32 @@ pub(super) struct Move<'a> {
 pub(super) struct CompactionPlan<'a> {
     pub(super) segments: Vec<u32>,
     pub(super) moves: Vec<Move<'a>>,
-    /// Blocks that do not move, with their offsets and sizes in bytes.
+    /// Table entries of the blocks that do not move, with their offsets and sizes in bytes.
     pub(super) staying: Vec<(u32, usize, usize)>,
     /// The stream that will own the free bytes.
     pub(super) stream: StreamId,
-    /// Bytes of the new segment that are counted in `Core::bytes_being_created` in addition to the old segments.
+    /// Number of bytes of the new segment that are counted in `Core::bytes_being_created` in addition to the old segments.
     pub(super) bytes_being_created: u64,
 }
 
 impl CompactionPlan<'_> {
-    /// Bytes of all blocks that may move.
+    /// Returns the total size, in bytes, of the blocks in `moves`, including blocks that keep their offset.
     pub(super) fn bytes(&self) -> usize {
         self.moves.iter().map(|m| m.size).sum()
     }
 
-    /// Bytes of the blocks whose offset changes.
+    /// Returns the total size, in bytes, of the blocks whose offset changes.
     pub(super) fn bytes_moved(&self) -> usize {
         self.moves.iter().filter(|m| m.from.1 != m.to).map(|m| m.size).sum()
     }
 
-    /// The end of the last block after the move, in bytes.
+    /// Returns the end offset, in bytes, of the last block after the move.
     pub(super) fn end(&self) -> usize {
         let moves = self.moves.iter().map(|m| m.to + m.size);
         moves.chain(self.staying.iter().map(|&(_, offset, size)| offset + size)).max().unwrap_or(0)
     }
 
-    /// The size in bytes of the largest gap between the blocks after the move, in a segment of `bytes` bytes.
+    /// Returns the size, in bytes, of the largest gap between the blocks after the move, in a segment of `bytes` bytes.
     fn largest_gap(&self, bytes: usize) -> usize {
         let mut blocks: Vec<(usize, usize)> = self.moves.iter().map(|m| (m.to, m.size)).collect();
         blocks.extend(self.staying.iter().map(|&(_, offset, size)| (offset, size)));
@@ -99,7 +99,7 @@ impl CompactionPlan<'_> {
     }
 }
 
-/// The bytes `at..at + bytes` of the plan's block number `index`.
+/// The bytes `at..at + bytes` of block `moves[index]` of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Piece {
     index: usize,
@@ -107,12 +107,12 @@ struct Piece {
     bytes: usize,
 }
 
-/// One step of moving blocks down.
+/// One step of moving blocks down, towards the start of their segment.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
-    /// Independent copies on the device.
+    /// Copies on the device that do not depend on each other.
     Wave(Vec<Piece>),
-    /// One block, copied through the host.
+    /// A copy of one block, given by its index in `moves`, through the host.
     ThroughHost(usize),
 }
 
@@ -127,7 +127,7 @@ struct ReservedRange {
     id: u32,
     segment: Arc<Segment>,
     offset: usize,
-    /// True if the segment was created for the block, and replaces the host copy in the statistics.
+    /// True if the segment was created for the block, so that the statistics have to count the segment instead of the host copy.
     has_own_segment: bool,
 }
 
@@ -160,7 +160,7 @@ fn steps(moves: impl Iterator<Item = (usize, usize, usize)>) -> Vec<Step> {
     steps
 }
 
-/// Adds to a driver error that no block was lost.
+/// Adds the sentence that no block was lost to a driver error's message.
 pub(super) fn add_compaction_detail(error: Error) -> Error {
     match error {
         Error::OpenCl { device, call, code, detail } => {
@@ -172,13 +172,14 @@ pub(super) fn add_compaction_detail(error: Error) -> Error {
 }
 
 impl CachingAllocator {
-    /// Locks out other compactions. Log messages are deferred, because a subscriber that allocates may need to compact.
+    /// Takes the lock that excludes other compactions. Log messages are deferred until the lock is released, because a subscriber
+    /// that allocates may need to compact.
     pub(super) fn lock_compaction(&self) -> impl Sized + use<'_> {
         let messages = log::defer();
-        (lock(&self.compacting), messages) // dropped in this order
+        (lock(&self.compacting), messages) // dropped in this order: first the lock, then the messages
     }
 
-    /// Makes room for a request by moving blocks: the last step of out-of-memory recovery.
+    /// Frees a large enough range for a request by moving blocks: the last step of out-of-memory recovery.
     pub(super) fn compact_for(&self, request: &Request, recovery: &mut OomRecovery) -> Result<Option<Block>> {
         if !self.rules.config.compaction {
             return Ok(None);
@@ -190,7 +191,7 @@ impl CachingAllocator {
         let _compaction_lock = self.lock_compaction();
         self.wait_for_streams(request)?;
         if let Some(block) = self.lock_with_stats().search_best_fit(self.number, request, true) {
-            return Ok(Some(block)); // another thread has made room
+            return Ok(Some(block)); // another thread has freed enough memory
         }
         // Blocks of private pools do not move, because a checkpoint may record their locations.
         if request.pool == 0 && self.slide_for_request(request, &mut budget)? {
@@ -213,13 +214,13 @@ impl CachingAllocator {
                 }
             }
             if !shrunk {
-                self.process_events(true)?; // for blocks freed meanwhile
+                self.process_events(true)?; // frees blocks that became pending during the move
                 return self.grow(request, true, recovery);
             }
         }
     }
 
-    /// Moves all blocks of the default pool together, copying at most `budget` bytes. Returns the bytes released.
+    /// Moves all blocks of the default pool together, copying at most `budget` bytes. Returns the number of bytes released.
     pub(super) fn compact_all(&self, mut budget: u64) -> Result<u64> {
         let request = Request { bytes: 0, size: 0, kind: SizeKind::Large, pool: 0, stream: StreamId::DEFAULT };
         let _compaction_lock = self.lock_compaction();
@@ -282,7 +283,8 @@ impl CachingAllocator {
         };
         let (moved, stranded) = self.copy_down(&mut plan, &target);
         if moved.is_err() {
-            // A copy may still be running. On the default stream, the next owner's work runs after that copy.
+            // A copy may still be running. Copies run on the default stream, so work of the free bytes' next owner on that stream
+            // runs after the copy.
             plan.stream = StreamId::DEFAULT;
         }
         let mut core = self.lock();
@@ -295,7 +297,7 @@ impl CachingAllocator {
         moved
     }
 
-    /// Moves a segment's blocks to its start if the segment is expandable, and otherwise into a new segment.
+    /// Moves a segment's blocks to its start if the segment is expandable, and into a new segment otherwise.
     fn repack(&self, segment: u64, budget: &mut u64) -> Result<bool> {
         let grows = {
             let core = self.lock();
@@ -305,7 +307,7 @@ impl CachingAllocator {
     }
 
     /// Moves the blocks of an expandable segment to its start and releases the rest. Returns false if nothing was
-    /// released. A segment with holes is moved to a new segment of exactly the needed size instead.
+    /// released. If the segment has holes, the blocks are instead moved to a new segment of exactly the needed size.
     pub(super) fn pack_expandable(&self, segment: u64, budget: &mut u64) -> Result<bool> {
         let Some(expandable) = &self.expandable else { return Ok(false) };
         let _page_lock = self.lock_pages();
@@ -337,7 +339,8 @@ impl CachingAllocator {
         Ok(self.decommit(cut.into_iter().collect()) > 0)
     }
 
-    /// Moves the blocks of segments into a new segment of exactly their size: on the device if both fit, else through the host.
+    /// Moves the blocks of segments into a new segment of exactly their size: on the device if it has memory for both, and
+    /// otherwise through the host.
     pub(super) fn repack_into_new_segment(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
         if self.repack_on_device(segments, budget, CopyRoute::OnDevice)? {
             return Ok(true);
@@ -347,21 +350,21 @@ impl CachingAllocator {
             let held = segments.first().and_then(|&id| core.heap.segment(core.heap.number_of(id)?));
             held.is_some_and(|held| held.segment.memory().is_host())
         };
-        // Storages of host memory do not handle blocks that were left on the host.
+        // Storages on the CPU device cannot use spilled blocks, so blocks of host memory never go `ThroughHost`.
         match is_host {
             true => self.repack_on_device(segments, budget, CopyRoute::Relocated),
             false => self.repack_through_host(segments, budget),
         }
     }
 
-    /// Plans a move into a new segment, if the route has room and the budget suffices.
+    /// Plans a move into a new segment, if there is enough memory for the route and `budget` covers the bytes to copy.
     fn plan_repack(&self, segments: &[u64], budget: &mut u64, route: CopyRoute) -> Option<CompactionPlan<'_>> {
         let mut core = self.lock();
         let mut plan = core.plan_compaction(segments, false, StreamId::DEFAULT)?;
         let bytes = plan.bytes() as u64;
         let most = match route {
             CopyRoute::OnDevice => core.limits.limit(),
-            // A system that cannot release single pages has both copies in memory for a while.
+            // A system that cannot release single pages holds the old and the new copy in memory for a while.
             CopyRoute::Relocated if self.driver.page() == 0 => self.driver.capacity(),
             CopyRoute::Relocated | CopyRoute::ThroughHost => u64::MAX,
         };
@@ -374,7 +377,7 @@ impl CachingAllocator {
         plan.bytes_being_created = match route {
             CopyRoute::OnDevice => bytes,
             CopyRoute::Relocated if self.driver.page() == 0 => bytes,
-            // Uses memory that the old segments release. The old segments stay counted until the blocks have arrived.
+            // The new segment uses memory that the old segments release. The old segments stay counted until the blocks have arrived.
             CopyRoute::Relocated | CopyRoute::ThroughHost => 0,
         };
         core.bytes_being_created += plan.bytes_being_created;
@@ -412,8 +415,8 @@ impl CachingAllocator {
         }
     }
 
-    /// Like [`repack_on_device`](Self::repack_on_device), but releases the old segments before creating the new one. Blocks
-    /// for which the device then has no memory stay on the host.
+    /// Like [`repack_on_device`](Self::repack_on_device), but releases the old segments before creating the new one. If
+    /// the device then has no memory for some blocks, these stay on the host.
     fn repack_through_host(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
         let Some(mut plan) = self.plan_repack(segments, budget, CopyRoute::ThroughHost) else { return Ok(false) };
         let bytes = plan.bytes();
@@ -429,7 +432,7 @@ impl CachingAllocator {
                 };
             }
         };
-        // From here until a new segment exists, the bytes are only on the host.
+        // From this point until a new segment exists, the bytes are only on the host.
         let gone = self.lock().heap.take_old_segments(&plan.segments);
         let nowhere = Arc::new(Segment::new(Memory::released(), bytes));
         plan.moves.iter_mut().for_each(|m| m.from.0 = Arc::clone(&nowhere));
@@ -439,7 +442,7 @@ impl CachingAllocator {
             if !made.as_ref().is_err_and(|failure| failure.ran_out().is_some()) {
                 break;
             }
-            std::thread::sleep(RETRY_AFTER); // another thread took the memory; a release may take a moment
+            std::thread::sleep(RETRY_AFTER); // another thread took the memory, or the driver has not released it yet
             made = self.create_memory(bytes);
         }
         let written = made.map_err(|failure| failure.to_string()).and_then(|memory| {
@@ -464,14 +467,14 @@ impl CachingAllocator {
                 core.count_spilled(kept);
                 drop(core);
                 drop(gone);
-                self.restore_all(); // single blocks may still fit
-                *budget = 0; // no other segments are moved this way
+                self.restore_all(); // the device may have memory for some of the blocks
+                *budget = 0; // prevents further moves through the host
             }
         }
         Ok(true)
     }
 
-    /// Records that the blocks of a plan are in `target`.
+    /// Updates the table after all blocks of a plan were copied to `target`.
     fn apply_repack(&self, plan: CompactionPlan<'_>, target: &Arc<Segment>) {
         let bytes = plan.bytes();
         let mut core = self.lock();
@@ -493,7 +496,7 @@ impl CachingAllocator {
     /// Creates memory for a segment that blocks move to.
     pub(super) fn create_memory(&self, bytes: usize) -> Result<Memory, Failure> {
         if bytes == 0 {
-            return Ok(Memory::released()); // there is nothing to move
+            return Ok(Memory::released()); // no block moves, so no memory is needed
         }
         self.driver.create(bytes)
     }
@@ -513,7 +516,7 @@ impl CachingAllocator {
         result
     }
 
-    /// Waits for all work, because work may have been enqueued until the blocks were locked.
+    /// Waits for the work of all streams, because threads could enqueue work on the blocks until they were locked.
     pub(super) fn wait_for_all(&self) -> Result<()> {
         self.retry(MAX_TRIES, || self.driver.synchronize())
     }
@@ -525,8 +528,8 @@ impl CachingAllocator {
         self.copy_wave(&plan.moves, &plan.moves.iter().enumerate().map(whole).collect::<Vec<_>>(), target)
     }
 
-    /// Like [`copy_to_new_segment`](Self::copy_to_new_segment), but releases the pages of the old segments as they are copied.
-    /// Returns false, with nothing copied, if the driver cannot.
+    /// Like [`copy_to_new_segment`](Self::copy_to_new_segment), but releases the pages of the old segments as they are
+    /// copied. Returns false, with nothing copied, if the driver does not support relocation.
     fn relocate(&self, plan: &CompactionPlan<'_>, target: &Segment) -> Result<bool> {
         let places = plan.moves.iter().map(|m| ((m.from.0.memory(), m.from.1), (target.memory(), m.to), m.size));
         let moves: Vec<_> = places.collect();
@@ -534,8 +537,8 @@ impl CachingAllocator {
         unsafe { self.driver.relocate(&moves) }
     }
 
-    /// Copies the blocks of a plan down within their segment. After a failure, the plan's destinations are the blocks' actual locations. A block that
-    /// is in neither its old nor its new location is removed from the plan and returned.
+    /// Copies the blocks of a plan down within their segment. After a failure, the destinations in the plan are changed to the
+    /// blocks' actual locations. A block that is in neither its old nor its new location is removed from the plan and returned.
     pub(super) fn copy_down<'a>(
         &self,
         plan: &mut CompactionPlan<'a>,
@@ -563,7 +566,7 @@ impl CachingAllocator {
         if copied.is_ok() {
             return (Ok(()), None);
         }
-        // One block may have been copied partly over itself.
+        // After a failed copy, one block may have been overwritten partly by its own copy.
         let is_torn =
             |(_, (m, copied_bytes)): &(usize, (&Move<'_>, &usize))| **copied_bytes > 0 && **copied_bytes < m.size;
         let torn = plan
@@ -605,7 +608,7 @@ impl CachingAllocator {
 
     /// Reads a block's bytes to the host. The first `done` bytes are already at the new location.
     pub(super) fn read_to_host(&self, tries: u32, m: &Move<'_>, done: usize, target: &Segment) -> Result<Box<[u8]>> {
-        let bytes = if m.from.0.memory().has_contents() { m.size } else { 0 }; // a device without contents only counts the call
+        let bytes = if m.from.0.memory().has_contents() { m.size } else { 0 }; // without contents, the driver only counts the call
         let full = |()| Error::OutOfMemory {
             device: Device::Cpu,
             requested: m.size,
@@ -614,11 +617,11 @@ impl CachingAllocator {
         let mut host = self.retry(tries, || bytemuck::allocation::try_zeroed_slice_box::<u8>(bytes).map_err(full))?;
         let (new, old) = host.split_at_mut(done.min(bytes));
         self.retry(tries, || {
-            // SAFETY: the block is write-locked, here and below.
+            // SAFETY: the block is write-locked until its bytes are in the new location.
             unsafe { self.driver.read((m.from.0.memory(), m.from.1 + done), old) }?;
             match done {
                 0 => Ok(()),
-                // SAFETY: as above.
+                // SAFETY: as for the read above.
                 _ => unsafe { self.driver.read((target.memory(), m.to), new) },
             }
         })?;
@@ -655,14 +658,14 @@ impl CachingAllocator {
         })
     }
 
-    /// Copies every block kept on the host back to the device, as far as there is memory, and frees the host copies of dropped tensors. The
-    /// compaction lock must be held.
+    /// Copies every block kept on the host back to the device, if the device has memory for it, and frees the host
+    /// copies of dropped tensors. The compaction lock must be held.
     pub(super) fn restore_all(&self) {
         self.free_spilled();
         let spilled = self.lock().spilled();
         for id in spilled {
             if let Err(error) = self.restore_block(id) {
-                // Not a lack of memory: the next block would fail as well.
+                // The driver failed for another reason than lack of memory, so the next block would fail as well.
                 let stop = !matches!(error, Error::OutOfMemory { .. });
                 let device = self.driver.device();
                 log::emit(move || tracing::warn!(%device, %error, "a block stays on the host"));
@@ -742,8 +745,8 @@ impl CachingAllocator {
         Ok(ReservedRange { has_own_segment: true, ..core.reserve_range(made, size) })
     }
 
-    /// Moves blocks whose bytes are only on the host into host segments. The caller [counts](Core::count_spilled) them
-    /// once their old memory is no longer counted.
+    /// Moves blocks whose bytes are only on the host into host segments. The caller must call
+    /// [`count_spilled`](Core::count_spilled) for the blocks once the statistics no longer count the old memory.
     pub(super) fn keep_on_host<'a>(
         &self,
         core: &mut Core,
@@ -760,7 +763,7 @@ impl CachingAllocator {
 }
 
 impl Core {
-    /// The bytes of a segment that blocks cover.
+    /// Returns the number of bytes of a segment that blocks cover.
     pub(super) fn segment_bytes(&self, segment: u32) -> usize {
         self.heap.segment(segment).map_or(0, |held| held.size)
     }
@@ -770,7 +773,7 @@ impl Core {
         entries.filter(|entry| entry.usage() == Use::Free).map(|entry| entry.size()).sum()
     }
 
-    /// Returns the segments of the default pool that have free bytes, those with the most first.
+    /// Returns the segments of the default pool that have free bytes, sorted by the number of free bytes, the most first.
     pub(super) fn segments_by_free_bytes(&self) -> Vec<&SegmentRecord> {
         let free =
             self.heap.segments().filter(|(_, held)| held.pool == 0).map(|(at, held)| (self.free_bytes(at), at, held));
@@ -785,8 +788,8 @@ impl Core {
     }
 
     /// Plans to move the blocks of these segments together, in order. Until the plan is applied or cancelled, no request can allocate in the
-    /// segments, and their freed blocks stay live. Blocks that cannot move stay. With `around`, the other blocks move down as far as the staying
-    /// blocks allow. Returns `None` if a segment is gone or has a pending block.
+    /// segments, and their freed blocks stay live. Blocks that cannot move keep their location. With `around`, each other block moves down as
+    /// far as these blocks allow; otherwise the destinations ignore them. Returns `None` if a segment is gone or has a pending block.
     pub(super) fn plan_compaction<'a>(
         &mut self,
         segments: &[u64],
@@ -796,7 +799,7 @@ impl Core {
         let segments: Vec<u32> = segments.iter().map(|&id| self.heap.number_of(id)).collect::<Option<_>>()?;
         let is_pending = |id: u32| self.heap.entry(id).usage() == Use::Pending;
         if segments.iter().any(|&segment| self.heap.blocks_of(segment).any(is_pending)) {
-            return None; // a pending block may become free at any moment
+            return None; // a pending block may become free during the move
         }
         let mut plan =
             CompactionPlan { segments, moves: Vec::new(), staying: Vec::new(), stream, bytes_being_created: 0 };
@@ -842,7 +845,8 @@ impl Core {
         self.unlock_moved_blocks(moves, stay);
     }
 
-    /// Updates the table after the moves: all blocks of the plan's segments are now in `target`. Returns the unused segments.
+    /// Updates the table after the moves: all blocks of the plan's segments are now in `target`. Returns the segments that are no
+    /// longer used.
     pub(super) fn apply_moves(
         &mut self,
         plan: CompactionPlan<'_>,
@@ -853,7 +857,8 @@ impl Core {
         let mut layout: Vec<(u32, usize)> =
             moves.iter().map(|m| (m.id, m.to)).chain(stay.iter().map(|&(id, offset, _)| (id, offset))).collect();
         layout.sort_unstable_by_key(|&(_, offset)| offset);
-        // The history records a move as a free and an allocation. A block that stays in place or was cached gets neither.
+        // The history records a move as a free and an allocation. A block that keeps its location or was in a thread cache gets
+        // neither entry.
         let moves_away = |m: &&Move| {
             let cached = matches!(self.moving.get(&m.id), Some(AfterMove::Uncache));
             !cached && self.heap.address(m.id) != target.address() + m.to as u64
@@ -863,20 +868,21 @@ impl Core {
         let gone = self.heap.rebuild_segment(&segments, &layout, target, bytes, stream);
         moved.iter().for_each(|&(id, requested)| _ = self.heap.record(TraceAction::Alloc, id, requested));
         for m in &moves {
-            // SAFETY: the segment is held as long as one of its blocks is live. The slot is write-locked, and the bytes have been copied.
+            // SAFETY: the allocator keeps the segment as long as one of its blocks is live. The slot is write-locked, and the bytes
+            // have been copied.
             unsafe { m.slot.set_location(target, m.to) };
         }
         self.unlock_moved_blocks(moves, stay);
         gone
     }
 
-    /// Unlocks the blocks of a plan. Blocks freed during the move become free now.
+    /// Unlocks the blocks of a plan. Blocks that their owners freed during the move become free now.
     pub(super) fn unlock_moved_blocks<'a>(
         &mut self,
         moves: impl IntoIterator<Item = Move<'a>>,
         stay: impl IntoIterator<Item = (u32, usize, usize)>,
     ) {
-        let moves: Vec<Move<'a>> = moves.into_iter().collect(); // unlocks the blocks only after all of them are in the table
+        let moves: Vec<Move<'a>> = moves.into_iter().collect(); // the blocks are unlocked only after the table is updated for all of them
         for id in moves.iter().map(|m| m.id).chain(stay.into_iter().map(|(id, ..)| id)) {
             match self.moving.remove(&id) {
                 Some(AfterMove::FreeBlock(requested)) => self.heap.free_block(id, requested),
@@ -893,19 +899,20 @@ impl Core {
         held.map(|(_, held)| held.first).filter(|&id| self.heap.entry(id).usage() == Use::Live).collect()
     }
 
-    /// Returns the bytes of blocks that are kept on the host.
+    /// Returns the total size, in bytes, of the blocks that are kept on the host.
     pub(super) fn spilled_bytes(&self) -> u64 {
         self.spilled().into_iter().map(|id| self.heap.entry(id).size() as u64).sum()
     }
 
-    /// Write-locks a block that is kept on the host. Returns `None` if it is not on the host, and `Err` with its size in bytes if it is in use.
+    /// Write-locks a block that is kept on the host. Returns `None` if the block is not on the host, and `Err` with the block's
+    /// size in bytes if the block is in use.
     fn lock_spilled<'a>(&mut self, id: u32) -> Result<Option<Move<'a>>, usize> {
         let entry = self.heap.entry(id);
         if entry.usage() != Use::Live || self.heap.segment_of(id).pool != SPILLED_POOL {
             return Ok(None);
         }
         let slot = self.slots.get_or_create(id);
-        // SAFETY: slots live as long as the allocator, which outlives the call that uses this one.
+        // SAFETY: slots live as long as the allocator, which outlives the call that uses the slot.
         let slot = unsafe { slot.as_ref() };
         let write_lock = slot.try_lock_for_move().ok_or(entry.size())?;
         self.moving.insert(id, AfterMove::Nothing);
@@ -924,9 +931,9 @@ impl Core {
         if !cached {
             self.heap.record(TraceAction::Alloc, id, block.slot.requested());
         }
-        // SAFETY: the segment is held as long as its block is live. The slot is write-locked, and the bytes are in the segment.
+        // SAFETY: the allocator keeps the segment as long as its block is live. The slot is write-locked, and the bytes are in the segment.
         unsafe { block.slot.set_location(&segment, 0) };
-        block.slot.used_by_other_stream.store(true, Relaxed); // keeps the block out of thread caches
+        block.slot.used_by_other_stream.store(true, Relaxed); // so that the freed block does not go to a thread cache
         self.unlock_moved_blocks([block], []);
     }
 
@@ -968,7 +975,8 @@ impl Core {
             self.heap.stats.record_segment_free(gone.kind, block.size);
         }
         self.heap.record(TraceAction::Alloc, id, requested);
-        // SAFETY: as in `spill`.
+        // SAFETY: the slot is write-locked, the bytes were written to the new location, and its segment is kept as long as the
+        // block is live.
         unsafe { block.slot.set_location(&place.segment, place.offset) };
         self.unlock_moved_blocks([block], []);
         gone.segment
@@ -979,7 +987,7 @@ impl Core {
 mod tests {
     use super::*;
 
-    /// Executes the steps on an array, each wave backwards, because the order within a wave must not matter.
+    /// Executes the steps on an array, and each wave in reverse order, to test that the order within a wave does not matter.
     fn moved(moves: &[(usize, usize, usize)], bytes: usize) -> Vec<usize> {
         let mut memory: Vec<usize> = (0..bytes).collect();
         for step in steps(moves.iter().copied()) {

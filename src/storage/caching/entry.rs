@@ -1,10 +1,10 @@
 //! Entries of the block table.
 
-/// No block: the first entry of the table, which is always vacant.
+/// The entry number that means no block: the first entry of the table, which is always vacant.
 pub(super) const NONE: u32 = 0;
-/// No segment, or no pool.
+/// The number that means no segment, or no pool.
 pub(super) const NOWHERE: u32 = u32::MAX;
-/// The pool of blocks kept on the host. No request searches it.
+/// The pool of blocks kept on the host. No request searches this pool.
 pub(super) const SPILLED_POOL: u32 = NOWHERE - 1;
 
 /// The unit, in bytes, of the offsets and sizes in entries. With this unit, two entries fit in one cache line.
@@ -16,7 +16,7 @@ pub(super) const MAX_SEGMENT_BYTES: u64 = (u32::MAX as u64) * UNIT as u64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum Use {
-    /// Unused, in its arena's bins.
+    /// Unused, and in the bins of its arena.
     Free,
     /// Allocated, or waiting in a thread cache.
     Live,
@@ -30,7 +30,7 @@ pub(super) enum Use {
     Vacant,
 }
 
-/// A block: a contiguous range of one segment.
+/// The table entry of a block: a contiguous range of bytes of one segment.
 #[derive(Debug, Clone, Copy)]
 #[repr(align(32))]
 pub(super) struct Entry {
@@ -45,7 +45,7 @@ pub(super) struct Entry {
     units: u32,
 }
 
-/// Bits of the arena number in `Entry::state`.
+/// Number of bits of the arena number in `Entry::state`.
 const ARENA_BITS: u32 = 29;
 const ARENA_MASK: u32 = (1 << ARENA_BITS) - 1;
 
@@ -61,7 +61,7 @@ impl Entry {
         units: 0,
     };
 
-    /// Creates a block without neighbours.
+    /// Creates the entry of a block that has no neighbours yet.
     pub(super) fn new(segment: u32, arena: u32, usage: Use, offset: usize, size: usize) -> Entry {
         let (start, units) = ((offset / UNIT) as u32, (size / UNIT) as u32);
         Entry { segment, state: (usage as u32) << ARENA_BITS | arena, start, units, ..Entry::VACANT }
@@ -93,7 +93,7 @@ impl Entry {
         self.state == (Use::Free as u32) << ARENA_BITS | arena
     }
 
-    /// The block's offset in the segment, in bytes.
+    /// Returns the block's offset in the segment, in bytes.
     #[inline(always)]
     pub(super) fn offset(&self) -> usize {
         self.start as usize * UNIT
@@ -103,18 +103,18 @@ impl Entry {
         self.start = (offset / UNIT) as u32;
     }
 
-    /// The block's size in bytes.
+    /// Returns the block's size in bytes.
     #[inline(always)]
     pub(super) fn size(&self) -> usize {
         self.units as usize * UNIT
     }
 
-    /// True if the block has some of these bytes of its segment.
+    /// True if the block overlaps these bytes of its segment.
     pub(super) fn overlaps(&self, range: &std::ops::Range<usize>) -> bool {
         self.offset() < range.end && range.start < self.offset() + self.size()
     }
 
-    /// The block's size in [`UNIT`]s.
+    /// Returns the block's size in [`UNIT`]s.
     #[inline(always)]
     pub(super) fn units(&self) -> u32 {
         self.units
@@ -139,7 +139,7 @@ pub(super) fn split_entry(table: &mut [Entry], id: u32, size: usize, rest: u32) 
     table[rest as usize] = second;
 }
 
-/// Merges a block with its next neighbour, whose entry becomes vacant. Returns the next block's size in bytes.
+/// Merges a block with the block behind it, whose entry becomes vacant. Returns the next block's size in bytes.
 #[inline(always)]
 pub(super) fn merge_with_next(table: &mut [Entry], id: u32, gone: u32) -> usize {
     let after = &mut table[gone as usize];

@@ -1,10 +1,10 @@
 //! Blocks that other streams may still be using.
 //!
-//! A freed block that other streams have used stays pending until those streams finish the work they had then. Each
-//! stream has its own queue, so that a slow stream does not delay the blocks of others.
+//! A freed block that other streams have used stays pending until those streams finish the work that was submitted to them before
+//! the block was freed. Each stream has its own queue, so that a slow stream does not delay the blocks of others.
 //!
-//! If the driver cannot record a marker behind that work, or cannot query the marker, the block stays pending. A new marker, which is also behind
-//! that work, is recorded each time events are processed. On a lost device such a block is never reused.
+//! If the driver fails to record a marker after that work, or to query the marker, the block stays pending. Each time events are
+//! processed, a new marker is recorded, which is also after that work. On a lost device such a block is never reused.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -16,25 +16,25 @@ use crate::device::StreamId;
 /// Streams that used a block; rarely more than two.
 pub(super) type Streams = SmallVec<[StreamId; 2]>;
 
-/// Streams that may still be using a block, each with a marker behind that work. The marker is `None` until the driver has recorded one.
+/// Streams that may still be using a block, each with a marker after that work. The marker is `None` until the driver has recorded one.
 pub(super) type PendingUses = SmallVec<[(StreamId, Option<Marker>); 2]>;
 
-/// A block that waits for a stream. Tickets are unique, because one block may wait several times.
+/// A block that waits for a stream. Tickets are unique, because one block may wait for several streams.
 #[derive(Debug)]
 struct Waiting {
-    /// A marker behind the stream's work with the block. `None` if it could not be recorded or queried yet.
+    /// A marker after the stream's work with the block. `None` if the driver failed to record or query a marker so far.
     marker: Option<Marker>,
     id: u32,
     ticket: u64,
 }
 
-/// The action for a block when its plan is applied or cancelled.
+/// The action for a block of a compaction plan once the plan is applied or cancelled.
 #[derive(Debug)]
 pub(super) enum AfterMove {
     Nothing,
     /// Free the block, because its owner freed it during the move. The value is the requested size in bytes.
     FreeBlock(usize),
-    /// Like `FreeBlock`, for a block that other streams may still be using.
+    /// Free the block as for `FreeBlock`. This variant is for a block that other streams may still be using.
     FreeUsedBlock(usize, PendingUses),
     /// Free the block, because it left a thread cache during the move.
     Uncache,
@@ -46,10 +46,10 @@ pub(super) struct Pending {
     /// Other streams that used each live block.
     used: HashMap<u32, Streams>,
     queues: BTreeMap<StreamId, VecDeque<Waiting>>,
-    /// By waiting stream and awaited stream: how much work the awaited stream had submitted at the last wait.
+    /// For each waiting stream and awaited stream: the number of commands submitted to the awaited stream before the last wait.
     waited: HashMap<(StreamId, StreamId), u64>,
     next_ticket: u64,
-    /// How many markers each pending block still waits for.
+    /// The number of markers that each pending block still waits for.
     waiting: HashMap<u32, usize>,
 }
 
@@ -75,17 +75,17 @@ impl Pending {
         self.used.remove(&id).unwrap_or_default()
     }
 
-    /// The ticket of the next wait. Later waits have larger tickets.
+    /// Returns the ticket of the next wait. Later waits have larger tickets.
     pub(super) fn next_ticket(&self) -> u64 {
         self.next_ticket
     }
 
-    /// True if nothing was submitted to the second stream since the first one last waited for it.
+    /// True if nothing was submitted to the second stream since the first stream last waited for the second.
     pub(super) fn has_waited(&self, streams: (StreamId, StreamId), at: Progress) -> bool {
         self.waited.get(&streams) == Some(&at.submitted)
     }
 
-    /// Records that the first stream waits for the work that the second one has submitted.
+    /// Records that the first stream waits for the work that was submitted to the second stream so far.
     pub(super) fn record_wait(&mut self, streams: (StreamId, StreamId), at: Progress) {
         self.waited.insert(streams, at.submitted);
     }
@@ -95,7 +95,7 @@ impl Pending {
         self.used.get(&id).cloned().unwrap_or_default()
     }
 
-    /// Makes a block wait for the given uses.
+    /// Adds a pending block, which waits until the given uses end.
     pub(super) fn add(&mut self, id: u32, uses: PendingUses) {
         self.waiting.insert(id, uses.len());
         for (stream, marker) in uses {
@@ -120,7 +120,7 @@ impl Pending {
     }
 
     /// Assigns a marker to the waiting blocks that have none. `marker` was recorded after all tickets below `before`
-    /// were issued, so it is behind the work of those blocks.
+    /// were issued, so it comes after the work with those blocks.
     pub(super) fn assign_marker(&mut self, stream: StreamId, before: u64, marker: &Marker) {
         let queue = self.queues.get_mut(&stream).into_iter().flatten();
         for waiting in queue.filter(|waiting| waiting.marker.is_none() && waiting.ticket < before) {
@@ -154,7 +154,7 @@ impl Pending {
         before.into_iter().filter_map(|(stream, ticket)| self.pop(stream, ticket)).collect()
     }
 
-    /// Removes a block, and returns the uses it still waits for.
+    /// Removes a block, and returns the uses that the block still waits for.
     pub(super) fn take(&mut self, id: u32) -> PendingUses {
         self.waiting.remove(&id);
         let mut uses = PendingUses::new();

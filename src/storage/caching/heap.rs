@@ -1,17 +1,17 @@
 //! Block bookkeeping: which bytes of each segment are in use, which are free, and which blocks are neighbours.
 //!
-//! The heap knows no driver, clock or lock. An arena is one search space: a memory pool, a stream, and a size kind (small or large). An arena keeps
-//! its free blocks in two [`Bins`]: blocks that are part of a segment, and blocks that cover one. Unused segments are taken last, because they can
-//! be released.
+//! The heap uses no driver, clock or lock. An arena is one search space: a memory pool, a stream, and a size kind
+//! (small or large). An arena keeps its free blocks in two [`Bins`]: one for blocks that are part of a segment, and one
+//! for blocks that cover a whole segment. Unused segments are taken last, because they can be released.
 //!
-//! Between two calls, the following holds ([`Heap::check`] tests it):
+//! Between two calls of the heap's methods, the following holds ([`Heap::check`] tests it):
 //! - The blocks of a segment cover its bytes without gaps or overlaps, and form a doubly linked list in address order.
 //! - A block belongs to an arena of its segment's pool and size kind. No two adjacent free blocks belong to the same arena.
 //! - The bins of an arena hold exactly its free blocks. Frozen blocks, which compaction works on, and holes are in no bin.
 //! - The last block of an expandable segment is never a hole.
 //! - `stats` counts the bytes of all segments except holes, and every block that is neither free nor frozen nor a hole.
 //!
-//! Only [`Heap::free_block_unmerged`] leaves one freed block unmerged, and counted as free, until the next call.
+//! One exception: [`Heap::free_block_unmerged`] leaves one freed block, counted as free, unmerged until the next call.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
@@ -35,9 +35,9 @@ const TABLE_GROWTH_ENTRIES: usize = 64;
 /// How thoroughly to search for a free block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Search {
-    /// Constant time. May miss a fitting block in the request's own size class.
+    /// Takes constant time. May miss a fitting block in the request's own size class.
     Quick,
-    /// Finds the best fit.
+    /// Finds the smallest sufficient block.
     Thorough,
 }
 
@@ -55,18 +55,18 @@ pub(super) struct Request {
 #[derive(Debug)]
 pub(super) struct SegmentRecord {
     pub(super) segment: Arc<Segment>,
-    /// The address that snapshots show, unchanged while the segment's blocks are being moved to another segment.
+    /// The address that snapshots show. It does not change while the segment's blocks are being moved to another segment.
     pub(super) address: u64,
     /// Call stack of the segment's creation.
     pub(super) context: Context,
-    /// Bytes covered by blocks: the whole segment, unless the segment grows in place.
+    /// Number of bytes covered by blocks: the whole segment, unless the segment grows in place.
     pub(super) size: usize,
     pub(super) kind: SizeKind,
     pub(super) pool: u32,
     /// The stream the segment was created for.
     pub(super) stream: StreamId,
     pub(super) first: u32,
-    /// Ticks and milliseconds at which the segment last became entirely free.
+    /// The search count and the time in milliseconds when the segment last became entirely free.
     pub(super) idle_since: (u64, u64),
     pub(super) end: SegmentEnd,
 }
@@ -76,9 +76,9 @@ pub(super) struct SegmentRecord {
 pub(super) struct SegmentEnd {
     /// The last block or one of its predecessors, from which the search for the last block starts.
     hint: u32,
-    /// Offset up to which blocks were in use at decay's recent checks. `usize::MAX` for checks before the segment last grew.
+    /// The offsets up to which blocks were in use at decay's recent checks. `usize::MAX` for checks before the segment last grew.
     used: [usize; REMEMBERED_ENDS],
-    /// Bytes of uncommitted holes before the end.
+    /// Number of bytes in uncommitted holes before the end.
     pub(super) holes: usize,
 }
 
@@ -89,7 +89,7 @@ impl Default for SegmentEnd {
 }
 
 impl SegmentEnd {
-    /// The highest offset in use at any of the recent checks.
+    /// Returns the highest offset in use at any of the recent checks.
     pub(super) fn last_used(&self) -> usize {
         self.used.into_iter().max().unwrap_or(usize::MAX)
     }
@@ -120,7 +120,7 @@ impl Arena {
     }
 }
 
-/// Memory about to be committed to a segment.
+/// A plan to commit more memory to a segment.
 pub(super) struct Extension {
     /// The segment and its number in the table; `None` for a new segment.
     pub(super) segment: Option<(u32, Arc<Segment>)>,
@@ -128,23 +128,23 @@ pub(super) struct Extension {
     pub(super) holes: Vec<(u32, Range<usize>)>,
     /// The range from the segment's current end to its new end.
     pub(super) end: Range<usize>,
-    /// Adjacent free blocks whose bytes count towards the request.
+    /// Adjacent free blocks that the request will use too, so their pages must not be released.
     pub(super) spared: Vec<u32>,
 }
 
 impl Extension {
-    /// The ranges to commit.
+    /// Iterates over the ranges to commit.
     pub(super) fn ranges(&self) -> impl Iterator<Item = &Range<usize>> {
         self.holes.iter().map(|(_, range)| range).chain([&self.end]).filter(|range| !range.is_empty())
     }
 
-    /// The number of bytes to commit.
+    /// Returns the number of bytes to commit.
     pub(super) fn bytes(&self) -> u64 {
         self.ranges().map(|range| range.len() as u64).sum()
     }
 }
 
-/// Pages removed from the table, to be decommitted.
+/// A range of pages that was removed from the table and has to be decommitted.
 pub(super) type UnmappedPages = (Arc<Segment>, Range<usize>);
 
 /// Adjacent free blocks: the first block, and the bytes of all together.
@@ -153,7 +153,7 @@ type FreeRun = (u32, usize);
 /// All segments and blocks of an allocator, with their statistics.
 pub(super) struct Heap {
     rules: Arc<Rules>,
-    /// Memory pools whose blocks are never split.
+    /// Numbers of the memory pools whose blocks are never split.
     unsplit_pools: Vec<u32>,
     table: Vec<Entry>,
     vacant: Vec<u32>,
@@ -164,13 +164,13 @@ pub(super) struct Heap {
     arena_of: HashMap<(u32, StreamId, SizeKind), u32>,
     pub(super) stats: Counters,
     pub(super) history: History,
-    /// Call stacks of live blocks' allocations, while history is recorded.
+    /// The call stacks of the allocations of live blocks, if the history is recorded.
     contexts: HashMap<u32, Context>,
     /// The block freed last, if it has not been merged yet. The table still lists it as live.
     last_freed: u32,
-    /// Number of blocks freed so far. Each may have unfinished work behind it.
+    /// Number of blocks freed so far. Work that uses a freed block may still run on the device.
     freed_blocks: u64,
-    /// Number of searches so far: the clock of garbage collection.
+    /// Number of searches so far, which garbage collection uses as its clock.
     ticks: u64,
     /// Milliseconds since the allocator was created, as last set by its owner.
     now: u64,
@@ -210,12 +210,12 @@ impl Heap {
     #[inline(always)]
     pub(super) fn arena(&mut self, pool: u32, stream: StreamId, kind: SizeKind) -> u32 {
         if pool == 0 && stream == StreamId::DEFAULT {
-            return kind as u32; // almost every request
+            return kind as u32; // almost every request takes this path
         }
         self.get_or_create_arena(pool, stream, kind)
     }
 
-    /// Looks up an arena outside the fast path, and creates it if needed.
+    /// The slow path of [`arena`](Self::arena): looks up an arena, and creates it if needed.
     #[cold]
     fn get_or_create_arena(&mut self, pool: u32, stream: StreamId, kind: SizeKind) -> u32 {
         if let Some(&arena) = self.arena_of.get(&(pool, stream, kind)) {
@@ -270,7 +270,7 @@ impl Heap {
         self.ticks
     }
 
-    /// Returns the number of searches so far: the clock of garbage collection.
+    /// Returns the number of searches so far, which garbage collection uses as its clock.
     pub(super) fn searches(&self) -> u64 {
         self.ticks
     }
@@ -280,7 +280,7 @@ impl Heap {
         self.now = now;
     }
 
-    /// Returns the number of blocks freed so far. Each may have unfinished work behind it.
+    /// Returns the number of blocks freed so far. Work that uses a freed block may still run on the device.
     pub(super) fn freed_blocks(&self) -> u64 {
         self.freed_blocks
     }
@@ -300,7 +300,7 @@ impl Heap {
         self.contexts.get(&id).copied()
     }
 
-    /// Forgets the call stacks of live blocks, when no history is recorded any more.
+    /// Forgets the call stacks of live blocks, because the history is no longer recorded.
     pub(super) fn clear_contexts(&mut self) {
         self.contexts.clear();
     }
@@ -315,7 +315,7 @@ impl Heap {
         &self.arenas
     }
 
-    // Allocation and release of blocks.
+    // Methods that allocate and free blocks.
 
     /// Finds a free block of the arena for `size` bytes, without taking it. Skips unused segments larger than `max_segment_to_split()` bytes.
     #[inline(always)]
@@ -336,7 +336,7 @@ impl Heap {
         let allowed = |&(id, _): &(u32, usize)| self.rules.may_serve(arena.kind, bytes(id), size);
         let part = look(&arena.partial).filter(allowed);
         if arena.whole_segments.is_empty() || part.is_some_and(|(_, fit)| fit == class) {
-            return part.map(|(id, _)| id); // no whole segment fits better
+            return part.map(|(id, _)| id); // no block that covers a whole segment fits better
         }
         let whole = look(&arena.whole_segments).filter(allowed);
         match (part, whole) {
@@ -360,7 +360,7 @@ impl Heap {
         let mut split = Split { blocks: i64::from(whole) - 1, bytes: if whole { 0 } else { -(length as i64) } };
         let (mut taken, mut given) = (id, length);
         if length - size >= arena.min_remainder && rules.may_split_for(size) {
-            vacant.pop(); // takes the spare entry
+            vacant.pop(); // the vacant entry at the top becomes the remainder's entry
             // Allocates from both ends of a segment, so that the remainder stays contiguous between the ends.
             let high = (found.offset() > 0) & rules.both_ends;
             let free = if high { id } else { spare };
@@ -376,7 +376,8 @@ impl Heap {
         taken
     }
 
-    /// Allocates a range of bytes from adjacent free blocks of one segment, given in address order. The new block belongs to `arena`. Returns the block and the streams of the parts.
+    /// Allocates a range of bytes from adjacent free blocks of one segment, given in address order. The new block belongs to
+    /// `arena`. Returns the block and the streams to which its parts belonged.
     fn allocate_at(
         &mut self,
         parts: &[u32],
@@ -413,7 +414,7 @@ impl Heap {
         (taken, streams)
     }
 
-    /// Takes the first `size` bytes of a free block out of the bins. The rest stays free.
+    /// Takes the first `size` bytes of a free block out of the bins. The rest of the block stays free.
     pub(super) fn freeze_start(&mut self, id: u32, size: usize) {
         self.freeze_block(id);
         if self.entry(id).size() > size {
@@ -454,11 +455,11 @@ impl Heap {
         self.stats.record_free(kind, size, requested);
         self.last_freed = id;
         if !self.rules.is_adaptive() {
-            self.merge_last_freed_block(); // PyTorch merges first, then searches for the best fit
+            self.merge_last_freed_block(); // as in PyTorch, which merges before it searches for the best fit
         }
     }
 
-    /// Merges the block kept by [`free_block_unmerged`](Self::free_block_unmerged), if it has not been reused.
+    /// Merges the block kept by [`free_block_unmerged`](Self::free_block_unmerged), if the block has not been reused.
     #[inline]
     pub(super) fn merge_last_freed(&mut self) {
         if self.last_freed != NONE {
@@ -487,11 +488,11 @@ impl Heap {
         self.stats.record_split_change(kind, split);
     }
 
-    /// Reuses the last freed block if it has this arena and exactly this size, and otherwise merges the block.
+    /// Reuses the last freed block if it belongs to this arena and has exactly this size. Otherwise merges the block.
     #[inline(always)]
     pub(super) fn reuse_last_freed(&mut self, arena: u32, size: usize, requested: usize) -> Option<u32> {
         let id = std::mem::replace(&mut self.last_freed, NONE);
-        let entry = &self.table[id as usize]; // the entry `NONE` has 0 bytes
+        let entry = &self.table[id as usize]; // if there is no last freed block, this is the entry `NONE` of 0 bytes
         if (entry.size() == size) & (entry.arena() == arena) {
             self.stats.record_allocation(self.arenas[arena as usize].kind, size, requested);
             return Some(id);
@@ -541,7 +542,7 @@ impl Heap {
         self.table[id as usize].set_arena(arena);
     }
 
-    /// Moves a free block to another arena of the same pool, and merges it with its neighbours there.
+    /// Moves a free block to another arena of the same pool, and merges the block with its free neighbours in that arena.
     pub(super) fn move_to_arena(&mut self, id: u32, arena: u32) {
         let mut split = Split::default();
         self.remove_free(id, &mut split);
@@ -622,7 +623,7 @@ impl Heap {
         }
     }
 
-    /// Merges a block with its next neighbour, whose entry becomes vacant.
+    /// Merges a block with the block behind it, whose entry becomes vacant.
     fn merge_next(&mut self, id: u32) {
         let gone = self.table[id as usize].next;
         merge_with_next(&mut self.table, id, gone);
@@ -661,7 +662,7 @@ impl Heap {
         first
     }
 
-    // Segments.
+    // Methods that add and remove segments.
 
     /// Adds a segment as one free block of the arena. Returns the block.
     pub(super) fn add_segment(&mut self, segment: Arc<Segment>, size: usize, arena: u32) -> u32 {
@@ -676,7 +677,7 @@ impl Heap {
         id
     }
 
-    /// Records that blocks from `first` on cover `size` bytes of a segment, under the number `at`.
+    /// Stores a segment under the number `at`. Its blocks, from `first` on, cover `size` bytes.
     fn set_segment(
         &mut self,
         at: u32,
@@ -691,7 +692,7 @@ impl Heap {
             Some(SegmentRecord { segment, address, context, size, kind, pool, stream, first, idle_since, end });
     }
 
-    /// Returns a number for a new segment.
+    /// Returns an unused number for a new segment.
     fn vacant_segment(&mut self) -> u32 {
         self.vacant_segments.pop().unwrap_or_else(|| {
             self.segments.push(None);
@@ -699,7 +700,7 @@ impl Heap {
         })
     }
 
-    /// Removes a segment whose blocks are all free from the table. The caller releases it.
+    /// Removes a segment, whose blocks must all be free, from the table. The caller releases the segment.
     pub(super) fn remove_segment(&mut self, segment: u32) -> Arc<Segment> {
         let mut split = Split::default();
         let blocks: Vec<u32> = self.blocks_of(segment).collect();
@@ -719,7 +720,7 @@ impl Heap {
         self.remove_segment(self.table[id as usize].segment)
     }
 
-    /// Removes every segment of a pool whose blocks are all free, even if unmerged because they belong to several streams.
+    /// Removes every segment of a pool whose blocks are all free, even if the blocks are unmerged because they belong to several streams.
     pub(super) fn remove_unused(&mut self, pool: u32) -> Vec<Arc<Segment>> {
         self.unused_segments(pool).into_iter().map(|at| self.remove_segment(at)).collect()
     }
@@ -733,7 +734,8 @@ impl Heap {
         (0..self.segments.len() as u32).filter(unused).collect()
     }
 
-    /// Returns the number of the segment with this id, if still in the table. Code that releases the lock keeps the id, because numbers are reused.
+    /// Returns the number of the segment with this id; `None` if the segment is no longer in the table. Code that releases the lock
+    /// keeps the id, because numbers are reused.
     pub(super) fn number_of(&self, id: u64) -> Option<u32> {
         self.segments().find(|(_, held)| held.segment.id() == id).map(|(at, _)| at)
     }
@@ -766,21 +768,21 @@ impl Heap {
         std::iter::successors(first, |&id| Some(self.table[id as usize].next).filter(|&next| next != NONE))
     }
 
-    /// Returns the bytes of memory that a segment has; 0 if it is gone.
+    /// Returns the number of committed bytes of a segment; 0 if the segment was removed.
     pub(super) fn committed_bytes(&self, at: u32) -> u64 {
         self.segment(at).map_or(0, |held| held.committed() as u64)
     }
 
-    /// The streams that own blocks.
+    /// Returns the streams that own blocks.
     pub(super) fn streams(&self) -> BTreeSet<StreamId> {
         self.table.iter().filter(|e| e.usage() != Use::Vacant).map(|e| self.arenas[e.arena() as usize].stream).collect()
     }
 
-    // Adjacent free blocks that belong to different streams. They are not merged, because only its own stream may reuse a block without a wait.
-    // A request that finds nothing else takes the bytes it needs from several of them, behind a wait for each of their streams. A segment left
-    // with only such blocks counts as unused. Its blocks merge once all but one of their streams have finished.
+    // Adjacent free blocks that belong to different streams. They are not merged, because only its own stream may reuse a block
+    // without a wait. If nothing else serves a request, it gets the bytes of several such blocks, and its stream waits for their
+    // streams. A segment with only such blocks counts as unused. Its blocks merge once all but one of their streams have finished.
 
-    /// Arenas of a pool that have free blocks smaller than their segment.
+    /// Iterates over the arenas of a pool that have free blocks smaller than their segment.
     fn arenas_with_partial_blocks(&self, pool: u32) -> impl Iterator<Item = &Arena> {
         self.arenas.iter().filter(move |arena| arena.pool == pool && !arena.partial.is_empty())
     }
@@ -861,12 +863,12 @@ impl Heap {
             let home = arenas.iter().copied().find(busy).unwrap_or(arenas[0]);
             if arenas.iter().all(|arena| *arena == home || !busy(arena)) {
                 let apart = parts.into_iter().zip(arenas).filter(|(_, arena)| *arena != home);
-                apart.for_each(|(id, _)| self.move_to_arena(id, home)); // merges only with neighbours of the same arena
+                apart.for_each(|(id, _)| self.move_to_arena(id, home)); // a block merges only with neighbours of its new arena
             }
         }
     }
 
-    // Rebuilding segments after their blocks have moved.
+    // Methods that update the table after blocks have moved.
 
     /// Takes a free block out of its bins, so that no request can take it.
     pub(super) fn freeze_block(&mut self, id: u32) {
@@ -881,8 +883,8 @@ impl Heap {
         self.blocks_of(segment).filter(|&id| self.table[id as usize].usage() == Use::Frozen).collect()
     }
 
-    /// Merges several segments into one, `target`. `layout` gives the new offset of each block in ascending order,
-    /// and the bytes between the blocks become free. Returns the segments that are no longer used.
+    /// Merges several segments into one, `target`. `layout` gives the new offset of each block in ascending order, and
+    /// the bytes between the blocks become free. Returns the old segments, which are no longer used.
     pub(super) fn rebuild_segment(
         &mut self,
         segments: &[u32],
@@ -950,7 +952,7 @@ impl Heap {
         gone
     }
 
-    /// Links two neighbours, unless `prev` is no block.
+    /// Makes `next` the block after `prev`, unless `prev` is [`NONE`].
     fn link(&mut self, prev: u32, next: u32) {
         if prev != NONE {
             self.table[prev as usize].next = next;
@@ -969,7 +971,7 @@ impl Heap {
         gone
     }
 
-    /// Moves a live block into its own segment in the pool of host blocks. Its old range stays reserved.
+    /// Moves a live block into its own segment in the pool of host blocks. The block's old range stays reserved.
     pub(super) fn move_to_host_segment(&mut self, id: u32, segment: Arc<Segment>) {
         let entry = self.table[id as usize];
         let size = entry.size();
@@ -997,7 +999,7 @@ impl Heap {
         self.segments[at as usize].take().expect("a block's segment is held")
     }
 
-    /// Moves entry `id` to the range of entry `of`, which has the same size and is left without a range.
+    /// Gives entry `id` the range of entry `of`, which must have the same size. Entry `of` is left without a range.
     fn take_position(&mut self, id: u32, of: u32) {
         let Entry { segment, prev, next, .. } = self.table[of as usize];
         let offset = self.table[of as usize].offset();
@@ -1013,9 +1015,9 @@ impl Heap {
         }
     }
 
-    // Pages of expandable segments. A hole is a block that no request can take.
+    // Methods for the pages of expandable segments. A hole is a block that no request can take.
 
-    /// True if the table still has this segment under its number.
+    /// True if the table still has this segment under the number `at`.
     pub(super) fn is_segment(&self, at: u32, segment: &Arc<Segment>) -> bool {
         self.segment(at).is_some_and(|held| Arc::ptr_eq(&held.segment, segment))
     }
@@ -1106,7 +1108,7 @@ impl Heap {
             let mut split = Split::default();
             let is_free = self.table[last as usize].usage() == Use::Free;
             if is_free {
-                self.remove_free(last, &mut split); // before growing, this block may cover its whole segment
+                self.remove_free(last, &mut split); // as long as the segment has not grown, `last` may cover it
             }
             let made = self.insert(made);
             self.table[made as usize].prev = last;
@@ -1128,7 +1130,7 @@ impl Heap {
     }
 
     /// Removes free pages of a pool from the table, up to `most` bytes and none of the `spared` blocks. The longest
-    /// runs go first. The caller decommits the pages.
+    /// runs of pages are removed first. The caller decommits the pages.
     pub(super) fn unmap_free_pages(&mut self, pool: u32, most: u64, spared: &[u32], page: usize) -> Vec<UnmappedPages> {
         let (mut left, mut unmapped) = (most, Vec::new());
         loop {
@@ -1141,7 +1143,7 @@ impl Heap {
                     unmapped.push((segment, range));
                 }
             }
-            // A block that was too short to become a hole may be at its segment's end now.
+            // Tries again: a block that was too short to become a hole may now be at its segment's end, where any length is released.
             if left == 0 || unmapped.len() == before {
                 return unmapped;
             }
@@ -1160,8 +1162,8 @@ impl Heap {
         free
     }
 
-    /// Removes up to `most` bytes of a free block from the table, in whole pages at or above offset `floor`. A hole
-    /// at the end of a segment is cut off. A segment left with only a hole is removed.
+    /// Removes up to `most` bytes of a free block from the table, in whole pages at or above offset `floor`. If this leaves a hole
+    /// at the end of the segment, the segment is shortened. If only a hole is left, the segment is removed.
     pub(super) fn unmap(&mut self, id: u32, most: u64, floor: usize, page: usize) -> Option<UnmappedPages> {
         let entry = self.table[id as usize];
         let Entry { segment: at, next, .. } = entry;
@@ -1210,11 +1212,11 @@ impl Heap {
         let Entry { segment: at, prev, .. } = self.table[hole as usize];
         let size = self.table[hole as usize].size();
         if prev == NONE {
-            self.remove_segment(at); // the caller keeps the segment alive
+            self.remove_segment(at); // the caller still has a handle on the segment
             return;
         }
         let before = Some(prev).filter(|&id| self.table[id as usize].usage() == Use::Free);
-        before.into_iter().for_each(|id| self.remove_free(id, split)); // without the hole, this block may cover its whole segment
+        before.into_iter().for_each(|id| self.remove_free(id, split)); // this block may now cover its whole segment
         self.vacate(hole);
         self.table[prev as usize].next = NONE;
         before.into_iter().for_each(|id| self.insert_free(id, split));
@@ -1267,7 +1269,7 @@ impl Heap {
             .any(|(size, used)| used.checked_next_multiple_of(page).is_some_and(|end| end < size))
     }
 
-    // Private pools.
+    // Methods for private pools.
 
     /// Returns the pool's blocks with the given usage, by segment and offset.
     pub(super) fn blocks_of_pool(&self, pool: u32, usage: Use) -> impl Iterator<Item = u32> + '_ {
@@ -1322,7 +1324,7 @@ impl Heap {
         self.allocate_at(&parts, range, arena, requested)
     }
 
-    // The recorded history.
+    // Methods that record the history.
 
     /// Records the release of a segment in the history. For an expandable segment, records its committed ranges.
     pub(super) fn record_released(&self, at: u32) {
@@ -1381,7 +1383,7 @@ impl Heap {
         self.table.iter().filter(|entry| entry.usage() != Use::Vacant)
     }
 
-    /// The blocks in all bins, each with its arena and whether it is in the bins of whole segments.
+    /// Returns the blocks in all bins, each with its arena and whether it is in the bins of whole segments.
     fn binned(&self) -> std::collections::HashSet<(u32, bool, u32)> {
         let mut all = std::collections::HashSet::new();
         for (arena, bins) in (0..).zip(&self.arenas) {

@@ -1,10 +1,10 @@
-//! Out-of-memory recovery: the steps tried, in order, when the bins have no block. The bins are searched again after each. The steps create, extend
-//! and release segments.
+//! Out-of-memory recovery: the steps tried, in order, when the bins have no block. After each step the bins are
+//! searched again. The steps create, extend and release segments.
 //!
-//! An expandable segment grows in place: an address range larger than the device's memory, in which only used pages are committed. A request that
-//! does not fit fills a hole or extends the end, together with adjacent free bytes. Free memory is released in whole pages, which leaves a hole
-//! (addresses without memory) between live blocks. When no block is left, the addresses are released too. A dedicated lock lets one thread at a time
-//! commit or release pages. Blocks are allocated and freed meanwhile.
+//! An expandable segment grows in place: an address range larger than the device's memory, in which only used pages are committed.
+//! A request that does not fit fills a hole or extends the end, together with adjacent free bytes. Free memory is released in whole
+//! pages, which leaves a hole (addresses without memory) between live blocks. When no block is left, the addresses are released
+//! too. A dedicated lock lets one thread at a time commit or release pages. Other threads can allocate and free blocks meanwhile.
 //!
 //! Decay releases segments that have been unused for a while. There is no background thread: the allocator checks the clock every
 //! [`SEARCHES_PER_CLOCK_CHECK`](super::policy::SEARCHES_PER_CLOCK_CHECK) searches. Decay keeps at least the peak of active bytes of the last two
@@ -56,7 +56,7 @@ enum RecoveryStep {
     Wait,
     /// Release every unused segment, and create a segment of exactly the requested size.
     Release,
-    /// Search the bins of the other size kind.
+    /// Search the bins of the other size kind (small or large).
     OtherKind,
     /// Search the memory pools that have `use_on_oom`.
     UseOnOomPools,
@@ -85,12 +85,12 @@ fn count_served(_step: RecoveryStep) {
     SERVED_BY_STEP.with_borrow_mut(|served| *served.entry(format!("{_step:?}")).or_default() += 1);
 }
 
-/// The outcome of the recovery steps so far.
+/// The results of the recovery steps so far, for the error and the log.
 #[derive(Default)]
 pub(super) struct OomRecovery {
-    /// Why the driver created no segment.
+    /// Why the driver created no segment; `None` if it did not refuse one.
     pub(super) failure: Option<Failure>,
-    /// The kind of memory created, for the log, and its size in bytes.
+    /// The kind of the memory that was created and its size in bytes, for a log message.
     pub(super) growth_message: Option<(&'static str, u64)>,
 }
 
@@ -101,7 +101,7 @@ pub(super) struct Expandable {
     pub(super) page: usize,
     /// Addresses to reserve for a segment, in bytes.
     bytes: usize,
-    /// Locked while committing or releasing pages.
+    /// The page lock, held while pages are committed or released.
     pages: Mutex<()>,
 }
 
@@ -131,13 +131,13 @@ impl Expandable {
 
 pub(super) enum ExpandOutcome {
     Block(Block),
-    /// The limit or the device has no room.
+    /// The segment cannot be extended: the memory limit is reached, or the device has no memory left.
     Full,
     /// No expandable segment can serve the request, so it needs an ordinary segment.
     NeedsOwnSegment,
 }
 
-/// How to serve a request that no free block serves.
+/// How to extend a segment for a request that no free block serves.
 enum ExtensionDecision {
     Extend(Extension),
     Full,
@@ -145,8 +145,8 @@ enum ExtensionDecision {
 }
 
 impl CachingAllocator {
-    /// Registers `free`, which is called when the device or the limit has no room for an allocation. `free` may drop memory it can spare, and returns
-    /// whether it did (PyTorch's `FreeMemoryCallback`). The allocator then searches again.
+    /// Registers `free`, which is called when an allocation would exceed the device's memory or the limit. `free` may release memory that
+    /// the program can spare, and returns whether it did (PyTorch's `FreeMemoryCallback`). The allocator then searches again.
     ///
     /// The allocating thread calls `free` with no allocator lock held, so `free` may allocate.
     pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Registration {
@@ -179,7 +179,7 @@ impl CachingAllocator {
         self.update_held_elsewhere();
         self.free_spilled();
         let found = self.run_recovery_steps(request, &mut recovery);
-        // Logged last: a subscriber may allocate, and some steps hold locks.
+        // The message is logged last, because a subscriber may allocate and some steps hold locks.
         if let Some((what, bytes)) = recovery.growth_message {
             tracing::debug!(device = %self.driver.device(), bytes, "{what}");
         }
@@ -193,7 +193,8 @@ impl CachingAllocator {
                 count_served(step);
                 return Ok(Some(block));
             }
-            // Until growing has failed, unused segments are reserved for requests that fill them.
+            // Until the step `Grow`, the adaptive policy does not split an unused segment that is much larger than the request,
+            // while it warms up.
             let any = step as usize >= RecoveryStep::Grow as usize;
             if let Some(block) = self.lock_with_stats().search_best_fit(self.number, request, any) {
                 count_served(step);
@@ -216,7 +217,7 @@ impl CachingAllocator {
             }
             RecoveryStep::ThreadCaches => drop(self.drain_caches()),
             RecoveryStep::OtherStreams => return Ok(self.take_with_wait(request)),
-            RecoveryStep::Collect if self.collect_garbage(request) => count_served(step), // the next step uses the room
+            RecoveryStep::Collect if self.collect_garbage(request) => count_served(step), // a later step uses the freed memory
             RecoveryStep::Collect => {}
             RecoveryStep::Grow => return self.grow(request, false, recovery),
             RecoveryStep::Callbacks => {
@@ -246,7 +247,7 @@ impl CachingAllocator {
                 core.heap.stats.num_alloc_retries += 1;
                 core.heap.stats.num_sync_all_streams += 1;
             }
-            // The driver allows no segment of this size however much memory is free, so the cache is kept.
+            // The driver never creates a segment of this size, however much memory is free. So the cache is kept.
             RecoveryStep::Release | RecoveryStep::Compact if matches!(recovery.failure, Some(Failure::TooBig)) => {}
             RecoveryStep::Release => {
                 let unused = self.lock().heap.remove_unused(0);
@@ -276,12 +277,12 @@ impl CachingAllocator {
 
     /// Updates the bytes that other allocators of this device hold, which count towards the limits.
     fn update_held_elsewhere(&self) {
-        let elsewhere = other_holder(self.driver.device()).map_or(0, |other| other.held()); // takes the other allocators' locks, so not under this one
+        let elsewhere = other_holder(self.driver.device()).map_or(0, |other| other.held()); // takes their locks, so this one is not held
         self.lock().limits.elsewhere = elsewhere;
     }
 
     /// Waits for all streams, and moves their free blocks to the request's stream. If a block was freed during the
-    /// wait, its work may be unfinished, so the wait is repeated up to [`MAX_SYNC_ATTEMPTS`] times.
+    /// wait, work that uses the block may be unfinished, so the wait is repeated up to [`MAX_SYNC_ATTEMPTS`] times.
     pub(super) fn wait_for_streams(&self, request: &Request) -> Result<()> {
         for _ in 0..MAX_SYNC_ATTEMPTS {
             let freed_blocks = self.drain_caches().heap.freed_blocks();
@@ -343,10 +344,10 @@ impl CachingAllocator {
         too_large_error(&*self.driver, requested, MAX_SEGMENT_BYTES.min(self.driver.largest_segment() as u64))
     }
 
-    // Creating and releasing segments.
+    // Methods that create and release segments.
 
-    /// Creates a segment for the request and allocates its first block. Returns `None` if the limit or the device has
-    /// no room, and leaves the reason in `recovery`. If `exact`, the segment is no larger than the request.
+    /// Creates a segment for the request and allocates its first block. Returns `None` if the memory limit or the device does not
+    /// allow the segment, and stores the reason in `recovery`. If `exact`, the segment is no larger than the request.
     pub(super) fn grow(&self, request: &Request, exact: bool, recovery: &mut OomRecovery) -> Result<Option<Block>> {
         match self.expand(request, exact, recovery)? {
             ExpandOutcome::Block(block) => return Ok(Some(block)),
@@ -379,7 +380,7 @@ impl CachingAllocator {
                 recovery.growth_message = Some(("segment made", bytes as u64));
                 Ok(Some(block))
             }
-            // Not reported: a segment of exactly the requested size may still be possible.
+            // This error is not reported, because a segment of exactly the requested size may still be possible.
             Err(Failure::TooBig) if bytes > request.size => Ok(None),
             Err(Failure::Other(error)) => Err(error),
             Err(other) => {
@@ -409,7 +410,7 @@ impl CachingAllocator {
     }
 
     /// Runs PyTorch's garbage collection: if the threshold is exceeded, releases large segments that have been unused
-    /// for longer than average, until enough is free. Returns whether any memory was released. Never waits.
+    /// for longer than average, until enough is free. Returns true if any memory was released. Never waits.
     pub(super) fn collect_garbage(&self, request: &Request) -> bool {
         let (freed, keep) = {
             let mut core = self.lock();
@@ -463,13 +464,13 @@ impl CachingAllocator {
         self.lock_with_stats()
     }
 
-    /// True if every stream has finished its work. Waits no longer than some microseconds per stream.
+    /// True if every stream has finished its work. Queries a stream for at most some microseconds.
     fn is_idle(&self, streams: BTreeSet<StreamId>) -> bool {
         let is_idle = |stream| (0..MAX_IDLE_QUERIES).any(|_| self.driver.is_idle(stream).unwrap_or(false));
         streams.into_iter().all(is_idle)
     }
 
-    /// Releases unused segments, the largest first, while at least `keep` bytes stay reserved. Returns the bytes released.
+    /// Releases unused segments, the largest first, while at least `keep` bytes stay reserved. Returns the number of bytes released.
     pub(super) fn trim_to(&self, keep: u64) -> Result<u64> {
         self.process_events(false)?;
         let streams = self.drain_caches().heap.streams();
@@ -488,7 +489,7 @@ impl CachingAllocator {
         Ok(bytes + self.release_pages(0, keep))
     }
 
-    // Segments that grow in place.
+    // Methods for segments that grow in place.
 
     /// Grows the segment of the request's arena and allocates a block from it. If `exact`, commits no more than the request needs.
     pub(super) fn expand(&self, request: &Request, exact: bool, recovery: &mut OomRecovery) -> Result<ExpandOutcome> {
@@ -500,7 +501,7 @@ impl CachingAllocator {
         loop {
             let (extension, unmapped) = {
                 let mut core = self.lock_with_stats();
-                // The whole segment may be free, or another thread has just extended it.
+                // A free block may suffice: the whole segment may be free, or another thread may have just extended it.
                 if let Some(block) = core.search_best_fit(self.number, request, true) {
                     return Ok(ExpandOutcome::Block(block));
                 }
@@ -526,7 +527,7 @@ impl CachingAllocator {
             });
             let Some(segment) = segment else {
                 self.lock().bytes_being_created -= bytes;
-                return Ok(ExpandOutcome::NeedsOwnSegment); // no addresses left
+                return Ok(ExpandOutcome::NeedsOwnSegment); // no addresses are left to reserve
             };
             if let Err(why) = self.commit_all(&segment, &extension) {
                 self.lock().bytes_being_created -= bytes;
@@ -547,7 +548,7 @@ impl CachingAllocator {
                 None => _ = core.heap.add_segment(segment, extension.end.len(), arena),
                 Some((at, _)) if core.heap.is_segment(*at, &segment) => core.heap.extend(*at, &extension, arena),
                 Some(_) => {
-                    drop(guard); // the segment was released meanwhile, together with the newly committed pages
+                    drop(guard); // another thread released the segment, together with the newly committed pages
                     continue;
                 }
             }
@@ -575,12 +576,13 @@ impl CachingAllocator {
         Ok(())
     }
 
-    /// Locks the page state: until the guard is dropped, only this thread commits or releases pages.
+    /// Takes the page lock: until the guard is dropped, only this thread commits or releases pages.
     pub(super) fn lock_pages(&self) -> Option<PageGuard<'_, ()>> {
         self.expandable.as_ref().map(|expandable| lock(&expandable.pages))
     }
 
-    /// Releases free pages of a pool's segments, the longest runs first, while at least `keep` bytes stay reserved. Returns the bytes released.
+    /// Releases free pages of a pool's segments, the longest runs first, while at least `keep` bytes stay reserved. Returns the
+    /// number of bytes released.
     pub(super) fn release_pages(&self, pool: u32, keep: u64) -> u64 {
         let Some(expandable) = &self.expandable else { return 0 };
         let _page_lock = lock(&expandable.pages);
@@ -611,10 +613,10 @@ impl CachingAllocator {
         self.decommit(unmapped)
     }
 
-    /// Decommits pages that were removed from the table. The caller must hold the page lock. Returns the bytes released.
+    /// Decommits pages that were removed from the table. The caller must hold the page lock. Returns the number of bytes released.
     pub(super) fn decommit(&self, unmapped: Vec<UnmappedPages>) -> u64 {
         let decommit = |(segment, range): UnmappedPages| {
-            // SAFETY: the pages are in no block, and no block can be created on them before the page lock is released.
+            // SAFETY: the pages are in no block, and no block can be created on these pages before the page lock is released.
             unsafe { self.driver.shrink(segment.memory(), range.start, range.end) };
             range.len() as u64
         };
@@ -645,13 +647,13 @@ impl Core {
         Some(self.create_handle(owner, id, request.bytes))
     }
 
-    /// The other memory pools that have `use_on_oom`.
+    /// Iterates over the other memory pools that have `use_on_oom`.
     fn pools_with_use_on_oom(&self, request: &Request) -> impl Iterator<Item = u32> {
         let others = self.pools.iter().filter(|(id, options)| options.use_on_oom && **id != request.pool);
         others.map(|(&id, _)| id)
     }
 
-    /// Moves all free blocks of the request's pool and kind to its stream, and merges them. All streams must have been waited for.
+    /// Moves all free blocks of the request's pool and kind to its stream, and merges them. The caller must have waited for all streams.
     pub(super) fn move_free_blocks_to_stream(&mut self, request: &Request) {
         let home = self.heap.arena(request.pool, request.stream, request.kind);
         let others: Vec<u32> = (0..)
@@ -666,7 +668,7 @@ impl Core {
         }
     }
 
-    /// Returns the size in bytes of a new segment within the limit; `None` if the request does not fit.
+    /// Returns the size in bytes of a new segment within the limit; `None` if the limit does not allow a segment for the request.
     fn segment_size(&self, request: &Request, exact: bool, largest: usize) -> Option<usize> {
         let reserved = self.heap.stats.reserved() + self.bytes_being_created;
         let room = usize::try_from(self.limits.limit().saturating_sub(reserved)).unwrap_or(usize::MAX);
@@ -679,8 +681,8 @@ impl Core {
         Some(usual.min(largest.max(request.size))).filter(|&size| size <= room)
     }
 
-    /// Removes unused segments from the table, so that a new one for `size` bytes does not exceed the target. Removes
-    /// as few as possible, the largest first.
+    /// Removes unused segments from the table, so that a new one for `size` bytes does not exceed the target of
+    /// reserved bytes. Removes as few segments as possible, the largest first.
     fn recycle(&mut self, size: usize) -> Vec<Arc<Segment>> {
         if !self.rules.is_adaptive() {
             return Vec::new();
@@ -710,7 +712,7 @@ impl Core {
         unused.into_iter().map(|id| self.heap.remove_whole(id)).collect()
     }
 
-    /// Removes unused segments from the table, the largest first, until they add up to `bytes`.
+    /// Removes unused segments from the table, the largest first, until the removed segments have at least `bytes` bytes together.
     fn remove_at_least(&mut self, bytes: u64, mut unused: Vec<u32>) -> Vec<Arc<Segment>> {
         unused.sort_unstable_by_key(|&id| Reverse((self.heap.segment_of(id).committed(), id)));
         let (mut left, mut removed) = (bytes, Vec::new());
@@ -724,7 +726,7 @@ impl Core {
     }
 
     /// Removes oversize segments from the table, as PyTorch does first if `max_split_size_mb` is set, because they serve few requests. Removes the
-    /// smallest unused one that covers the request, or else the largest ones that together do.
+    /// smallest unused oversize segment that is large enough for the request, or else the largest ones until they are large enough together.
     fn remove_oversize(&mut self, size: usize) -> Vec<Arc<Segment>> {
         let max = self.rules.config.max_split_size;
         let bytes = |id: u32| self.heap.segment_of(id).committed();
@@ -737,7 +739,8 @@ impl Core {
         }
     }
 
-    /// Returns the segments to release and, if they do not suffice, how many bytes may stay reserved.
+    /// Removes the segments to release from the table and returns them. Also returns, if they do not suffice, how many bytes may
+    /// stay reserved.
     fn collect_garbage(&mut self, size: u64) -> (Vec<Arc<Segment>>, Option<u64>) {
         let threshold = self.rules.config.garbage_collection_threshold;
         let reserved = self.heap.stats.reserved();
@@ -845,6 +848,6 @@ impl Core {
     }
 }
 
-// For tests: the number of this thread's requests that each step served, and of collections that released a segment.
+// For tests: counts this thread's requests that each step served, and the garbage collections that released a segment.
 #[cfg(test)]
 thread_local!(pub(super) static SERVED_BY_STEP: std::cell::RefCell<std::collections::BTreeMap<String, u64>> = Default::default());

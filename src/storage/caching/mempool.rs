@@ -21,7 +21,7 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct MemPoolOptions {
-    /// Outside the pool, allocations that would fail may take its free blocks (PyTorch's `use_on_oom`).
+    /// Allocations outside the pool that would otherwise fail may use the pool's free blocks (PyTorch's `use_on_oom`).
     pub use_on_oom: bool,
     /// Blocks are never split: each allocation gets its own segment, which is reused whole (PyTorch's `no_split`).
     pub no_split: bool,
@@ -31,9 +31,9 @@ setters!(MemPoolOptions { use_on_oom: bool, no_split: bool });
 
 /// A private pool of a [`CachingAllocator`]'s memory (`torch.cuda.MemPool`). A clone is another handle of the same pool.
 ///
-/// Segments created inside [`use_mem_pool`] serve only allocations inside it. Related data stays together, and memory used by a captured graph does
-/// not move. The allocator's limits and statistics include the pool; garbage collection, decay and the allocator's `empty_cache` skip it. When the
-/// last handle is dropped, the pool's memory joins the default pool; live blocks stay valid.
+/// Segments created inside [`use_mem_pool`] serve only allocations inside `use_mem_pool`. Related data stays together, and memory used by a
+/// captured graph does not move. The allocator's limits and statistics include the pool; garbage collection, decay and the allocator's
+/// `empty_cache` skip it. When the last handle is dropped, the pool's memory joins the default pool; live blocks stay valid.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -52,14 +52,14 @@ setters!(MemPoolOptions { use_on_oom: bool, no_split: bool });
 #[derive(Clone)]
 pub struct MemPool(Arc<Handle>);
 
-/// The pool's identity, shared by its handles.
+/// The pool's allocator and number, shared by all handles of the pool.
 struct Handle {
     allocator: Arc<CachingAllocator>,
     id: u32,
     is_captured_into: AtomicBool,
 }
 
-/// Grants exclusive graph capture into a pool until dropped.
+/// The right to capture a graph into a pool. Until the value is dropped, no other capture into the pool can begin.
 pub(crate) struct CaptureGuard<'a>(&'a AtomicBool);
 
 impl Drop for CaptureGuard<'_> {
@@ -68,7 +68,7 @@ impl Drop for CaptureGuard<'_> {
     }
 }
 
-/// Locations of a pool's live blocks at one moment, to which [`MemPool::restore`] returns.
+/// The locations of a pool's live blocks at one moment. [`MemPool::restore`] restores this state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolCheckpoint {
     allocator: u32,
@@ -87,25 +87,25 @@ struct CheckpointBlock {
 }
 
 impl PoolCheckpoint {
-    /// The number of live blocks.
+    /// Returns the number of live blocks in the checkpoint.
     pub fn len(&self) -> usize {
         self.blocks.len()
     }
 
-    /// True if no block was live.
+    /// True if the checkpoint has no live block.
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
 }
 
 thread_local! {
-    /// How many [`use_mem_pool`] calls this thread is inside. Almost always 0, so that `ROUTES` need not be read.
+    /// The number of [`use_mem_pool`] calls that this thread is inside. While it is 0, as almost always, `ROUTES` is not read.
     static ROUTE_DEPTH: Cell<usize> = const { Cell::new(0) };
-    /// (allocator, pool) of each call, innermost last.
+    /// The numbers of the allocator and the pool of each call, the innermost call last.
     static ROUTES: RefCell<Vec<(u32, u32)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Leaves [`use_mem_pool`] when dropped, also on panic.
+/// Ends the effect of [`use_mem_pool`] when dropped, also if a panic unwinds.
 struct PoolRoute;
 
 impl PoolRoute {
@@ -158,12 +158,12 @@ impl MemPool {
         MemPool(Arc::new(Handle { allocator: Arc::clone(allocator), id, is_captured_into: AtomicBool::new(false) }))
     }
 
-    /// The pool's number: unique among the live pools of the process, never 0.
+    /// Returns the pool's number: unique among the live pools of the process, never 0.
     pub fn id(&self) -> u32 {
         self.0.id
     }
 
-    /// The allocator that the pool belongs to.
+    /// Returns the allocator that the pool belongs to.
     pub fn allocator(&self) -> &Arc<CachingAllocator> {
         &self.0.allocator
     }
@@ -180,7 +180,7 @@ impl MemPool {
     pub fn empty_cache(&self) -> Result<()> {
         self.0.allocator.process_events(true)?;
         let unused = self.0.allocator.lock().heap.remove_unused(self.0.id);
-        drop(unused); // outside the lock: releasing waits for the device
+        drop(unused); // not under the lock, because releasing segments waits for the device
         self.0.allocator.release_pages(self.0.id, 0);
         Ok(())
     }
@@ -202,12 +202,12 @@ impl MemPool {
         self.0.allocator.lock().heap.blocks_of_pool(self.0.id, Use::Live).collect()
     }
 
-    /// True if allocations outside the pool may take its free blocks.
+    /// True if allocations outside the pool may use the pool's free blocks.
     pub(crate) fn has_use_on_oom(&self) -> bool {
         self.0.allocator.lock().pools.get(&self.0.id).is_some_and(|options| options.use_on_oom)
     }
 
-    /// Acquires the right to capture a graph into the pool; `None` if a capture is in progress.
+    /// Acquires the right to capture a graph into the pool; returns `None` if another capture into the pool is in progress.
     pub(crate) fn begin_capture(&self) -> Option<CaptureGuard<'_>> {
         (!self.0.is_captured_into.swap(true, Acquire)).then(|| CaptureGuard(&self.0.is_captured_into))
     }
@@ -314,8 +314,8 @@ fn checkpoint_block(core: &mut Core, id: u32) -> CheckpointBlock {
 }
 
 impl PoolCheckpoint {
-    /// Returns the checkpoint's blocks that will not be live after `blocks` are freed, each with its segment's
-    /// number. Fails if the memory of one of them will not be available.
+    /// Returns the checkpoint's blocks that will not be live after `blocks` are freed, each with its segment's number.
+    /// Fails if the memory of one of these blocks will not be available.
     fn blocks_to_restore(&self, core: &mut Core, blocks: &[Block]) -> Result<Vec<(u32, CheckpointBlock)>> {
         let fail = |reason: String| Err(Error::invalid("MemPool::restore", reason));
         let pool = self.pool;

@@ -1,15 +1,15 @@
-//! The caching allocator: takes device memory from the driver in segments and hands it out in blocks.
+//! The caching allocator: gets segments of device memory from the driver and divides them into blocks for requests.
 //!
 //! Driver allocations are slow (tens of microseconds, and releasing waits for the device). So segments are cut into
 //! blocks, and a freed block is cached for the next request. The design follows PyTorch's CUDA caching allocator,
 //! with three differences: the free-list search takes constant time ([`bins`]), segment sizes adapt to the program's
 //! need ([`policy`]), and out-of-memory recovery searches the bins again after every step ([`ladder`]).
 //!
-//! A block belongs to the stream of its allocation. That stream may reuse a freed block at once, even if queued work still uses the block, because
-//! the next owner's work is enqueued later. Another stream gets the block behind a device-side wait ([`events`]), or once the queued work is
-//! complete.
+//! A block belongs to the stream of its allocation. That stream may reuse a freed block at once, even if queued work
+//! still uses the block, because the next owner's work is enqueued later. Another stream gets the block after a
+//! device-side wait for the block's stream ([`events`]), or once the queued work is complete.
 //!
-//! No driver call, wait or callback happens while the lock is held.
+//! No driver call, wait or callback happens while the allocator's lock is held.
 
 mod bins;
 mod cache;
@@ -88,7 +88,7 @@ pub struct CachingAllocator {
     clock: Clock,
 }
 
-/// The allocator's state behind its lock.
+/// The allocator's state, guarded by the allocator's lock.
 struct Core {
     rules: Arc<Rules>,
     heap: Heap,
@@ -98,7 +98,7 @@ struct Core {
     /// Options of the memory pools that still have handles, by pool number. The default pool is not included.
     pools: BTreeMap<u32, MemPoolOptions>,
     limits: Limits,
-    /// Bytes of segments that are being created outside the lock.
+    /// Number of bytes of segments that are being created, which happens without the lock.
     bytes_being_created: u64,
     growth: Growth,
     /// Blocks of segments being compacted, and what to do with each after its copy.
@@ -189,7 +189,8 @@ impl CachingAllocator {
         self.lock().free_drained_blocks(self.caches.drain_this_thread());
     }
 
-    /// Creates this thread's cache. Holds the lock, so that turning all caches off under the lock misses none.
+    /// Creates this thread's cache. Holds the allocator's lock, so that a thread that turns all caches off under this lock does not
+    /// miss the new cache.
     #[cold]
     #[inline(never)]
     fn create_own_cache(&self) {
@@ -204,7 +205,7 @@ impl CachingAllocator {
         core
     }
 
-    /// Releases memory above the limit, and memory that has decayed.
+    /// Releases unused memory above the limit, and memory that decay releases because it was unused for long.
     #[cold]
     #[inline(never)]
     fn trim_if_due<'a>(&'a self, mut core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
@@ -217,7 +218,7 @@ impl CachingAllocator {
         self.clock.milliseconds()
     }
 
-    // Blocks used by several streams.
+    // Methods for blocks that several streams use.
 
     /// Frees a block that other streams have used. The block is pending until those streams finish.
     #[cold]
@@ -228,7 +229,7 @@ impl CachingAllocator {
         self.lock_with_stats().free_used_block(block.id(), requested, uses);
     }
 
-    /// Frees pending blocks whose streams have finished; with `wait`, waits for all of them. Returns whether any became free.
+    /// Frees pending blocks whose streams have finished; with `wait`, waits for all of them. Returns whether any block became free.
     ///
     /// # Errors
     /// With `wait`, the errors that the driver reports. Blocks whose streams could not be waited for stay pending.
@@ -255,7 +256,7 @@ impl CachingAllocator {
         }
     }
 
-    /// Records the markers that pending blocks lack.
+    /// Records markers on the streams for which pending blocks have no marker yet.
     fn record_missing_markers(&self) -> Result<()> {
         let (streams, before) = {
             let core = self.lock();
@@ -266,7 +267,7 @@ impl CachingAllocator {
             self.lock().pending.assign_marker(stream, before, &marker);
             Ok(())
         };
-        streams.into_iter().map(mark).fold(Ok(()), Result::and) // records on every stream, even after an error
+        streams.into_iter().map(mark).fold(Ok(()), Result::and) // records a marker on every stream, even after an error
     }
 
     /// Waits for the whole device. Frees all blocks that were pending before, even those without a marker.
@@ -294,7 +295,7 @@ impl CachingAllocator {
             }
             let (streams, at) = ((request.stream, *stream), self.driver.progress(*stream));
             if at.is_finished() || self.lock().pending.has_waited(streams, at) {
-                return Ok(()); // done, or nothing was submitted since the last wait
+                return Ok(()); // the work is done, or nothing was submitted since the last wait
             }
             self.driver.stream_waits(request.stream, marker.insert(self.driver.record(*stream)?))?;
             self.lock().pending.record_wait(streams, at);
@@ -310,7 +311,7 @@ impl CachingAllocator {
         }
     }
 
-    /// Waits for the other streams that used these blocks.
+    /// Waits on the host for the other streams that used these blocks.
     fn wait_for_users(&self, blocks: &[Block]) -> Result<()> {
         for block in
             blocks.iter().filter(|block| block.owner == self.number && block.slot().used_by_other_stream.load(Relaxed))
@@ -323,7 +324,7 @@ impl CachingAllocator {
         Ok(())
     }
 
-    // History and snapshots.
+    // Methods for the history and for snapshots.
 
     /// Runs `f` under the lock with all thread caches drained into the table and the statistics. The caches stay
     /// empty until the lock is released, and off while history is recorded, because they would bypass the recording.
@@ -338,7 +339,7 @@ impl CachingAllocator {
 }
 
 impl Core {
-    /// Frees a block that no other stream uses. A block that is being moved is freed after its copy.
+    /// Frees a block that no other stream uses. If compaction is moving the block, it is freed after the move.
     #[cold]
     fn free_block(&mut self, id: u32, requested: usize) {
         match self.moving.get_mut(&id) {
@@ -362,7 +363,7 @@ impl Core {
         ids.into_iter().for_each(|id| self.uncache(id));
     }
 
-    /// Frees a block that leaves a thread's cache. A block that is being moved is freed after its copy.
+    /// Frees a block that leaves a thread's cache. If compaction is moving the block, it is freed after the move.
     fn uncache(&mut self, id: u32) {
         match self.moving.get_mut(&id) {
             Some(then) => *then = AfterMove::Uncache,
@@ -384,12 +385,12 @@ impl Core {
         self.create_handle_of(owner, id, requested, rounded)
     }
 
-    /// Like [`create_handle`](Self::create_handle), for a caller that knows the rounded size.
+    /// Like [`create_handle`](Self::create_handle), for a caller that has already rounded the size.
     #[inline(always)]
     fn create_handle_of(&mut self, owner: u32, id: u32, requested: usize, rounded: usize) -> Block {
         let slot = self.slots.get_or_create(id);
         let (entry, held) = (self.heap.entry(id), self.heap.segment_of(id));
-        // Thread caches keep small blocks of the default pool and stream. Branch-free, because the outcome is unpredictable.
+        // Thread caches keep small blocks of the default pool and stream. The test has no branches, because they would be unpredictable.
         let keeps = (entry.arena() == 0) & (entry.size() == rounded) & (rounded <= self.largest_cached);
         let tagged = id | (u32::from(keeps) * CACHEABLE_FLAG);
         // SAFETY: slots of the table live as long as the allocator, or forever. No live `Block` refers to this entry,
@@ -408,10 +409,10 @@ impl Core {
         self.limits.is_exceeded = self.heap.stats.reserved() > self.limits.limit();
     }
 
-    // Blocks used by several streams.
+    // Methods for blocks that several streams use.
 
-    /// Frees a block that these streams may still be using. A block that is being moved is freed after its copy,
-    /// because the move may not have waited for the latest work.
+    /// Frees a block that these streams may still be using. If compaction is moving the block, it is freed after the
+    /// move, because the move may not have waited for the latest work.
     fn free_used_block(&mut self, id: u32, requested: usize, uses: PendingUses) {
         match self.moving.get_mut(&id) {
             _ if uses.is_empty() => self.free_block(id, requested),
@@ -457,7 +458,7 @@ impl Core {
         Some((self.create_handle(owner, id, request.bytes), uses))
     }
 
-    // Snapshots.
+    // Methods for snapshots.
 
     /// Describes all segments. As in PyTorch, an expandable segment is shown as the parts between its holes.
     fn segments(&self, device: u32) -> Vec<SegmentWithContexts> {
@@ -577,7 +578,7 @@ impl Allocator for CachingAllocator {
 
     fn record_stream(&self, block: &Block, stream: StreamId) {
         if block.owner != self.number {
-            return; // the block's number is meaningful only to its owner
+            return; // only the allocator that made the block knows its number
         }
         let mut core = self.lock();
         if stream == core.heap.arena_of_block(block.id()).stream {
@@ -608,9 +609,9 @@ impl Allocator for CachingAllocator {
             core.growth.restart_warm_up();
             core.heap.remove_unused(0)
         };
-        drop(unused); // outside the lock: releasing waits for the device
+        drop(unused); // not under the lock, because releasing segments waits for the device
         self.release_pages(0, 0);
-        let _messages = log::defer(); // a subscriber may allocate, and wait for the lock held below
+        let _messages = log::defer(); // a log subscriber may allocate, which takes the lock held below
         if let Ok(_compaction_lock) = self.compacting.try_lock() {
             self.restore_all();
         }
@@ -646,7 +647,7 @@ impl Allocator for CachingAllocator {
     }
 
     fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
-        // As in PyTorch, turning recording off also clears the trace, which would otherwise miss later events.
+        // As in PyTorch, turning recording off also clears the trace, because later events will be missing from it.
         let ends = options.enabled == Recording::Off;
         let options = HistoryOptions { clear_history: options.clear_history || ends, ..options };
         self.with_exact_state(|core| {
@@ -665,7 +666,7 @@ impl Drop for CachingAllocator {
         let _ = self.process_events(true);
         let core = &mut *self.lock();
         if core.heap.stats.live_blocks() > 0 {
-            // Live blocks still point to slots and segments, so both are leaked.
+            // Live blocks still point to slots and segments, so slots and segments are leaked.
             tracing::warn!(blocks = core.heap.stats.live_blocks(), "an allocator was dropped before its blocks");
             std::mem::forget(std::mem::take(&mut core.slots));
             std::mem::forget(core.heap.take_segments());
@@ -694,7 +695,7 @@ impl Default for Clock {
 impl Clock {
     fn milliseconds(&self) -> u64 {
         let elapsed = self.started.elapsed().as_millis() as u64;
-        #[cfg(test)] // Miri is slow, so under Miri only tests advance the clock
+        #[cfg(test)] // under Miri, which is slow, only tests advance the clock
         let elapsed = if cfg!(miri) { 0 } else { elapsed } + self.ahead.load(std::sync::atomic::Ordering::Relaxed);
         elapsed
     }

@@ -1,4 +1,4 @@
-//! Allocation policy: every number that decides about sizes, splitting, growth, decay, limits, compaction and thread caches.
+//! Allocation policy: the numbers and rules that decide about sizes, splitting, growth, decay, limits, compaction and thread caches.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -7,61 +7,62 @@ use super::super::config::{Config, SegmentSizes};
 
 const MIB: usize = 1 << 20;
 
-/// Requests up to this many bytes are small.
+/// Requests of up to this many bytes are of the size kind small.
 const SMALL_REQUEST_MAX_BYTES: usize = MIB;
 
 /// PyTorch's segment sizes in bytes: fixed sizes for shared segments, multiples of a step for the larger, dedicated ones.
 const SMALL_SEGMENT_BYTES: usize = 2 * MIB;
 const MIN_DEDICATED_SEGMENT_BYTES: usize = 10 * MIB;
 const SEGMENT_STEP_BYTES: usize = 2 * MIB;
-/// A new segment has at least 1/16 of the reserved bytes, capped at the size of a small or large segment. A program
-/// then creates few segments, and never reserves much more than it needs.
+/// A new segment has at least 1/16 of the reserved bytes, but no less than its request and no more than PyTorch's
+/// segment size. So a program creates few segments, and never reserves much more than it needs.
 const GROWTH_DIVISOR: usize = 16;
 
 /// Addresses reserved per segment, in eighths of the device's memory (PyTorch's factor 1.125).
 pub(super) const RESERVED_EIGHTHS: u64 = 9;
 /// Upper bound on the addresses reserved per segment, in bytes, so that many segments fit into a process.
 pub(super) const MAX_RESERVED_BYTES: u64 = 1 << 40;
-/// The smallest hole between blocks, in bytes. Operating systems limit the number of mappings.
+/// The smallest hole between blocks, in bytes. Smaller holes are not made, because operating systems limit the number of mappings.
 pub(super) const MIN_HOLE_BYTES: usize = 64 << 10;
-/// Past ends of use that are kept: one per recent check of decay, together one interval.
+/// Number of recent decay checks, together one interval, whose end of use is remembered for each expandable segment.
 pub(super) const REMEMBERED_ENDS: usize = 5;
 
-/// Increase of `slack` at each miss, after the warm-up, that would release a segment.
+/// After the warm-up, `slack` grows by this much whenever a request would cause the release of a segment.
 const SLACK_STEP: f64 = 0.02;
 /// The warm-up ends after this many recycled segments, even if the need still grows.
 const MAX_RECYCLED_SEGMENTS: u64 = 256;
-/// The warm-up ends after this many segments were recycled and recreated without a rise.
+/// The warm-up ends after this many segments were recycled and then created again, with no clear rise of the peak since.
 const MAX_RECREATED_SEGMENTS: u64 = 4;
 const RECYCLED_SIZE_COUNT: usize = 8;
-/// The warm-up ends at search `WARM_UP_FACTOR * (searches until the last rise) + WARM_UP_MIN_SEARCHES`, if no rise came since.
+/// The warm-up ends at search `WARM_UP_FACTOR * (searches until the last rise) + WARM_UP_MIN_SEARCHES`, if the peak has not clearly
+/// risen since.
 const WARM_UP_FACTOR: u64 = 2;
 const WARM_UP_MIN_SEARCHES: u64 = 64;
 
-/// Searches between two checks of the clock.
+/// Number of searches between two checks of the clock.
 const SEARCHES_PER_CLOCK_CHECK: u64 = 64;
-/// At most this many checks are recorded in the time for which unused segments are kept.
+/// Maximum number of decay checks that are recorded within the time for which unused segments are kept.
 const CHECKS_PER_INTERVAL: u64 = 4;
 /// Upper bound on `patience`, in intervals.
 const MAX_PATIENCE_INTERVALS: u64 = 64;
-/// Queries of a stream before it counts as busy: an idle device takes some microseconds to report that it is idle.
+/// Number of times a stream is queried before it counts as busy: an idle device takes some microseconds to report that it is idle.
 pub(super) const MAX_IDLE_QUERIES: usize = 64;
 
-/// Waits for all streams before giving up, while other threads keep freeing blocks.
+/// Number of waits for all streams before giving up, if other threads keep freeing blocks.
 pub(super) const MAX_SYNC_ATTEMPTS: usize = 4;
-/// How often a call that may fail temporarily is tried, and how long to wait between tries.
+/// Maximum number of tries of a call that may fail temporarily, and the pause between tries.
 pub(super) const MAX_TRIES: u32 = 8;
 pub(super) const RETRY_AFTER: Duration = Duration::from_micros(if cfg!(test) { 10 } else { 10_000 });
 /// Like [`MAX_TRIES`], for calls whose failure would leave blocks on the host or lose a block.
 pub(super) const MAX_TRIES_BEFORE_LOSS: u32 = 100;
-/// The most copies for one block that moves by less than its size. A block that needs more copies goes through the host.
+/// Maximum number of copies for one block that moves by less than its size. A block that needs more copies goes through the host.
 pub(super) const MAX_COPIES_PER_BLOCK: usize = 64;
 
 pub(super) const CACHE_COUNT: usize = if cfg!(loom) { 2 } else { 64 };
 pub(super) const BLOCKS_PER_SIZE: usize = if cfg!(loom) { 1 } else { 8 };
-/// A cache that refuses this many blocks without serving a request is emptied: its sizes are no longer requested.
+/// A cache that refuses this many blocks without serving a request is emptied: blocks of the cached sizes are no longer requested.
 pub(super) const MAX_REFUSALS: usize = 64;
-/// A block of at most this part of a thread cache's capacity is cached.
+/// A block is cached only if its size is at most the thread cache's capacity divided by this.
 pub(super) const MAX_CACHED_PART: usize = 16;
 
 /// The size kind of a request. Small and large requests use separate segments, so that small, short-lived blocks do not pin large segments.
@@ -86,18 +87,18 @@ impl SizeKind {
     }
 }
 
-/// The policy of one allocator: its configuration and its device's alignment.
+/// The policy of one allocator: the allocator's configuration and the device's alignment.
 #[derive(Debug, Clone)]
 pub(super) struct Rules {
     pub(super) alignment: usize,
     pub(super) config: Config,
-    /// Device memory in bytes.
+    /// Size of the device's memory in bytes.
     pub(super) capacity: u64,
     /// True if sizes are rounded to divisions of powers of two.
     has_roundup_divisions: bool,
     /// True if blocks are taken from both ends of a segment. False if segments can grow at one end.
     pub(super) both_ends: bool,
-    /// The smallest remainder, in bytes, that is split off as a block of its own, for small and large.
+    /// The smallest remainder, in bytes, that is split off as a block of its own, for small and for large requests.
     min_remainder: [usize; 2],
 }
 
@@ -115,13 +116,13 @@ impl Rules {
         self.config.segments == SegmentSizes::Adaptive
     }
 
-    /// Returns the bytes that a request occupies; `None` on overflow.
+    /// Returns the size in bytes of the block for a request; `None` on overflow.
     #[inline(always)]
     pub(super) fn round_size(&self, bytes: usize) -> Option<usize> {
         if self.has_roundup_divisions {
             return self.round_to_division(bytes);
         }
-        let mask = self.alignment - 1; // masks, because an integer division would dominate the cost
+        let mask = self.alignment - 1; // uses a mask, because an integer division would take most of the time
         Some(bytes.max(1).checked_add(mask)? & !mask)
     }
 
@@ -143,7 +144,7 @@ impl Rules {
         if block < max || kind == SizeKind::Small {
             return true;
         }
-        // An oversize block serves only oversize requests that are not much smaller.
+        // An oversize block serves only requests that are oversize too and at most `max_non_split_rounding` bytes smaller.
         size >= max && block - size <= self.config.max_non_split_rounding
     }
 
@@ -154,7 +155,7 @@ impl Rules {
     /// True if a larger block may be split for a request of `size` bytes.
     #[inline(always)]
     pub(super) fn may_split_for(&self, size: usize) -> bool {
-        size < self.config.max_split_size // sizes above it are always of the large kind
+        size < self.config.max_split_size // sizes above `max_split_size` are always of the large kind
     }
 
     /// Returns the size in bytes of a new segment for a rounded request, given the bytes already reserved.
@@ -190,19 +191,19 @@ impl Rules {
 pub(super) struct Limits {
     pub(super) fraction: u64,
     pub(super) bytes: u64,
-    /// Bytes that other allocators of this device held when a request last found no memory.
+    /// Number of bytes that other allocators of this device held when a request last found no memory.
     pub(super) elsewhere: u64,
-    /// True if a bound was lowered below the bytes then reserved.
+    /// True if a bound was lowered while more bytes were reserved than it allows.
     pub(super) is_exceeded: bool,
 }
 
 impl Limits {
-    /// The most bytes that all allocators of the device may reserve together.
+    /// Returns the maximum number of bytes that all allocators of the device may reserve together.
     pub(super) fn allowed(&self) -> u64 {
         self.fraction.min(self.bytes)
     }
 
-    /// The most bytes of segments that this allocator may reserve.
+    /// Returns the maximum number of bytes that this allocator may reserve.
     pub(super) fn limit(&self) -> u64 {
         self.allowed().saturating_sub(self.elsewhere)
     }
@@ -215,24 +216,24 @@ pub(super) fn fraction_of(capacity: u64, fraction: f64) -> u64 {
 
 /// The adaptive policy's estimate of how many bytes the program needs reserved.
 ///
-/// The target follows the peak of active bytes. If a new segment would push the reserved bytes over the target, unused segments are released first,
-/// so that unused segments never raise the peak of reserved bytes. During warm-up, while the need still grows, an unused segment is not split for a
-/// much smaller request, but replaced by a fitting one. The warm-up ends when no new peak came for as many searches as led to the last peak. From
-/// then on any unused segment serves. Every miss that would release a segment raises the target a little, so a repetitive program soon makes no
-/// driver calls.
+/// The target follows the peak of active bytes. If a new segment would push the reserved bytes over the target, unused segments are
+/// released first, so that unused segments never raise the peak of reserved bytes. During warm-up, while the need still grows, an
+/// unused segment is not split for a much smaller request, but replaced by a fitting one. The warm-up ends when no new peak came
+/// for as many searches as led to the last peak. From then on any unused segment serves a request. Whenever a segment would have to
+/// be released, the target rises a little, so a repetitive program soon makes no driver calls.
 #[derive(Debug)]
 pub(super) struct Growth {
-    /// Bytes that may be reserved without releasing anything, and the factor by which the target exceeds the peak.
+    /// Number of bytes that may be reserved before unused segments are released, and the factor by which the target exceeds the peak.
     target: u64,
     slack: f64,
-    /// The peak of active bytes, the last clear rise of it, and the search count at that rise.
+    /// The peak of active bytes, the value of the peak at its last clear rise, and the search count at that rise.
     peak: u64,
     last_rise_bytes: u64,
     last_rise_search: u64,
     /// Number of segments recycled so far, and the sizes of the last few in bytes.
     recycled: u64,
     recycled_sizes: [usize; RECYCLED_SIZE_COUNT],
-    /// Segments created since the last rise with the size of a segment recycled shortly before.
+    /// Number of segments created since the last clear rise that had the size of a segment recycled shortly before.
     recreated: u64,
     steady: bool,
 }
@@ -295,7 +296,8 @@ impl Growth {
         }
     }
 
-    /// Upper bound, in bytes, on an unused segment that may be split during warm-up. `segment` is the size of a new segment for the request.
+    /// Returns the size, in bytes, of the largest unused segment that may be split during warm-up. `segment` is the size of a new
+    /// segment for the request.
     pub(super) fn max_segment_to_split(segment: usize) -> usize {
         segment.saturating_add(segment / 2)
     }
@@ -310,7 +312,7 @@ impl Growth {
         (reserved + bytes).saturating_sub(self.target)
     }
 
-    /// The target in bytes: peak times slack.
+    /// Returns the target in bytes: `peak` times `slack`.
     fn implied_target(&self) -> u64 {
         (self.slack * self.peak as f64) as u64
     }
@@ -319,7 +321,7 @@ impl Growth {
         self.target = self.target.max(target);
     }
 
-    /// Restarts the warm-up, after everything unused was released.
+    /// Restarts the warm-up, because all unused segments were released.
     pub(super) fn restart_warm_up(&mut self) {
         *self = Growth::default();
     }
@@ -328,16 +330,17 @@ impl Growth {
 /// Records past checks and peaks, and decides when unused segments are released.
 #[derive(Debug)]
 pub(super) struct Decay {
-    /// Milliseconds for which an unused segment is kept, at least; 0 means forever.
+    /// The minimum time in milliseconds for which an unused segment is kept; 0 means that it is never released.
     interval: u64,
-    /// Search count and milliseconds at past checks. A segment that was idle at a check and is idle now has been idle since.
+    /// Search count and milliseconds at past checks. A segment whose last use precedes a check's search count has been unused since
+    /// the time of that check.
     checks: VecDeque<(u64, u64)>,
     /// The peaks of active bytes in this interval and the previous one, and when this interval started.
     peaks: [u64; 2],
     interval_start: u64,
     /// Number of intervals for which unused segments are kept.
     patience: u64,
-    /// Milliseconds at the last release, if no segment was created since.
+    /// The time in milliseconds of the last release; `None` if a segment was created since.
     released: Option<u64>,
 }
 
@@ -351,7 +354,7 @@ impl Decay {
         self.peaks[0] = self.peaks[0].max(active);
     }
 
-    /// True if the clock is checked at this search.
+    /// True if the allocator has to check the clock at this search.
     #[inline]
     pub(super) fn checks_clock_at(&self, ticks: u64) -> bool {
         ticks.is_multiple_of(SEARCHES_PER_CLOCK_CHECK) && self.interval > 0
@@ -374,7 +377,7 @@ impl Decay {
         self.peaks[0].max(self.peaks[1])
     }
 
-    /// Milliseconds for which unused segments are kept now.
+    /// Returns for how many milliseconds unused segments are currently kept.
     fn keep_milliseconds(&self) -> u64 {
         self.interval.saturating_mul(self.patience)
     }
@@ -421,7 +424,7 @@ mod tests {
             decay.released = Some(at);
             decay.record_segment_created(at + 300);
             assert_eq!(decay.patience, patience);
-            decay.record_segment_created(at + 301); // a release doubles the patience at most once
+            decay.record_segment_created(at + 301); // the patience doubles at most once per release
             assert_eq!(decay.patience, patience);
         }
         decay.released = Some(2000);

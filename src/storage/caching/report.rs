@@ -1,4 +1,4 @@
-//! The text of out-of-memory errors: memory use by owner, and settings that would help.
+//! The text of out-of-memory errors: memory use by owner, and the settings that could have prevented the error.
 
 use std::fmt;
 
@@ -12,12 +12,12 @@ pub(super) struct Report {
     pub(super) capacity: u64,
     pub(super) limit: u64,
     pub(super) stats: DeviceStats,
-    /// Every pool by number, the default pool first, and whether other pools may take its free blocks.
+    /// For each pool, the default pool first: its number, its statistics, and whether other pools may allocate from its free blocks.
     pub(super) pools: Vec<(u32, MemPoolStats, bool)>,
     pub(super) ran_out: Option<&'static str>,
-    /// Bytes of tensors that were moved to the host to make room.
+    /// Number of bytes of tensors that compaction left on the host.
     pub(super) spilled: u64,
-    /// Bytes that images or other allocators hold of the device's memory.
+    /// Number of bytes of the device's memory that images or other allocators hold.
     pub(super) elsewhere: u64,
     /// True if compaction, `max_split_size_mb` or expandable segments are available but off.
     pub(super) could_compact: bool,
@@ -72,7 +72,7 @@ impl fmt::Display for Report {
 }
 
 impl Report {
-    /// Reserved bytes in no active block. Deltas of other threads' caches may be missing.
+    /// Returns the number of reserved bytes outside active blocks. Changes by other threads' caches may be missing.
     fn unallocated(&self) -> u64 {
         self.stats.reserved_bytes.current.saturating_sub(self.stats.active_bytes.current)
     }
@@ -96,7 +96,7 @@ impl Report {
             write!(f, ". The memory limit is exhausted, not the device: raise the memory fraction or limit")?;
         }
         if self.unallocated() < self.size {
-            return Ok(()); // rearranging the unallocated memory would not suffice
+            return Ok(()); // even all unallocated memory together would not suffice
         }
         let mut cures = Vec::new();
         if self.could_compact {

@@ -4,7 +4,7 @@ use std::ptr::NonNull;
 
 use super::super::block::Slot;
 
-/// Slots per allocated chunk.
+/// Number of slots per allocated chunk.
 const SLOTS_PER_CHUNK: usize = 256;
 
 #[derive(Default)]
@@ -12,13 +12,13 @@ pub(super) struct Slots {
     chunks: Vec<NonNull<[Slot; SLOTS_PER_CHUNK]>>,
 }
 
-// SAFETY: `Slots` owns its slots, which consist of atomics and locks.
+// SAFETY: `Slots` owns its slots. They consist of atomics and locks, so threads may share them.
 unsafe impl Send for Slots {}
 
 impl Slots {
     /// Returns the requested size, in bytes, of the entry's last allocation.
     pub(super) fn requested(&self, id: u32) -> usize {
-        // SAFETY: slots live as long as `self`.
+        // SAFETY: the slot is in a chunk, which lives as long as `self`.
         self.chunks
             .get(id as usize / SLOTS_PER_CHUNK)
             .map_or(0, |chunk| unsafe { chunk.as_ref() }[id as usize % SLOTS_PER_CHUNK].requested())

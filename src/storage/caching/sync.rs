@@ -1,4 +1,5 @@
-//! Locks and atomics of the hot path: our spin lock and std's atomics, or loom's to explore all interleavings.
+//! Locks and atomics of the hot path: this crate's spin lock and std's atomics, or under loom its replacements, to explore all
+//! interleavings.
 
 #[cfg(loom)]
 pub(super) use loom::sync::{
@@ -13,7 +14,7 @@ pub(super) type Mutex<T> = lock_api::Mutex<spin::Spin, T>;
 #[cfg(not(loom))]
 pub(super) type MutexGuard<'a, T> = lock_api::MutexGuard<'a, spin::Spin, T>;
 
-/// Locks a mutex, ignoring poisoning.
+/// Locks a mutex, even if a panic of another thread poisoned it.
 #[inline]
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     #[cfg(not(loom))]
@@ -29,19 +30,19 @@ mod spin {
     use std::thread;
     use std::time::Duration;
 
-    /// Attempts that spin, before a thread yields the processor.
+    /// After this many failed attempts, a thread yields the processor between attempts instead of spinning.
     const SPINS_BEFORE_YIELD: u32 = 100;
-    /// Attempts that spin or yield, before a thread sleeps.
+    /// After this many failed attempts, a thread sleeps between attempts.
     const ATTEMPTS_BEFORE_SLEEP: u32 = 120;
     const SLEEP_TIME: Duration = Duration::from_micros(50);
 
-    /// A lock for short critical sections without driver calls, waits or large allocations. An uncontended lock and
-    /// unlock need one atomic read-modify-write, half the cost of a lock that can wake waiters. Waiting threads poll.
+    /// A lock for short critical sections without driver calls, waits or large allocations. An uncontended lock and unlock need one
+    /// atomic read-modify-write, half the cost of a lock that can wake waiters. Threads that wait for the lock poll it.
     #[derive(Debug)]
     pub(in super::super) struct Spin(AtomicBool);
 
     // SAFETY: `lock`, and a `try_lock` that returns true, return only after this thread changed the flag from false to true. Only `unlock`, which the
-    // owner calls, resets it, so there is one owner at a time. Acquire and Release order the owners' accesses.
+    // owner calls, resets the flag, so at most one thread owns the lock at a time. Acquire and Release order the owners' accesses.
     unsafe impl lock_api::RawMutex for Spin {
         const INIT: Spin = Spin(AtomicBool::new(false));
         type GuardMarker = lock_api::GuardSend;
@@ -73,7 +74,7 @@ mod spin {
                     SPINS_BEFORE_YIELD..ATTEMPTS_BEFORE_SLEEP => thread::yield_now(),
                     _ => thread::sleep(SLEEP_TIME),
                 }
-                // Reading first keeps the cache line with the owner while the lock is held.
+                // The flag is read before it is written, so that waiting threads do not take the cache line from the owner of the lock.
                 if !self.0.load(Ordering::Relaxed) && !self.0.swap(true, Ordering::Acquire) {
                     return;
                 }

@@ -14,25 +14,25 @@ const KIB: usize = 1 << 10;
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct ConfigKey {
-    /// The name, as written before the colon.
+    /// The name of the key, as written before the colon.
     pub name: &'static str,
-    /// The allowed values.
+    /// The allowed values, in words.
     pub allowed: &'static str,
     /// The key's description.
     pub doc: &'static str,
-    /// Parses a value into the configuration; false if the value is not allowed.
+    /// Parses a value into the configuration; returns false if the value is not allowed.
     pub(super) parse: fn(&mut Config, &str) -> bool,
-    /// Prints the value. Injective: a value that cannot be written as text is printed in a form that does not parse.
+    /// Prints the value. Different values give different text: a value that no text parses to is printed in a form that does not parse.
     pub(super) print: fn(&Config) -> String,
 }
 
 impl ConfigKey {
-    /// The default value, as text.
+    /// Returns the default value as text.
     pub fn default_value(&self) -> String {
         self.value(&Config::default())
     }
 
-    /// The value in a configuration, as text.
+    /// Returns the value in a configuration as text.
     pub fn value(&self, config: &Config) -> String {
         (self.print)(config)
     }
@@ -64,7 +64,7 @@ pub(super) const UNSUPPORTED_PYTORCH_KEYS: &[(&str, &str)] = &[
     ("pinned_num_register_threads", "OpenCL cannot pin memory that it did not allocate"),
 ];
 
-/// How the values of a type of keys are parsed and printed.
+/// How values of one type are parsed and printed.
 pub(super) struct ValueFormat<T> {
     /// The allowed values, in words.
     pub(super) allowed: &'static str,
@@ -116,7 +116,7 @@ macro_rules! config {
 }
 pub(super) use config;
 
-/// One [`ValueFormat`] per type of value.
+/// Defines one [`ValueFormat`] for each type of value.
 pub(super) mod formats {
     use super::*;
 
@@ -129,7 +129,7 @@ pub(super) mod formats {
         ("caching", Backend::Caching),
         ("pool", Backend::Pool),
         ("direct", Backend::Direct),
-        ("native", Backend::Caching), // PyTorch's name
+        ("native", Backend::Caching), // PyTorch's name for it
     ];
     pub(crate) const BACKEND: ValueFormat<Backend> = ValueFormat {
         allowed: "caching, pool or direct (native is caching)",
@@ -203,7 +203,7 @@ fn name_of<T: PartialEq>(names: &[(&str, T)], value: &T) -> String {
     names.iter().find(|(_, of)| of == value).map_or(String::new(), |(name, _)| (*name).to_owned())
 }
 
-/// Parses digits only: no sign and no fraction.
+/// Parses a whole number that consists of digits only, without a sign.
 fn parse_whole_number(value: &str) -> Option<u64> {
     value.bytes().all(|b| b.is_ascii_digit()).then(|| value.parse().ok()).flatten()
 }
@@ -214,12 +214,12 @@ fn parse_number(value: &str, range: RangeInclusive<f64>) -> Option<f64> {
 
 const UNLIMITED: &str = "unlimited";
 
-/// A size in whole units of `UNIT` bytes, at least `MIN_UNITS` units.
+/// Returns the format of a size in whole units of `UNIT` bytes, at least `MIN_UNITS` units.
 const fn bytes<const UNIT: usize, const MIN_UNITS: usize>(allowed: &'static str) -> ValueFormat<usize> {
     ValueFormat { allowed, parse: |text| parse_units(text, UNIT, MIN_UNITS), print: |bytes| print_units(*bytes, UNIT) }
 }
 
-/// A size in whole MiB, at least `MIN_UNITS`, or no limit.
+/// Returns the format of a size in whole MiB, at least `MIN_UNITS` MiB, or of no limit.
 const fn limit<const MIN_UNITS: usize>(allowed: &'static str) -> ValueFormat<usize> {
     let parse = |text: &str| if text == UNLIMITED { Some(usize::MAX) } else { parse_units(text, MIB, MIN_UNITS) };
     ValueFormat { allowed, parse, print: |bytes| print_units(*bytes, MIB) }
@@ -231,7 +231,7 @@ fn parse_units(value: &str, unit: usize, least: usize) -> Option<usize> {
     units.checked_mul(unit)
 }
 
-/// Prints bytes in whole units, `unlimited` for `usize::MAX`, or in a form that does not parse.
+/// Prints bytes in whole units, `unlimited` for `usize::MAX`, or text that does not parse if `bytes` is not a whole number of units.
 fn print_units(bytes: usize, unit: usize) -> String {
     match bytes {
         usize::MAX => UNLIMITED.to_owned(),
@@ -240,8 +240,8 @@ fn print_units(bytes: usize, unit: usize) -> String {
     }
 }
 
-/// Parses one number for all sizes, or a list. As in PyTorch, sizes below the first named one take its divisions, and
-/// other unnamed sizes are not divided.
+/// Parses one number for all sizes, or a list. As in PyTorch, sizes below the first size in the list take its
+/// divisions, and other sizes that are not in the list are not divided.
 fn parse_divisions(value: &str) -> Option<[usize; ROUNDUP_INTERVALS]> {
     let power = |text: &str| usize::try_from(parse_whole_number(text)?).ok().filter(|n| n.is_power_of_two());
     let Some(items) = value.strip_prefix('[') else {

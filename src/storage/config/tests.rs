@@ -75,7 +75,7 @@ fn alternative_spellings_are_accepted() {
 
 #[test]
 fn errors_name_the_mistake() {
-    // The text, and parts that the error must contain.
+    // A configuration text, and parts that its error message must contain.
     let table: &[(&str, &[&str])] = &[
         ("max_split_size:128", &["unknown key 'max_split_size'", "max_split_size_mb", "numa_local"]),
         ("zero_fill", &["'zero_fill' has no value", "key:value"]),
@@ -119,7 +119,7 @@ fn errors_name_the_mistake() {
     }
 }
 
-/// The results of PyTorch's parser for these lists, from reading its source.
+/// Lists give the divisions that PyTorch's parser gives, as derived from its source.
 #[test]
 fn lists_of_divisions() {
     let table = [
@@ -140,7 +140,7 @@ fn lists_of_divisions() {
 #[test]
 fn sizes_are_rounded_as_in_pytorch() {
     const MB: usize = 1 << 20;
-    // (divisions, size, rounded size)
+    // Each row is (divisions, size, expected rounded size).
     let table = [
         (0, 0, 512),
         (0, 1, 512),
@@ -211,7 +211,7 @@ fn values_that_text_cannot_express_are_refused() {
     Config::default().check().unwrap();
 }
 
-/// Any configuration that can be written as text.
+/// Generates any configuration that can be written as text.
 fn configs() -> impl Strategy<Value = Config> {
     let mib = |least: usize| (least..100_000).prop_map(|n| n << 20);
     let part = prop_oneof![Just(0), (0..40u32).prop_map(|n| 1usize << n)];
@@ -265,7 +265,7 @@ proptest! {
         let _ = text.parse::<Config>();
     }
 
-    /// Text of plausible characters: a value that parses can be printed and parsed again.
+    /// Random text of plausible characters does not panic, and a value that parses prints as text that parses to the same value.
     #[test]
     fn near_misses_do_not_panic(key in 0..Config::KEYS.len(), value in "[\\[\\]:,>0-9a-zTrueFals. -]{0,12}") {
         if let Ok(config) = format!("{}:{value}", Config::KEYS[key].name).parse::<Config>() {

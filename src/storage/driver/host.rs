@@ -21,34 +21,34 @@ use crate::storage::config::Config;
 use crate::{Device, Element, Error, Result};
 use map::{HUGE_PAGE_BYTES, Mapping};
 
-/// An owned range of host memory. All of it is committed, except in reserved memory; committed bytes are initialised.
+/// An owned range of host memory. All bytes are committed, except in reserved memory. Committed bytes are initialised.
 #[derive(Debug)]
 pub(crate) struct HostMemory {
     origin: Origin,
-    /// The first usable, aligned byte.
+    /// The address of the first usable byte, which is aligned to [`ALIGNMENT`].
     start: NonNull<u8>,
     bytes: usize,
 }
 
-/// The origin of the memory, which decides how it is released.
+/// The origin of host memory, which decides how the memory is released.
 #[derive(Debug)]
 enum Origin {
     /// The global allocator: the start and the layout of the allocation.
     Heap(NonNull<u8>, Layout),
     Mapped(Mapping),
-    /// Memory of a user's driver, valid while the value lives.
+    /// The owner of memory of a user's driver. The memory is valid as long as the owner lives.
     Custom(Box<dyn Any + Send + Sync>),
 }
 
 // SAFETY: the value owns its bytes as a `Box<[u8]>` does and gives out no references to them.
 unsafe impl Send for HostMemory {}
-// SAFETY: as above; code that makes references from `start()` names the lock that protects them.
+// SAFETY: as above; code that makes references from `start()` names the lock that protects the bytes.
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
     /// Allocates zeroed memory aligned to [`ALIGNMENT`]. `None` if there is not enough memory.
     pub(crate) fn zeroed(bytes: usize) -> Option<HostMemory> {
-        // Ordinary alignment plus slack: the system returns such allocations already zeroed, page by page as they are touched.
+        // Ordinary alignment plus slack: for such allocations the system provides zeroed pages when they are first accessed.
         let layout = Layout::from_size_align(bytes.checked_add(ALIGNMENT)?, 16).ok()?;
         // SAFETY: the layout's size is at least ALIGNMENT, so not zero.
         let base = NonNull::new(unsafe { alloc_zeroed(layout) })?;
@@ -105,7 +105,7 @@ impl Drop for HostMemory {
         if let Origin::Heap(base, layout) = self.origin
             && layout.size() > 0
         {
-            // SAFETY: allocated with this layout by the global allocator, and owned.
+            // SAFETY: the global allocator allocated this memory with this layout, and `self` owns the memory.
             unsafe { dealloc(base.as_ptr(), layout) }
         }
     }
@@ -119,8 +119,8 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// The capacity is the memory of the machine, or of its container. Larger requests are refused, because Linux would
-    /// grant them and later kill the process that uses the memory.
+    /// Creates the driver. Its capacity is the memory of the machine, or of its container. Larger requests are refused,
+    /// because Linux would grant them and later kill the process that uses the memory.
     pub(crate) fn new(config: &Config) -> Host {
         Host { capacity: physical_memory().unwrap_or(u64::MAX), numa_local: config.numa_local }
     }
@@ -140,7 +140,7 @@ unsafe impl Driver for Host {
         isize::MAX as usize - ALIGNMENT
     }
 
-    /// Linux allocates pages at first touch; `capacity` ensures that there are enough.
+    /// Linux allocates pages when they are first accessed. The check against `capacity` ensures that enough pages exist.
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
         let _recorded = profiler::segment_span("allocate host memory", Some(Device::Cpu), bytes);
         let mapped = if bytes >= HUGE_PAGE_BYTES { Mapping::committed(bytes, self.numa_local) } else { None };
@@ -181,7 +181,8 @@ unsafe impl Driver for Host {
 
     unsafe fn copy(&self, _: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
         let (from, to) = (bytes_at(from, bytes)?, bytes_at(to, bytes)?);
-        // SAFETY: both ranges are inside their memory and committed (checked), and the caller has them, as `Driver::copy` requires.
+        // SAFETY: both ranges are inside their memory and committed (checked), and no other code conflicts with the
+        // copy, as `Driver::copy` requires.
         unsafe { std::ptr::copy(from.as_ptr(), to.as_ptr(), bytes) }
         Ok(())
     }
@@ -190,12 +191,12 @@ unsafe impl Driver for Host {
         let place = |&(from, to, bytes): &(_, _, usize)| Ok((bytes_at(from, bytes)?, bytes_at(to, bytes)?));
         let places = moves.iter().map(place).collect::<Result<Vec<_>>>()?;
         for ((start, target), &((memory, offset), _, bytes)) in places.into_iter().zip(moves) {
-            let mut there = offset; // memory before this offset is released, except for pages shared with other bytes
+            let mut there = offset; // memory before this offset is released, except pages that also contain other bytes
             for at in (0..bytes).step_by(HUGE_PAGE_BYTES) {
                 let n = HUGE_PAGE_BYTES.min(bytes - at);
                 let end = offset + at + n;
-                // SAFETY: inside both ranges, which are committed (checked; bytes released below were copied before),
-                // and the caller has them, as `Driver::relocate` requires.
+                // SAFETY: the bytes are inside both ranges, which are committed (checked; only bytes that were copied
+                // are released below), and no other code conflicts with the copy, as `Driver::relocate` requires.
                 unsafe { std::ptr::copy(start.as_ptr().add(at), target.as_ptr().add(at), n) }
                 // SAFETY: no code needs the bytes that were just copied.
                 unsafe { self.shrink(memory, there, end) }
@@ -207,31 +208,31 @@ unsafe impl Driver for Host {
 
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
         let from = bytes_at(from, to.len())?;
-        // SAFETY: as in `copy`.
+        // SAFETY: the range is inside committed memory, and no other code writes to it, as `Driver::read` requires.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr(), to.len()) }
         Ok(())
     }
 
     unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
         let to = bytes_at(to, from.len())?;
-        // SAFETY: as in `copy`.
+        // SAFETY: the range is inside committed memory, and no other code accesses it, as `Driver::write` requires.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) }
         Ok(())
     }
 }
 
-/// Returns the first of `bytes` bytes of host memory, after checking the range.
+/// Checks that `bytes` bytes of host memory from `offset` on are committed, and returns their address.
 fn bytes_at((memory, offset): At<'_>, bytes: usize) -> Result<NonNull<u8>> {
     match (&memory.0, offset.checked_add(bytes)) {
         (MemoryKind::Host(m), Some(end)) if end <= m.bytes && m.is_committed(offset, end) => {
-            // SAFETY: inside the memory.
+            // SAFETY: the address is inside the memory, as checked above.
             Ok(unsafe { m.start.add(offset) })
         }
         _ => Err(Error::invalid("copy", format!("{bytes} bytes at {offset} are not in this host memory"))),
     }
 }
 
-/// Returns the bytes of physical memory, or the control group's limit if that is lower.
+/// Returns the size of physical memory in bytes, or the control group's limit if that is lower.
 #[cfg(not(miri))]
 fn physical_memory() -> Option<u64> {
     let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();

@@ -1,8 +1,8 @@
 //! The interface between allocators and a device's memory.
 //!
-//! A [`Driver`] creates and releases segments, orders streams after one another, and moves bytes. The crate
-//! has three drivers: host memory, OpenCL memory, and [`Sim`], a simulated device for testing allocators. Allocators
-//! never hold one of their locks while they call a driver.
+//! A [`Driver`] creates and releases segments, makes streams wait for each other, and moves bytes. The crate has three
+//! drivers: host memory, OpenCL memory, and [`Sim`], a simulated device for testing allocators. An allocator holds none
+//! of its locks while it calls a driver.
 
 /// Safe versions of a driver's unsafe methods, for tests in which no other thread uses the memory.
 #[cfg(test)]
@@ -10,22 +10,22 @@ macro_rules! safe_methods {
     ($driver:ident) => {
         impl $driver {
             fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
-                // SAFETY: as above.
+                // SAFETY: no other thread uses the memory.
                 unsafe { Driver::copy(self, stream, from, to, bytes) }
             }
 
             fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
-                // SAFETY: as above.
+                // SAFETY: no other thread uses the memory.
                 unsafe { Driver::read(self, from, to) }
             }
 
             fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
-                // SAFETY: as above.
+                // SAFETY: no other thread uses the memory.
                 unsafe { Driver::write(self, from, to) }
             }
 
             fn shrink(&self, memory: &Memory, from: usize, to: usize) {
-                // SAFETY: as above.
+                // SAFETY: no other thread uses the memory.
                 unsafe { Driver::shrink(self, memory, from, to) }
             }
         }
@@ -53,10 +53,10 @@ pub use registry::driver;
 pub use sim::{Call, Sim, SimOptions};
 use sim::{SimMarker, SimMemory};
 
-/// Alignment of tensors' blocks, in bytes: kernels divide byte offsets into element and vector indices of every dtype.
+/// Alignment of tensors' blocks, in bytes: with it, kernels can convert byte offsets to indices of elements and vectors of every dtype.
 pub(crate) const ALIGNMENT: usize = 512;
 
-/// The reason that a driver could not create or commit a segment, by OpenCL error code.
+/// The reason that a driver could not create or commit a segment. The variants correspond to OpenCL error codes.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Failure {
@@ -94,7 +94,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// An owned range of a device's memory. Released on drop, ignoring errors.
+/// An owned range of a device's memory. The memory is released on drop; errors of the release are ignored.
 pub struct Memory(pub(crate) MemoryKind);
 
 pub(crate) enum MemoryKind {
@@ -106,7 +106,7 @@ pub(crate) enum MemoryKind {
     Custom(Box<dyn Any + Send + Sync>),
     /// A block's bytes, spilled to the host until the device has memory for them.
     Spilled(Box<[u8]>),
-    /// No memory: the segment was released while its blocks were spilled.
+    /// No memory any more: the segment was released while its blocks were spilled.
     Released,
 }
 
@@ -135,11 +135,11 @@ impl Memory {
         if !start.addr().get().is_multiple_of(ALIGNMENT) {
             return Err(Error::invalid("Memory::of_host", format!("{start:?} is not at a multiple of 512 bytes")));
         }
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller promises what `owned_by` requires.
         Ok(Memory(MemoryKind::Host(unsafe { HostMemory::owned_by(start, bytes, Box::new(owner)) })))
     }
 
-    /// Returns the value given to [`new`](Self::new) or [`of_host`](Self::of_host), if it has type `T`.
+    /// Returns the value given to [`new`](Self::new) or [`of_host`](Self::of_host), or `None` if the value does not have type `T`.
     pub fn get<T: Any>(&self) -> Option<&T> {
         let owner = match &self.0 {
             MemoryKind::Custom(owner) => &**owner,
@@ -184,7 +184,7 @@ pub struct Marker(pub(crate) MarkerKind);
 
 #[derive(Clone)]
 pub(crate) enum MarkerKind {
-    /// The work is already done.
+    /// The work before the marker is already done.
     Done,
     OpenCl(Arc<ClEvent>),
     Sim(SimMarker),
@@ -203,7 +203,7 @@ impl Marker {
         Marker(MarkerKind::Custom(Arc::new(event)))
     }
 
-    /// Returns the value given to [`new`](Self::new), if it has type `T`.
+    /// Returns the value given to [`new`](Self::new), or `None` if the value does not have type `T`.
     pub fn get<T: Any>(&self) -> Option<&T> {
         match &self.0 {
             MarkerKind::Custom(event) => event.downcast_ref(),
@@ -223,7 +223,7 @@ impl fmt::Debug for Marker {
 pub struct Progress {
     /// Grows with every submitted command except markers.
     pub submitted: u64,
-    /// At most `submitted`. The device may have finished more than the host has queried.
+    /// At most `submitted`. The device may have finished more commands than the host knows of.
     pub finished: u64,
 }
 
@@ -246,40 +246,44 @@ pub type At<'a> = (&'a Memory, usize);
 ///
 /// # Safety
 /// Allocators rely on a driver's promises about memory, and tensors on the blocks that allocators hand out:
-/// * A segment from [`create`](Driver::create) or [`reserve`](Driver::reserve) has as many bytes as requested, and
-///   belongs to the caller alone until it is dropped. It begins at a multiple of [`alignment`](Driver::alignment),
+/// * A segment from [`create`](Driver::create) or [`reserve`](Driver::reserve) has as many bytes as requested, and is
+///   used by no other code until it is dropped. The segment begins at a multiple of [`alignment`](Driver::alignment),
 ///   which is at least 512 for host memory ([`Memory::of_host`]).
-/// * Only [`copy`](Driver::copy), [`relocate`](Driver::relocate) and [`write`](Driver::write) write bytes, within the
-///   ranges they are given, besides the work of the blocks' owners. [`shrink`](Driver::shrink) releases no bytes
-///   outside its range.
-/// * Work before a [marker](Driver::record) is done if [`is_done`](Driver::is_done) or [`wait`](Driver::wait) reports
-///   so. All work of a stream is done if [`is_idle`](Driver::is_idle) or [`progress`](Driver::progress) reports so.
+/// * Only [`copy`](Driver::copy), [`relocate`](Driver::relocate) and [`write`](Driver::write) write bytes, and only
+///   within the given ranges. (The owners of blocks also write bytes, through queued work.) [`shrink`](Driver::shrink)
+///   releases no bytes outside its range.
+/// * Work before a [marker](Driver::record) is done if [`is_done`](Driver::is_done) or [`wait`](Driver::wait) reports it as done.
+///   All work of a stream is done if [`is_idle`](Driver::is_idle) or [`progress`](Driver::progress) reports it as done.
 pub unsafe trait Driver: Send + Sync + fmt::Debug {
-    /// Returns the device whose memory this is. For memory of no device that the crate computes on, return an OpenCL
-    /// device that does not exist, as [`Sim`] returns `opencl:99`.
+    /// Returns the device whose memory this is. If the crate cannot compute on this memory, return an OpenCL device
+    /// that does not exist: [`Sim`] returns `opencl:99`.
     fn device(&self) -> Device;
     /// Returns the size of the device's memory in bytes.
     fn capacity(&self) -> u64;
-    /// Returns the largest segment the driver promises, in bytes. Larger ones may succeed: some drivers state a quarter of the real limit.
+    /// Returns the largest segment the driver promises, in bytes. Creating larger segments may succeed: some OpenCL drivers state a
+    /// quarter of the real limit.
     fn largest_segment(&self) -> usize;
     /// Returns the alignment of blocks in bytes, a power of two.
     fn alignment(&self) -> usize {
         ALIGNMENT
     }
 
-    /// Creates a segment with unspecified contents. The device allocates the memory now, so that running out of memory is reported here and
-    /// not at a later launch.
+    /// Creates a segment with unspecified contents. The device must allocate the memory during this call, so that
+    /// running out of memory is reported here and not at a later launch.
     fn create(&self, bytes: usize) -> Result<Memory, Failure>;
-    /// Creates an image of at most [`bytes`](ImageDesc::bytes) bytes for the device's kernels to read. Otherwise like [`create`](Driver::create).
+    /// Creates an image of at most [`bytes`](ImageDesc::bytes) bytes for the device's kernels to read. In all other respects this
+    /// method is like [`create`](Driver::create).
     fn create_image(&self, _image: ImageDesc) -> Result<Memory, Failure> {
         Err(Failure::TooBig)
     }
 
-    /// Returns the page size in bytes, a power of two: the unit of committing and releasing reserved memory. 0 if the device cannot reserve.
+    /// Returns the page size in bytes, a power of two: the unit of committing and releasing reserved memory. 0 if the device cannot
+    /// reserve addresses.
     fn page(&self) -> usize {
         0
     }
-    /// Reserves addresses for a segment that grows in place, all of it uncommitted. `None` if the device cannot reserve.
+    /// Reserves addresses for a segment that grows in place, none of which is committed. Returns `None` if the device cannot
+    /// reserve addresses.
     fn reserve(&self, _bytes: usize) -> Option<Memory> {
         None
     }
@@ -287,7 +291,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn extend(&self, _memory: &Memory, _from: usize, _to: usize) -> Result<(), Failure> {
         Err(Failure::TooBig)
     }
-    /// Releases bytes `from..to` of reserved memory, after queued work that uses them. The addresses stay reserved.
+    /// Releases bytes `from..to` of reserved memory, once the queued work that uses the bytes is done. The addresses stay reserved.
     ///
     /// # Safety
     /// No block contains the bytes, and nothing else on the host uses them.
@@ -296,18 +300,18 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Reports that bytes of live blocks are lost, so that nothing on the device can be relied on any more.
     fn give_up(&self, _cause: &str) {}
 
-    /// Waits for all work of all streams. Faults that kernels found in their operands are not reported here.
+    /// Waits for all work of all streams. Does not report faults that kernels found in their operands.
     ///
     /// This method and the six that follow have defaults for a driver whose calls return when their work is done. Any
     /// other driver has to implement all of them.
     fn synchronize(&self) -> Result<()> {
         Ok(())
     }
-    /// Records a marker after everything submitted to the stream so far, and flushes the stream.
+    /// Records a marker after all work submitted to the stream so far, and flushes the stream.
     fn record(&self, _stream: StreamId) -> Result<Marker> {
         Ok(Marker::done())
     }
-    /// True if the work before the marker is done, or has failed for good. An error if that cannot be known, as on a lost device.
+    /// True if the work before the marker is done, or has failed. Returns an error if the state is unknown, as on a lost device.
     fn is_done(&self, _marker: &Marker) -> Result<bool> {
         Ok(true)
     }
@@ -315,7 +319,8 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn is_idle(&self, _stream: StreamId) -> Result<bool> {
         Ok(true)
     }
-    /// Returns the stream's progress as known without querying the device. An allocator may call this method under its lock.
+    /// Returns the stream's progress as far as the host knows it without a query of the device. An allocator may call this method
+    /// under its lock.
     fn progress(&self, _stream: StreamId) -> Progress {
         Progress::default()
     }
@@ -331,24 +336,24 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Copies bytes in the order of `stream`. The ranges must not overlap.
     ///
     /// # Safety
-    /// Until the call returns, nothing on the host writes to the bytes of `from`, or reads or writes those of `to`:
-    /// both are free, or in blocks that the caller has locked.
+    /// Until the call returns, nothing on the host writes to the bytes of `from`, or reads or writes the bytes of `to`:
+    /// both ranges are free, or in blocks that the caller has locked.
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()>;
-    /// Moves ranges of bytes in the order given, each from one location to another. The source memory is released on
-    /// the way, so that at most a few MiB are held twice. Returns false, with nothing done, if the driver cannot. If the call fails, nothing was
-    /// copied.
+    /// Moves ranges of bytes in the order given, each from one location to another. The source memory is released
+    /// during the copy, so that at most a few MiB exist twice. Returns false, with nothing done, if the driver does not
+    /// support this. If the call fails, nothing was copied.
     ///
     /// # Safety
-    /// As for [`copy`](Driver::copy); and the source bytes are not used again.
+    /// The conditions of [`copy`](Driver::copy) hold, and the source bytes are not used again.
     unsafe fn relocate(&self, _moves: &[(At<'_>, At<'_>, usize)]) -> Result<bool> {
         Ok(false)
     }
-    /// Reads bytes to the host, after all work of the default stream. Waits.
+    /// Reads bytes to the host, after all work of the default stream, and waits for the read.
     ///
     /// # Safety
     /// Until the call returns, nothing else on the host writes to the bytes.
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()>;
-    /// Writes bytes from the host. Waits.
+    /// Writes bytes from the host, and waits for the write.
     ///
     /// # Safety
     /// Until the call returns, nothing else on the host reads or writes the bytes.

@@ -17,7 +17,8 @@ pub(crate) struct OpenCl {
     pub(crate) device: &'static ClDevice,
 }
 
-/// The location of a block's bytes in OpenCL memory. Keep the value until the work is enqueued: while it lives, the block cannot move.
+/// The location of a block's bytes in OpenCL memory. Keep the value until the commands are enqueued: while the value lives, the
+/// block cannot move.
 pub(crate) struct ClBlockLocation<'a> {
     pub(crate) device: &'static ClDevice,
     buffer: &'a ClBuffer,
@@ -25,24 +26,24 @@ pub(crate) struct ClBlockLocation<'a> {
 }
 
 impl ClBlockLocation<'_> {
-    /// Returns the segment's buffer. The borrow from `self` prevents its use after the block may move.
+    /// Returns the segment's buffer. The borrow from `self` prevents use of the buffer after the block may move.
     pub(crate) fn buffer(&self) -> &ClBuffer {
         self.buffer
     }
 
-    /// Returns the block's offset in the buffer, in bytes: a multiple of 512.
+    /// Returns the block's offset in the buffer in bytes, which is a multiple of 512.
     pub(crate) fn offset(&self) -> usize {
         self.location.offset()
     }
 
-    /// Returns the location of a byte of the block.
+    /// Returns the location of byte `byte` of the block.
     pub(crate) fn at(&self, byte: usize) -> ClAt<'_> {
         (self.buffer, self.location.offset() + byte)
     }
 }
 
 impl ClBlockLocation<'_> {
-    /// Maps the segment, which is a buffer over host memory with this block as its only one, for the host. Waits for the device.
+    /// Maps the segment for the host. The segment must be a buffer over host memory and have no other block. Waits for the device.
     ///
     /// # Errors
     /// Errors of [`ClDevice::map`](crate::device::opencl::ClDevice::map).
@@ -54,7 +55,7 @@ impl ClBlockLocation<'_> {
 /// Host memory that a device works on in place, mapped for the host until the value is dropped.
 pub(crate) struct MappedHost(MappedBuffer);
 
-// A panic cannot leave the bytes in a broken state.
+// A panic cannot break the bytes, which may have any value.
 impl std::panic::UnwindSafe for MappedHost {}
 impl std::panic::RefUnwindSafe for MappedHost {}
 
@@ -76,8 +77,8 @@ impl OpenCl {
         Ok(OpenCl { device: opencl::open(index)? })
     }
 
-    /// Returns the location of a block; `None` if it is not in OpenCL memory.
-    #[inline(always)] // part of every launch
+    /// Returns the location of a block; `None` if the block is not in OpenCL memory.
+    #[inline(always)] // called at every launch
     pub(crate) fn location(self, block: &Block) -> Option<ClBlockLocation<'_>> {
         let location = block.location();
         match &block.segment().memory().0 {
@@ -103,12 +104,12 @@ impl OpenCl {
         Ok((Memory(MemoryKind::OpenCl(buffer)), bytes))
     }
 
-    /// Creates a buffer over host memory. `None` if the device does not work on host memory in place, or if the driver refuses.
+    /// Creates a buffer over host memory. Returns `None` if the device does not work on host memory in place, or if the driver refuses.
     ///
     /// # Safety
-    /// As for [`ClDevice::buffer_over`].
+    /// The conditions of [`ClDevice::buffer_over`] hold.
     pub(crate) unsafe fn wrap_host_memory(self, start: NonNull<u8>, bytes: usize) -> Option<Memory> {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller promises what `buffer_over` requires.
         let buffer =
             self.device.info().unified_memory.then(|| unsafe { self.device.buffer_over(start, bytes) })?.ok()?;
         Some(Memory(MemoryKind::OpenCl(buffer)))
@@ -129,7 +130,7 @@ impl OpenCl {
     }
 }
 
-// SAFETY: segments are buffers or images of the requested size, which no other code has.
+// SAFETY: segments are buffers or images of the requested size, which no other code uses.
 unsafe impl Driver for OpenCl {
     fn device(&self) -> Device {
         self.device.device()
@@ -179,7 +180,7 @@ unsafe impl Driver for OpenCl {
     }
 
     fn is_done(&self, marker: &Marker) -> Result<bool> {
-        // A failed marker does not prove that earlier work is over: report the error, after which the caller records a new marker.
+        // A failed marker does not prove that earlier work is done. So the error is reported, and the caller records a new marker.
         marker_event(marker).map_or(Ok(true), |event| self.device.query(event))
     }
 

@@ -3,14 +3,14 @@
 //! A device reads and writes pinned memory at the full speed of its bus, but creating pinned memory takes the driver
 //! milliseconds. So blocks are created in size classes and kept. There are eight classes per power of two, so a block
 //! is at most 12.5 % larger than requested, where PyTorch's powers of two waste up to 100 %. Each class has its own
-//! lock, and the source is never called under a lock.
+//! lock, and no lock is held during calls of the [`PinnedSource`].
 //!
 //! A block that a transfer still uses is returned with the transfer's event. The block waits in its class until the
-//! event is done; other blocks of the class whose events are done earlier overtake it.
+//! event is done; blocks of the class whose events are done earlier are reused earlier.
 //!
 //! All pinned memory of the process is bounded, because no other program can use it. If the bound is reached or the
-//! source refuses, the caller uses ordinary memory. A source that has refused a block, or the reserve, is asked again
-//! only after a number of requests that grows with every refusal.
+//! source refuses, the caller uses ordinary memory. After the source has refused a block or the reserve, it is asked
+//! again only after a number of requests, which grows with every refusal.
 
 mod stats;
 #[cfg(test)]
@@ -40,9 +40,9 @@ pub(crate) trait PinnedSource: Send + Sync {
 
     /// Creates a piece of `bytes` bytes, a multiple of 512.
     fn create(&self, bytes: usize) -> Result<Self::Memory, Failure>;
-    /// True if the transfer is done, or has failed for good.
+    /// True if the transfer is done or has failed, so that it no longer uses the memory.
     fn is_done(&self, event: &Self::Event) -> bool;
-    /// True if dropped memory is not released, because transfers may be using it for ever.
+    /// True if dropped memory is not released, because transfers of a lost device may never end.
     fn is_lost(&self) -> bool;
 }
 
@@ -72,13 +72,14 @@ impl Budget {
 pub(crate) struct PinnedPool<S: PinnedSource> {
     source: S,
     classes: Box<[Mutex<SizeClass<S>>]>,
-    /// Bytes of the reserve (0 for none), and the reserve once the source has created it.
+    /// The size of the reserve in bytes (0 for none), and the reserve once the source has created it.
     reserve_bytes: usize,
     reserve: OnceLock<Reserve<S::Memory>>,
-    /// When to ask for the reserve again. Separate, because a refused reserve, which is larger than any block, must not delay blocks.
+    /// When to ask for the reserve again. Separate from `source_backoff`, because a refusal of the large reserve must not delay
+    /// requests for blocks.
     reserve_backoff: Backoff,
     budget: Arc<Budget>,
-    /// When to ask the source again after it has failed with nothing cached that could be released.
+    /// When to ask the source again after it refused a block although no unused block was left to release.
     source_backoff: Backoff,
     stats: Mutex<PinnedStats>,
 }
@@ -97,13 +98,13 @@ struct Piece<M> {
     reserved: bool,
 }
 
-/// The reason that no piece was created.
+/// The reason why the source created no piece.
 enum Refusal {
     ByBudget,
     BySource,
 }
 
-/// A piece created before any other. It is handed out from its start to its end and never released.
+/// A piece created before all others. It is handed out from its start to its end and never released.
 struct Reserve<M> {
     memory: Arc<M>,
     used: AtomicUsize,
@@ -112,7 +113,7 @@ struct Reserve<M> {
 /// Returns the smallest class for a request; `None` if its size overflows.
 fn size_class(bytes: usize) -> Option<usize> {
     let bytes = bytes.max(PAGE_BYTES).checked_next_multiple_of(PAGE_BYTES / CLASSES_PER_DOUBLING)?;
-    // `bytes` is above `lower` and at most twice it, so the class is one of the eight from 9/8 to 16/8 of it.
+    // `bytes` is above 2^`lower` and at most twice that, so the class is one of the eight from 9/8 to 16/8 of 2^`lower`.
     let lower = (bytes - 1).ilog2();
     let steps = (bytes - (1 << lower)).div_ceil((1 << lower) / CLASSES_PER_DOUBLING);
     let class = (lower as usize * CLASSES_PER_DOUBLING + steps)
@@ -127,7 +128,7 @@ fn class_size(class: usize) -> usize {
 
 impl<S: PinnedSource> PinnedPool<S> {
     /// Makes a pool over `source`, with a reserve of `reserve` bytes (0 for none). The reserve is created at once, or
-    /// at a later request if the source or the budget refuses it.
+    /// at a later request if the source or the budget refuses the reserve at first.
     pub(crate) fn new(source: S, reserve: usize, budget: Arc<Budget>) -> PinnedPool<S> {
         let last = size_class(budget.cap.max(PAGE_BYTES)).unwrap_or(0);
         let class = |_| Mutex::new(SizeClass { free: Vec::new(), in_flight: Vec::new() });
@@ -145,7 +146,7 @@ impl<S: PinnedSource> PinnedPool<S> {
         pool
     }
 
-    /// Allocates a block of at least `bytes` bytes. `None` if the caller has to use ordinary memory.
+    /// Allocates a block of at least `bytes` bytes. Returns `None` if the caller has to use ordinary memory.
     pub(crate) fn alloc(&self, bytes: usize) -> Option<Pinned<'_, S>> {
         let class = size_class(bytes).filter(|class| *class < self.classes.len())?;
         let size = class_size(class);
@@ -163,7 +164,7 @@ impl<S: PinnedSource> PinnedPool<S> {
 
     /// Frees the blocks whose transfers are done. Returns true if other blocks are still in use by transfers.
     pub(crate) fn free_finished(&self) -> bool {
-        (0..self.classes.len()).filter(|class| self.free_finished_of_class(*class)).count() > 0 // counts instead of `any`, so that every class is polled
+        (0..self.classes.len()).filter(|class| self.free_finished_of_class(*class)).count() > 0 // `count`, unlike `any`, polls every class
     }
 
     pub(crate) fn stats(&self) -> PinnedStats {
@@ -179,7 +180,7 @@ impl<S: PinnedSource> PinnedPool<S> {
     }
 
     fn lock(&self, class: usize) -> MutexGuard<'_, SizeClass<S>> {
-        // Nothing that can panic runs under the lock.
+        // The lock is never poisoned, because no code under it can panic.
         lock(&self.classes[class])
     }
 
@@ -198,7 +199,7 @@ impl<S: PinnedSource> PinnedPool<S> {
         }
         let (done, still): (Vec<_>, Vec<_>) = in_flight.into_iter().partition(|(event, _)| self.source.is_done(event));
         let (events, free): (Vec<_>, Vec<_>) = done.into_iter().unzip();
-        drop(events); // releasing an event calls the driver
+        drop(events); // not under the lock, because releasing an event calls the driver
         let mut stats = lock(&self.stats);
         free.iter().for_each(|_| stats.record_free(class_size(class)));
         drop(stats);
@@ -208,7 +209,7 @@ impl<S: PinnedSource> PinnedPool<S> {
         !class.in_flight.is_empty()
     }
 
-    /// Returns the reserve, after asking the source again if it has refused the reserve before.
+    /// Returns the reserve, and asks the source again if it refused the reserve before.
     fn reserve_or_retry(&self) -> Option<&Reserve<S::Memory>> {
         if self.reserve_bytes == 0 || self.reserve.get().is_some() {
             return self.reserve.get();
@@ -221,7 +222,7 @@ impl<S: PinnedSource> PinnedPool<S> {
             return None;
         };
         if let Err(second) = self.reserve.set(Reserve { memory: piece.memory, used: AtomicUsize::new(0) }) {
-            // Another thread created the reserve first.
+            // Another thread created the reserve first, so this second reserve is released.
             self.release(self.reserve_bytes, Piece { memory: second.memory, offset: 0, reserved: false });
         }
         self.reserve.get()
@@ -235,7 +236,7 @@ impl<S: PinnedSource> PinnedPool<S> {
         Some(Piece { memory: Arc::clone(&reserve.memory), offset, reserved: true })
     }
 
-    /// Creates a piece, unless the source has refused one lately.
+    /// Creates a piece, unless the source refused a piece lately and must not be asked again yet.
     fn create(&self, size: usize) -> Option<Piece<S::Memory>> {
         if !self.source_backoff.is_due() {
             return None;
@@ -277,7 +278,7 @@ impl<S: PinnedSource> PinnedPool<S> {
 
     fn release_unused(&self) {
         if self.source.is_lost() {
-            return; // the memory stays pinned, and counted
+            return; // the memory stays pinned, and still counts towards the budget
         }
         self.free_finished();
         for class in 0..self.classes.len() {

@@ -1,8 +1,8 @@
 //! Large transfers between the host and a device with its own memory.
 //!
-//! From ordinary memory, a driver transfers at a third of the bus's speed or less, because one thread copies to the driver's own pinned
-//! memory. Here all threads of the CPU's thread team copy to or from a few pinned slices, while the device transfers other slices. As
-//! with a plain transfer, the call returns when all bytes have arrived.
+//! From ordinary memory, a driver transfers at a third of the bus's speed or less, because one thread copies to the
+//! driver's own pinned memory. In this module all threads of the CPU's thread team copy to or from a few pinned slices,
+//! while the device transfers other slices. As with a plain transfer, the call returns when all bytes have arrived.
 //!
 //! On a CPU device there is nothing to transfer: all threads copy directly from or to the mapped buffer.
 
@@ -34,19 +34,19 @@ use crate::storage::per_device::PerDevice;
 use crate::sync::lock;
 use crate::{Device, Error, Result};
 
-/// How a transfer is split: the pinned slices, used in turn, and the pieces that single threads copy.
+/// The sizes by which a transfer is split: the pinned slices, used in turn, and the pieces that single threads copy.
 #[derive(Debug, Clone, Copy)]
 struct StagingSizes {
-    /// Bytes of the pinned blocks that contain slices.
+    /// Size in bytes of the pinned blocks that contain the slices.
     block: usize,
     slice: usize,
     slices: usize,
-    /// Bytes that a thread copies at a time.
+    /// Number of bytes that a thread copies at a time.
     piece: usize,
 }
 
 impl StagingSizes {
-    /// Adapts the sizes to `total` bytes. A small transfer uses two halves, and pieces small enough that all threads get some.
+    /// Adapts the sizes to `total` bytes. A small transfer uses slices of half its size, and pieces small enough that all threads get some.
     fn for_transfer(self, total: usize) -> StagingSizes {
         match total < SMALL_TRANSFER_BYTES {
             true => StagingSizes { slice: (total / 2).clamp(1, self.block), piece: SMALL_PIECE_BYTES, ..self },
@@ -59,17 +59,17 @@ impl StagingSizes {
 const UPLOAD_SIZES: StagingSizes = StagingSizes { block: 2 << 20, slice: 2 << 20, slices: 4, piece: 512 << 10 };
 /// Sizes for transfers to the host, where the device needs more slices to stay busy.
 const DOWNLOAD_SIZES: StagingSizes = StagingSizes { block: 4 << 20, slice: 4 << 20, slices: 6, piece: 256 << 10 };
-/// The smallest transfer, in bytes, that is split. Below it the driver's own transfer is as fast.
+/// The smallest transfer, in bytes, that is split. For smaller transfers the driver's own transfer is as fast.
 const MIN_STAGED_BYTES: usize = 1 << 20;
-/// Transfers of fewer bytes use two halves.
+/// Transfers of fewer bytes use slices of half their size.
 const SMALL_TRANSFER_BYTES: usize = 4 << 20;
-/// Bytes that a thread copies at a time in transfers below [`SMALL_TRANSFER_BYTES`].
+/// Number of bytes that a thread copies at a time in transfers below [`SMALL_TRANSFER_BYTES`].
 const SMALL_PIECE_BYTES: usize = 64 << 10;
-/// The smallest copy, in bytes, from or to a CPU device's buffer that all threads share.
+/// The smallest copy, in bytes, from or to a CPU device's buffer that is divided among all threads.
 const MIN_MAPPED_BYTES: usize = 4 << 20;
-/// The pinned memory allowed is the machine's memory divided by this number.
+/// At most the machine's memory divided by this number may be pinned.
 const PINNED_MEMORY_DIVISOR: u64 = 8;
-/// The pinned memory allowed, in bytes, if the size of the machine's memory is unknown.
+/// The maximum of pinned memory, in bytes, if the size of the machine's memory is unknown.
 const DEFAULT_PINNED_BYTES: u64 = 1 << 30;
 /// Interval at which the background thread polls (`pinned_use_background_threads`), as in PyTorch.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
@@ -78,7 +78,7 @@ pub(in crate::storage) struct PinnedDevice(&'static ClDevice);
 
 impl PinnedSource for PinnedDevice {
     type Memory = MappedBuffer;
-    /// The events of all transfers that use the memory.
+    /// The events of all transfers that use a block of pinned memory.
     type Event = Vec<Arc<ClEvent>>;
 
     fn create(&self, bytes: usize) -> Result<MappedBuffer, Failure> {
@@ -112,7 +112,7 @@ fn pool(device: &'static ClDevice) -> &'static DevicePinnedPool {
     static MAKING: Mutex<()> = Mutex::new(());
     let _one_at_a_time = lock(&MAKING);
     existing_pool(device.device()).unwrap_or_else(|| {
-        let config = Config::from_env_once().cloned().unwrap_or_default(); // an invalid configuration is reported when the allocator is made
+        let config = Config::from_env_once().cloned().unwrap_or_default(); // errors of the configuration are reported when the allocator is made
         let made = PinnedPool::new(PinnedDevice(device), config.pinned_reserve_segment_size, Arc::clone(budget()));
         let pool: &'static DevicePinnedPool = Box::leak(Box::new(made));
         POOLS.get_or_insert(device.device(), pool);
@@ -123,7 +123,7 @@ fn pool(device: &'static ClDevice) -> &'static DevicePinnedPool {
                     pool.free_finished();
                 }
             };
-            // If the thread cannot start, blocks become free when the next one is requested.
+            // If the background thread cannot start, finished blocks are freed at the next request instead.
             let _ = std::thread::Builder::new().name("claystone-pinned".into()).spawn(poll);
         }
         pool
@@ -140,8 +140,8 @@ fn budget() -> &'static Arc<Budget> {
     })
 }
 
-/// Reads bytes of a buffer to the host, waits for them and reports faults that this thread's kernels found. `pinned` is
-/// the pinned memory that contains `dst`, if any.
+/// Reads bytes of a buffer to the host, waits until they have arrived, and reports faults that this thread's kernels
+/// found. `pinned` is the pinned memory that contains `dst`, if any.
 pub(in crate::storage) fn read(
     device: &'static ClDevice,
     src: ClAt<'_>,
@@ -167,12 +167,12 @@ pub(in crate::storage) fn read_into<T: AnyBitPattern + NoUninit>(
     }
 }
 
-/// Reads through a mapping or pinned slices, so that no command refers to `dst`. `None` if the driver's own transfer is better.
+/// Reads through a mapping or pinned slices, so that no command refers to `dst`. Returns `None` if the driver's own transfer is faster.
 fn try_read_staged(device: &'static ClDevice, src: ClAt<'_>, dst: &mut [u8]) -> Option<Result<()>> {
     if is_mapped(device, dst.len()) {
         let (n, to) = (dst.len(), dst.as_mut_ptr());
         let region = MapRegion { at: src, overwrite: false };
-        // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `dst` is borrowed exclusively.
+        // SAFETY: `n` bytes are mapped at `from`, and nothing runs on the device meanwhile; `dst` is borrowed exclusively.
         return Some(device.with_mapped(region, n, |from| unsafe { copy_raw(from, to, n, copy) }));
     }
     let ring = is_staged(device, dst.len())
@@ -190,7 +190,7 @@ pub(in crate::storage) fn write(
     if is_mapped(device, src.len()) {
         let (n, from) = (src.len(), src.as_ptr());
         let region = MapRegion { at: dst, overwrite: true };
-        // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `src` is borrowed.
+        // SAFETY: `n` bytes are mapped at `to`, and nothing runs on the device meanwhile; `src` is borrowed.
         return device.with_mapped(region, n, |to| unsafe { copy_raw(from, to, n, copy) });
     }
     if let Some(lent) = pinned.and_then(|pinned| pinned.lend(device, src.as_ptr().cast_mut(), src.len(), false)) {
@@ -204,7 +204,7 @@ pub(in crate::storage) fn write(
     }
 }
 
-/// True if a transfer is split; otherwise the driver's own transfer is better.
+/// True if a transfer is split; otherwise the driver's own transfer is faster.
 fn is_staged(device: &ClDevice, bytes: usize) -> bool {
     let info = device.info();
     bytes >= MIN_STAGED_BYTES && !info.unified_memory && info.kind != DeviceKind::Cpu
@@ -217,26 +217,26 @@ fn is_mapped(device: &ClDevice, bytes: usize) -> bool {
 
 /// Pinned host memory that holds a tensor's elements.
 pub(in crate::storage) struct PinnedBytes {
-    /// Taken only on drop.
+    /// The pinned block, which is taken out only when the value is dropped.
     block: ManuallyDrop<Pinned<'static, PinnedDevice>>,
     opened: &'static ClDevice,
-    /// Enqueued transfers that were not waited for.
+    /// The enqueued transfers whose end the host has not waited for.
     enqueued_transfers: Mutex<Vec<EnqueuedTransfer>>,
-    /// The numbers of other transfers that read and that write the bytes. A transfer whose end is unknown stays counted.
+    /// The number of other transfers that read the bytes, and the number that write them. A transfer whose end is unknown stays counted.
     readers: AtomicUsize,
     writers: AtomicUsize,
 }
 
 /// Bytes of a [`PinnedBytes`] that a transfer uses in place. The code that makes the value has borrowed the bytes,
-/// under the lock of their tensor. If the value is forgotten, the bytes stay blocked for all other code.
+/// under the lock of the bytes' tensor. If the value is forgotten, the bytes stay blocked for all other code.
 struct LentBytes<'a> {
     start: *mut u8,
     bytes: usize,
     transfer_count: &'a AtomicUsize,
 }
 
-// SAFETY: the bytes are borrowed, exclusively if they are written. After the borrow ends, no other code gets at them
-// until this value is dropped: `PinnedBytes::wait_and_check` fails. Once the device is lost, a `PinnedBytes` is never released.
+// SAFETY: the bytes are borrowed, exclusively if they are written. After the borrow ends, no other code can access the bytes until
+// this value is dropped, because `PinnedBytes::wait_and_check` fails. Once the device is lost, a `PinnedBytes` is never released.
 unsafe impl HostMemory for LentBytes<'_> {
     fn range(&mut self) -> (*mut u8, usize) {
         (self.start, self.bytes)
@@ -256,7 +256,7 @@ impl PinnedBytes {
         Some(PinnedBytes { block, opened, enqueued_transfers: Mutex::default(), readers, writers })
     }
 
-    /// Returns the first byte. The contents are initially unspecified, but initialised.
+    /// Returns the address of the first byte. The contents are initially unspecified, but initialised.
     pub(in crate::storage) fn start(&self) -> NonNull<u8> {
         block_start(&self.block)
     }
@@ -265,8 +265,8 @@ impl PinnedBytes {
         self.opened.device() == device
     }
 
-    /// Lends some of the bytes to a transfer of this device, for reading, or for writing if `written`. `None` if the
-    /// bytes are pinned for another device.
+    /// Lends some of the bytes to a transfer of this device, for reading, or for writing if `written`. Returns `None`
+    /// if the bytes are pinned for another device.
     fn lend(&self, device: &ClDevice, start: *mut u8, bytes: usize, written: bool) -> Option<LentBytes<'_>> {
         if !self.is_for(device.device()) {
             return None;
@@ -278,8 +278,8 @@ impl PinnedBytes {
         Some(LentBytes { start, bytes, transfer_count })
     }
 
-    /// Waits for enqueued transfers before the bytes are read, or written if `written`. Call it under the tensor's
-    /// lock. An error if a transfer of the lost device may still be using the bytes.
+    /// Waits for enqueued transfers before the bytes are read, or written if `written`. Call this method while holding
+    /// the tensor's lock. Returns an error if the device is lost and one of its transfers may still be using the bytes.
     pub(in crate::storage) fn wait_and_check(&self, written: bool) -> Result<()> {
         self.wait_for_enqueued(written)?;
         // Transfers in progress hold the tensor's lock too, exclusively if they write, so a count above 0 means a transfer whose end is unknown.
@@ -306,7 +306,7 @@ impl Drop for PinnedBytes {
     }
 }
 
-/// Allocates pinned memory for a device's transfers. `None` for the CPU device, for zero bytes, and if none is left.
+/// Allocates pinned memory for a device's transfers. Returns `None` for the CPU device, for zero bytes, and if no pinned memory is left.
 pub(in crate::storage) fn alloc_pinned(device: Device, bytes: usize) -> Result<Option<PinnedBytes>> {
     let Device::OpenCL(index) = device else { return Ok(None) };
     let opened = opencl::open(index)?;
@@ -317,7 +317,7 @@ pub(in crate::storage) fn alloc_pinned(device: Device, bytes: usize) -> Result<O
 fn block_start(block: &Pinned<'static, PinnedDevice>) -> NonNull<u8> {
     let (memory, offset) = block.memory();
     debug_assert!(offset + block.bytes() <= memory.bytes());
-    // SAFETY: the pool's blocks are inside their memory.
+    // SAFETY: the pool makes only blocks that are inside their memory.
     unsafe { memory.start().add(offset) }
 }
 
@@ -329,7 +329,8 @@ struct Ring {
 }
 
 impl Ring {
-    /// Allocates slices for a transfer of `total` bytes. `None` if there is too little pinned memory for a gain.
+    /// Allocates slices for a transfer of `total` bytes. Returns `None` if there is too little pinned memory to be faster than the
+    /// driver's own transfer.
     fn new(
         pool: &'static DevicePinnedPool,
         device: &'static ClDevice,
@@ -337,7 +338,7 @@ impl Ring {
         total: usize,
     ) -> Option<Ring> {
         let wanted = total.div_ceil(sizes.slice).min(sizes.slices);
-        let stream = device.current_stream(); // the current stream of this thread: threads of the team have none
+        let stream = device.current_stream(); // read on this thread, because the team's threads have other current streams
         let slice = |block| SharedSlice::new(StagingSlice { device, stream, block: Some(block), event: None });
         let slices: Vec<SharedSlice> = (0..wanted).map_while(|_| pool.alloc(sizes.block)).map(slice).collect();
         (slices.len() >= wanted.min(2)).then_some(Ring { device, slices, sizes })
@@ -362,7 +363,7 @@ impl Ring {
             },
             |chunk| chunk + slots >= count || transfer.keep_error(begin(chunk + slots)),
         )?;
-        self.device.report_faults() // faults of this thread's kernels
+        self.device.report_faults() // reports faults that this thread's kernels found
     }
 
     fn write(self, src: &[u8], dst: ClAt<'_>) -> Result<()> {
@@ -376,7 +377,8 @@ impl Ring {
                 // SAFETY: the piece is inside `src`. No other thread has these bytes of the slice, nor does a transfer:
                 // the previous one is done, and the next one begins when all pieces of the chunk are copied.
                 unsafe {
-                    // Bypasses the cache: the host does not read the bytes again, and the device gets them sooner.
+                    // The copy bypasses the processor's cache, because the host does not read the bytes again and the device can
+                    // read them sooner.
                     copy_raw(src.as_ptr().add(piece.start), to, piece.len(), |to, from| {
                         Streaming::new().copy(to, from)
                     });
@@ -414,7 +416,7 @@ impl SharedSlice {
 struct StagingSlice {
     device: &'static ClDevice,
     stream: StreamId,
-    /// Taken only on drop.
+    /// The pinned block, which is taken out only when the slice is dropped.
     block: Option<Pinned<'static, PinnedDevice>>,
     event: Option<ClEvent>,
 }
@@ -436,15 +438,15 @@ impl StagingSlice {
 
     fn read(&mut self, src: ClAt<'_>, n: usize) -> Result<()> {
         self.wait()?;
-        // SAFETY: `n` bytes of this block, used by no transfer. Nothing touches them before `wait` has found the event
-        // done; on drop the pool gets the block together with the event.
+        // SAFETY: the range is `n` bytes of this block, which no transfer uses. No code accesses the bytes before
+        // `wait` has found the event done; on drop the pool gets the block together with the event.
         self.event = Some(unsafe { self.device.start_read(self.stream, src, self.range(n), n) }?);
         Ok(())
     }
 
     fn write(&mut self, dst: ClAt<'_>, n: usize) -> Result<()> {
         self.wait()?;
-        // SAFETY: as in `read`.
+        // SAFETY: the range is `n` bytes of this block, which no other transfer uses until `wait` has found the event done.
         self.event = Some(unsafe { self.device.start_write(self.stream, self.range(n), dst, n) }?);
         Ok(())
     }
@@ -453,8 +455,8 @@ impl StagingSlice {
 impl Drop for StagingSlice {
     fn drop(&mut self) {
         match (self.block.take(), self.event.take()) {
-            (Some(block), Some(event)) => block.release_after(vec![Arc::new(event)]), // left by an error
-            // A transfer without an event may be using the block.
+            (Some(block), Some(event)) => block.release_after(vec![Arc::new(event)]), // an error ended the transfer early
+            // On a lost device, a transfer whose event is unknown may still use the block, so the block is leaked.
             (Some(block), None) if self.device.is_lost() => mem::forget(block),
             _ => {}
         }

@@ -1,4 +1,4 @@
-//! Which storages can be owned exclusively, and how their blocks are pinned.
+//! Tests of which storages can be owned exclusively, and of how their blocks are pinned.
 
 use std::thread;
 
@@ -19,7 +19,7 @@ fn an_exclusive_owner_accesses_the_elements_in_place() {
     let values: Vec<u8> = (1..8_i32).flat_map(i32::to_ne_bytes).collect();
     let mut exclusive = ExclusiveHost::<i32>::new("test", holding(&values), 8, 4).unwrap();
     assert!(exclusive[..] == [3, 4, 5, 6] && is_exported(&exclusive.storage));
-    // Another thread writes without a lock. Afterwards the block may move.
+    // Another thread can own the elements and write without a lock. After `into_storage` the block may move again.
     let change = move || {
         exclusive[3] = -1;
         exclusive.into_storage()
@@ -56,7 +56,7 @@ fn shared_and_invalid_storages_are_refused() {
     assert!(ExclusiveHost::<u32>::new("test", s(), 4, usize::MAX / 2).is_err(), "no such size");
 }
 
-/// Blocks around the exclusive one move. The exclusive block stays until it is a storage again.
+/// Compaction moves the other blocks. The exclusive block keeps its location until it is a storage again.
 #[test]
 fn compaction_does_not_move_an_exclusive_block() {
     let allocator = super::super::allocator(Device::Cpu).unwrap();

@@ -9,7 +9,7 @@ fn guarded(driver: &Arc<dyn Driver>, conf: &str) -> GuardAllocator {
     GuardAllocator::new(inner, Arc::clone(driver))
 }
 
-/// The simulated device and every real one.
+/// Returns the drivers of the simulated device and of every real device.
 fn drivers() -> Vec<Arc<dyn Driver>> {
     let sim: Arc<dyn Driver> = Arc::new(Sim::new(SimOptions { contents: true, ..SimOptions::default() }));
     let all = if cfg!(miri) { vec![Device::Cpu] } else { Device::all() };
@@ -76,7 +76,7 @@ fn freed_bytes_are_poisoned() {
         let block = guarded.allocate(1000, STREAM).unwrap();
         write(&driver, &block, 0, &vec![1; block.size()]);
         guarded.deallocate(block);
-        let block = guarded.allocate(1000, STREAM).unwrap(); // the same buffer
+        let block = guarded.allocate(1000, STREAM).unwrap(); // reuses the buffer that was just freed
         let mut bytes = vec![0; block.size()];
         let place = block.location();
         // SAFETY: this thread is the only one that uses the block.
@@ -97,7 +97,7 @@ fn queued_work_is_waited_for() {
     let block = guarded.allocate(1000, one).unwrap();
     guarded.record_stream(&block, two);
     let place = block.location();
-    // Writes out of bounds, on the recorded stream.
+    // The stream that was recorded for the block writes behind the block's end.
     sim.write_tag_at(two, (place.segment().memory(), place.offset() + block.size()), 512, 5).unwrap();
     drop(place);
     sim.write_tag(one, &block, 4).unwrap();

@@ -11,10 +11,11 @@ thread_local! {
     static CALLER: Cell<Option<&'static Location<'static>>> = const { Cell::new(None) };
 }
 
-/// Attributes this thread's allocations to the line that called the current method, until the value is dropped. Methods that return
-/// tensors begin with a `Caller`, which costs one relaxed load if no history is recording.
+/// Attributes this thread's allocations to the line that called the current method, until the value is dropped. Methods
+/// that return tensors make a `Caller` first, which costs one relaxed load if no history is recording.
 ///
-/// A function that calls such methods, other than from closures, only needs `#[track_caller]` to pass on its caller's line.
+/// A function that calls such methods outside closures needs only `#[track_caller]`: the allocations are then attributed to the
+/// function's caller.
 ///
 /// ```
 /// use claystone::storage::{Caller, History, HistoryOptions, TraceAction};
@@ -31,15 +32,15 @@ thread_local! {
 /// ```
 #[must_use = "it ends when it is dropped"]
 pub struct Caller {
-    /// The enclosing line, if this value replaced it.
+    /// The previous line, if this value replaced it.
     outer: Option<Option<&'static Location<'static>>>,
     of_this_thread: PhantomData<*const ()>,
 }
 
 impl Caller {
-    /// Starts a scope in a function that is `#[track_caller]`. If the caller is a function of this crate, the enclosing
-    /// line stays. If the caller is the program, its line counts even within another scope, as in a hook called by a
-    /// backward pass.
+    /// Starts a scope in a function that is `#[track_caller]`. If the caller is a function of this crate, the previous
+    /// line stays. If the caller is the program, its line replaces the previous line even within another scope, as in a
+    /// hook called by a backward pass.
     #[track_caller]
     #[inline(always)]
     pub fn enter() -> Caller {
@@ -57,13 +58,13 @@ impl Drop for Caller {
     }
 }
 
-/// Sets the thread's line, and returns the enclosing one. `None` if the location is in this crate.
+/// Sets the thread's line, and returns the previous line. Returns `None`, and changes nothing, if the location is in this crate.
 #[cold]
 fn replace_line(location: &'static Location<'static>) -> Option<Option<&'static Location<'static>>> {
     if is_inner(location.file()) {
         return None;
     }
-    CALLER.try_with(|caller| caller.replace(Some(location))).ok() // destructors of thread-locals may run after it is gone
+    CALLER.try_with(|caller| caller.replace(Some(location))).ok() // fails in thread-local destructors that run after `CALLER` is gone
 }
 
 #[cold]
@@ -75,7 +76,8 @@ pub(super) fn current_line() -> Option<&'static Location<'static>> {
     CALLER.try_with(Cell::get).ok().flatten()
 }
 
-/// Adds the line to a stack's frames: to the innermost frame if debug information gave no line, or as the only frame.
+/// Adds the line to a stack's frames: as the line of the innermost frame if debug information gave none, or as a new frame if there
+/// are no frames.
 pub(super) fn add_caller_line(frames: &mut Vec<Frame>, location: &Location<'_>) {
     let (filename, line) = (location.file().to_owned(), location.line());
     match frames.first_mut() {
@@ -85,14 +87,14 @@ pub(super) fn add_caller_line(frames: &mut Vec<Frame>, location: &Location<'_>) 
     }
 }
 
-/// True if the file belongs to this crate. The crate's tests count as users.
+/// True if the file belongs to this crate. The crate's tests count as the program.
 fn is_inner(file: &str) -> bool {
     const HERE: &str = "storage/history/caller.rs";
     let sources = &file!()[..file!().len() - HERE.len()];
     file.starts_with(sources) && !file.contains("tests")
 }
 
-/// Runs `f` inside a scope, as a function of this crate would.
+/// Runs `f` inside a [`Caller`] scope, as a method of this crate does.
 #[cfg(test)]
 pub(super) fn inside(f: impl FnOnce()) {
     let _caller = Caller::enter();

@@ -9,12 +9,12 @@ use crate::{Error, Result};
 const MAX_ADDRESS: u64 = 1 << 53;
 
 impl Snapshot {
-    /// Checks every assumption of PyTorch's viewers. Blocks tile their segments, segments do not overlap, and
-    /// JavaScript can represent the addresses. Undoing the trace from its last entry to its first, as the viewer does,
-    /// finds every block and segment it needs. A trace that lost its first entries is consistent too.
+    /// Checks every assumption of PyTorch's viewers. Blocks tile their segments, segments do not overlap, and JavaScript can
+    /// represent the addresses. Undoing the trace from its last entry to its first, as the viewer does, must find every block and
+    /// segment that an entry refers to. A trace that lost its first entries is consistent too.
     ///
     /// # Errors
-    /// The first inconsistency, as a sentence.
+    /// A sentence that describes the first inconsistency.
     pub fn check(&self) -> Result<()> {
         self.find_fault().map_err(|reason| Error::invalid("snapshot", reason))
     }
@@ -73,7 +73,7 @@ struct Memory {
     blocks: BTreeMap<u64, Block>,
 }
 
-/// A live segment, or adjacent pages of a reservation.
+/// A live segment, or a run of adjacent committed pages of a reservation.
 #[derive(Clone, Copy)]
 struct Segment {
     size: u64,
@@ -81,7 +81,7 @@ struct Segment {
 }
 
 struct Block {
-    /// The bytes that the block is known to cover: the requested bytes if the trace freed the block.
+    /// The number of bytes the block is known to cover: only the requested bytes if the block is known from a free in the trace.
     size: u64,
     requested: u64,
     pending: bool,
@@ -98,7 +98,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Goes from the state after `entry` to the state before it.
+    /// Changes the state after `entry` into the state before `entry`.
     fn undo(&mut self, entry: &TraceEntry) -> Result<(), String> {
         let TraceEntry { addr, size, stream, .. } = *entry;
         if !matches!(entry.action, TraceAction::Snapshot | TraceAction::Oom)

@@ -6,7 +6,8 @@ use super::super::config::Config;
 use super::stack::Stack;
 use super::{Context, FrameCache, RecordedEvents, SegmentInfo, Setting, Snapshot, TraceAction, annotations};
 
-/// A segment, and the contexts of the segment and its blocks. Their frames are looked up after the lock is released.
+/// A segment, and the contexts of the segment and its blocks. The frames of these contexts are looked up later, when the
+/// allocator's lock is released.
 pub(crate) struct SegmentWithContexts {
     pub(crate) segment: SegmentInfo,
     pub(crate) context: Context,
@@ -42,7 +43,7 @@ impl Snapshot {
         settings.insert("trace_alloc_max_entries".into(), count(recorded.max_entries as u64));
         settings.insert("trace_alloc_overflowed".into(), count(recorded.overwritten));
         settings.insert("stacks_lost".into(), count(Stack::lost()));
-        // A trace's index is its device's number.
+        // The index of a trace is the number of its device.
         let mut device_traces = vec![Vec::new(); device as usize];
         device_traces.push(recorded.events.into_iter().map(|event| event.entry(&mut frames)).collect());
         Snapshot { segments, device_traces, allocator_settings: settings, external_annotations: annotations(device) }
@@ -55,9 +56,9 @@ impl Snapshot {
         self.segments.extend(images.segments.into_iter().map(|s| SegmentInfo { segment_pool_id: (1, 0), ..s }));
         self.segments.sort_by_key(|segment| segment.address);
         for (trace, others) in self.device_traces.iter_mut().zip(images.device_traces) {
-            // Taking both snapshots is one event, not two.
+            // Taking the two snapshots recorded two `Snapshot` events, of which only one is kept.
             trace.extend(others.into_iter().filter(|entry| entry.action != TraceAction::Snapshot));
-            trace.sort_by_key(|entry| entry.time_us); // stable: events of one allocator stay in order
+            trace.sort_by_key(|entry| entry.time_us); // the sort is stable, so events of one allocator stay in order
         }
         self
     }

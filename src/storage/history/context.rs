@@ -20,7 +20,7 @@ pub struct Context {
     caller: Option<&'static Location<'static>>,
 }
 
-/// The nested names a thread was inside of, as the index of a node in the tree of names.
+/// The nested names that a thread was inside of, given by the index of the innermost name's node in the tree of names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct NamePath(u32);
 
@@ -28,7 +28,7 @@ struct NamePath(u32);
 /// removed. The first node is the root, which has no name.
 static NAME_TREE: LazyLock<Mutex<Vec<Node>>> = LazyLock::new(|| Mutex::new(vec![Node::default()]));
 
-/// A name in the tree.
+/// A node of the tree of names.
 #[derive(Default)]
 struct Node {
     parent: u32,
@@ -37,15 +37,15 @@ struct Node {
 }
 
 thread_local! {
-    /// The names that this thread is inside of.
+    /// The names of the [`with_context`] calls that this thread is inside of.
     static CURRENT: Cell<NamePath> = const { Cell::new(NamePath::NONE) };
 }
 
 impl Context {
-    /// No information: no stack, and outside any [`with_context`].
+    /// A context without information: no stack, no line and no names.
     pub const NONE: Context = Context { stack: Stack::NONE, names: NamePath::NONE, caller: None };
 
-    /// Returns the calling thread's names.
+    /// Returns a context with the names that the calling thread is inside of, and without a stack.
     pub fn current() -> Context {
         Context { names: NamePath::current(), ..Context::NONE }
     }
@@ -55,7 +55,7 @@ impl Context {
         Context { stack: Stack::capture(), ..Context::current() }
     }
 
-    /// Adds the line that called the crate.
+    /// Adds the program's line that called the crate.
     pub(super) fn with_caller(self) -> Context {
         Context { caller: caller::current_line(), ..self }
     }
@@ -77,7 +77,7 @@ impl Context {
     }
 }
 
-/// A cache of resolved contexts, most of which are the same.
+/// A cache of the frames of contexts, because most events have one of a few contexts.
 #[derive(Default)]
 pub(super) struct FrameCache(HashMap<Context, Arc<[Frame]>>);
 
@@ -91,7 +91,7 @@ impl NamePath {
     const NONE: NamePath = NamePath(0);
 
     fn current() -> NamePath {
-        // A destructor of a thread-local may free a block after this thread-local is gone.
+        // A destructor of a thread-local may free a block, and record the event, after `CURRENT` is gone.
         CURRENT.try_with(Cell::get).unwrap_or(NamePath::NONE)
     }
 
@@ -114,7 +114,7 @@ impl NamePath {
         names.join("/")
     }
 
-    /// Returns the node of `name` inside these names, added on first use.
+    /// Returns the node of `name` inside the name `self`. Adds the node on first use.
     fn child(self, name: &str) -> NamePath {
         let mut tree = lock(&NAME_TREE);
         if let Some(&names) = tree[self.0 as usize].children.get(name) {
@@ -127,8 +127,8 @@ impl NamePath {
     }
 }
 
-/// Runs `f`. Every event recorded by this thread meanwhile carries `name`, as PyTorch's `compile_context` and as a frame outside the
-/// frames of its stack. Nested names are joined by slashes. Each name is kept for the life of the process, so use few.
+/// Runs `f`. Every event that this thread records during the call carries `name`: in PyTorch's field `compile_context`, and as a frame that
+/// encloses the frames of the event's stack. Nested names are joined by slashes. Each name is kept for the life of the process, so use few.
 ///
 /// ```
 /// use claystone::storage::{History, HistoryOptions, TraceAction, with_context};
@@ -156,21 +156,21 @@ pub fn with_context<R>(name: &str, f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// Returns the names of a context by its number, the innermost first.
+/// Returns the names of the node with this number, the innermost name first.
 fn names_of(number: u32) -> Vec<String> {
     NamePath(number).list()
 }
 
-/// The number of histories that are recording. Spans and callers' lines are kept only while it is above 0.
+/// The number of histories that are recording. Spans and callers' lines are recorded only while this number is above 0.
 static RECORDING: AtomicUsize = AtomicUsize::new(0);
 
-/// Starts and ends of spans, of the whole process.
+/// The latest starts and ends of spans in the whole process.
 static SPANS: Mutex<VecDeque<(String, Stage, u64)>> = Mutex::new(VecDeque::new());
 
 /// The number of starts and ends to keep.
 const MAX_SPANS: usize = 100_000;
 
-/// Counts a history that starts or stops recording.
+/// Counts how many histories are recording: adds one if `on`, else subtracts one.
 pub(super) fn count_recording(on: bool) {
     if on {
         RECORDING.fetch_add(1, Ordering::Relaxed);
@@ -185,11 +185,11 @@ pub(super) fn is_recording() -> bool {
 }
 
 /// Runs `f`, and shows its start and end under `name` in the snapshots of every device (PyTorch's
-/// `external_annotations`). Spans are recorded while any allocator's history is on; the latest 50,000 spans of the
-/// process are kept.
+/// `external_annotations`). Spans are recorded while any allocator's history is recording; the latest 50,000 spans of
+/// the process are kept.
 ///
-/// During [profiling](crate::profiler) the span is an event of the profile, and everything this thread records
-/// meanwhile carries `name`. Each name is then kept for the life of the process, so use few.
+/// During [profiling](crate::profiler) the span is an event of the profile, and everything that this thread records
+/// during the call carries `name`. Each name is then kept for the life of the process, so use few.
 ///
 /// ```
 /// let four = claystone::storage::annotate("forward", || 2 + 2);
@@ -229,7 +229,7 @@ fn record_span_edge(name: &str, stage: Stage) {
     spans.push_back((name.to_owned(), stage, now_us()));
 }
 
-/// Returns the spans recorded by [`annotate`], in the form for a snapshot of the device with this number.
+/// Returns the spans recorded by [`annotate`], in the form that a snapshot of the device with this number contains.
 pub fn annotations(device: u32) -> Vec<Annotation> {
     let annotation = |(name, stage, time_us): &(String, Stage, u64)| Annotation {
         name: name.clone(),

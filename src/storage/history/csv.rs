@@ -1,4 +1,4 @@
-//! RMM's log of allocations, as its `logging_resource_adaptor` writes and its replay benchmark reads.
+//! RMM's log of allocations, in the format that RMM's `logging_resource_adaptor` writes and its replay benchmark reads.
 
 use std::cell::Cell;
 use std::fmt::Display;
@@ -25,14 +25,14 @@ pub enum CsvAction {
     Allocate,
     /// `free`
     Free,
-    /// `allocate failure`: there is no pointer, and no memory was allocated.
+    /// `allocate failure`: no memory was allocated, so the line has no pointer.
     AllocateFailure,
 }
 
 impl CsvAction {
     const ALL: [CsvAction; 3] = [CsvAction::Allocate, CsvAction::Free, CsvAction::AllocateFailure];
 
-    /// Returns the word in the file.
+    /// Returns the word for the action in the file.
     pub fn name(self) -> &'static str {
         match self {
             CsvAction::Allocate => "allocate",
@@ -45,21 +45,21 @@ impl CsvAction {
 /// A line of the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CsvEvent {
-    /// A number for the thread.
+    /// The number of the thread that logged the event.
     pub thread: u64,
     /// Microseconds since midnight, UTC.
     pub time_us: u64,
-    /// The action.
+    /// The logged action.
     pub action: CsvAction,
-    /// The block's address.
+    /// The address of the block.
     pub addr: u64,
     /// The block's size in bytes.
     pub bytes: u64,
-    /// The stream.
+    /// The number of the stream.
     pub stream: u64,
 }
 
-/// Writes events in RMM's format. Buffered; dropping it flushes.
+/// Writes events in RMM's format. Lines are buffered, and written at the latest when the log is dropped.
 ///
 /// ```
 /// use claystone::storage::{CsvAction, CsvLog};
@@ -95,7 +95,7 @@ impl<W: Write + Send> CsvLog<W> {
             .map_err(write_error)
     }
 
-    /// Writes buffered lines.
+    /// Writes the buffered lines to the writer.
     ///
     /// # Errors
     /// If the writer fails.
@@ -154,7 +154,7 @@ impl CsvEvent {
 impl FromStr for CsvEvent {
     type Err = String;
 
-    /// Parses a line. The error describes the mistake.
+    /// Parses a line. The error describes the problem in the line.
     fn from_str(line: &str) -> Result<CsvEvent, String> {
         let columns: Vec<&str> = line.split(',').map(str::trim).take(COLUMNS + 1).collect();
         let &[thread, time, action, addr, bytes, stream] = columns.as_slice() else {

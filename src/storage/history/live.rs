@@ -16,9 +16,9 @@ pub struct LiveMemory {
     /// The stack that allocated most of the bytes. All stacks of the site have the same innermost frame, which is the
     /// first. Empty for blocks without a context, such as those allocated before recording began.
     pub frames: Arc<[Frame]>,
-    /// Requested bytes.
+    /// The number of requested bytes of the blocks.
     pub bytes: u64,
-    /// The number of blocks.
+    /// The number of blocks that were allocated at the call site.
     pub blocks: u64,
 }
 
@@ -29,7 +29,7 @@ pub struct LiveBlock {
     pub device: u32,
     /// The address of the first byte.
     pub address: u64,
-    /// Requested bytes.
+    /// The requested size in bytes.
     pub bytes: u64,
     /// The stack that allocated the block, the innermost frame first, with the names given to [`with_context`](super::with_context).
     pub frames: Arc<[Frame]>,
@@ -39,7 +39,7 @@ pub struct LiveBlock {
 }
 
 impl Snapshot {
-    /// Returns the blocks in use, the largest first, with the information of the trace.
+    /// Returns the blocks in use, the largest first, with the age and the names that the trace gives.
     ///
     /// ```
     /// use claystone::storage::{HistoryOptions, with_context};
@@ -86,7 +86,7 @@ impl Snapshot {
         blocks
     }
 
-    /// Writes the blocks in use by context and by age, and the largest blocks, as far as their origin is known.
+    /// Writes tables of the blocks in use by context and by age, if the trace gives contexts and ages, and of the largest blocks.
     pub(super) fn fmt_live_blocks(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let blocks = self.live_blocks();
         let traced = |block: &LiveBlock| block.traced.is_some();
@@ -122,8 +122,8 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Returns the blocks in use grouped by the innermost frame that allocated them, the most bytes first, which makes
-    /// leaks visible. Without [`stacks`](super::HistoryOptions::stacks) that frame is only the source line.
+    /// Returns the blocks in use grouped by the innermost frame that allocated them, groups with the most bytes first,
+    /// which makes leaks visible. Without [`stacks`](super::HistoryOptions::stacks) that frame is only the source line.
     ///
     /// ```
     /// use claystone::storage::HistoryOptions;
@@ -147,7 +147,8 @@ impl Snapshot {
     }
 }
 
-/// Groups blocks, each given by the stack that allocated it and its bytes, by the innermost frame, the most bytes first.
+/// Groups blocks by the innermost frame that allocated them, groups with the most bytes first. Each block is given by its stack and
+/// its size in bytes.
 pub(super) fn group_by_call_site<'a>(blocks: impl Iterator<Item = (&'a Arc<[Frame]>, u64)>) -> Vec<LiveMemory> {
     let mut stacks: HashMap<&Arc<[Frame]>, (u64, u64)> = HashMap::new();
     for (frames, size) in blocks {
@@ -177,7 +178,7 @@ pub(super) fn fmt_sites(f: &mut fmt::Formatter<'_>, head: &str, sites: &[LiveMem
     if sites.iter().all(|site| site.frames.is_empty()) {
         return Ok(());
     }
-    // Without stacks only lines are known.
+    // Without recorded stacks, frames have a file and a line but no function name.
     let is_line = |frame: &Frame| frame.name.is_empty();
     let by = match sites.iter().any(|site| site.frames.first().is_some_and(is_line)) {
         true => "source line",
@@ -188,7 +189,7 @@ pub(super) fn fmt_sites(f: &mut fmt::Formatter<'_>, head: &str, sites: &[LiveMem
         let site = frames.first().map_or("unknown".into(), Frame::to_string);
         writeln!(f, "{:>11} {blocks:>8}  {site}", format_size(*bytes))?;
         let callers = frames.iter().skip(1).take(MAX_LISTED_CALLERS).fold(String::new(), |mut text, frame| {
-            _ = write!(text, " < {frame}"); // writing to a string cannot fail
+            _ = write!(text, " < {frame}"); // the result is ignored, because writing to a string cannot fail
             text
         });
         if !callers.is_empty() {
@@ -201,7 +202,8 @@ pub(super) fn fmt_sites(f: &mut fmt::Formatter<'_>, head: &str, sites: &[LiveMem
     Ok(())
 }
 
-/// Writes a table of the bytes and blocks of groups, sorted by rank, then the most bytes first. `key` returns a group's rank and name.
+/// Writes a table of groups of blocks with their bytes, sorted by rank and then by bytes, the most first. `key` returns a group's
+/// rank and name.
 fn fmt_groups(
     f: &mut fmt::Formatter<'_>,
     what: &str,
@@ -237,7 +239,7 @@ const MAX_LISTED_SITES: usize = 16;
 /// The number of callers to print per call site.
 const MAX_LISTED_CALLERS: usize = 3;
 
-/// Prints `function (file:line)`, as far as they are known.
+/// Prints `function (file:line)`, leaving out unknown parts.
 impl fmt::Display for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.name.as_str(), self.filename.as_str(), self.line) {

@@ -1,11 +1,11 @@
-//! The history of an allocator, for people and programs to inspect.
+//! The history of an allocator, which records its events.
 //!
-//! A [`History`] is a ring buffer of an allocator's latest events. Off, it costs one relaxed load per event; on, it
-//! takes one short lock and writes into memory that was reserved when it was switched on. A [`Snapshot`] contains the
-//! allocator's segments and blocks at one moment and the recorded events, in the format of PyTorch's memory viewer. A
-//! [`CsvLog`] writes events in RMM's format.
+//! A [`History`] is a ring buffer of an allocator's latest events. While recording is off, an event costs one relaxed
+//! load. While recording is on, an event takes one short lock and is written into memory that was reserved when
+//! recording was switched on. A [`Snapshot`] contains the allocator's segments and blocks at one moment and the
+//! recorded events, in the format of PyTorch's memory viewer. A [`CsvLog`] writes events in RMM's format.
 //!
-//! Events and live blocks carry the call stack they come from. Without stacks they carry the program's line that
+//! Events and live blocks have the call stack that caused them. Without stacks they have the program's line that
 //! allocated them ([`Caller`]). Programs can also name their work: [`with_context`] labels every event of a thread, and
 //! [`annotate`] marks a span of time.
 
@@ -50,25 +50,25 @@ use crate::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HistoryOptions {
-    /// Whether to record, and what.
+    /// Which events to record, if any.
     pub enabled: Recording,
     /// Which entries carry a context: the call stack, and the names given to [`with_context`].
     pub context: ContextLevel,
-    /// Whether contexts include call stacks. Capturing one takes a fraction of a microsecond per event, and some tens
-    /// of microseconds the first time a stack occurs.
+    /// Whether contexts include call stacks. Capturing a call stack takes a fraction of a microsecond per event, and
+    /// some tens of microseconds the first time a stack occurs.
     ///
     /// The addresses of the innermost 64 frames are kept; functions, files and lines are looked up when a snapshot is
     /// taken. Lines need debug information, as by `debug = "line-tables-only"` in a profile of `Cargo.toml`. Without
     /// debug information only the innermost frame has a line: the program's line that allocated a block is always
     /// known, even without stacks and in stripped programs ([`Caller`]).
     ///
-    /// The process keeps at most 65,536 different stacks. The number of stacks it had to drop is in a snapshot's
+    /// The process keeps at most 65,536 different stacks. The number of stacks that were not kept is in a snapshot's
     /// `allocator_settings["stacks_lost"]`.
     ///
     /// Frames of this crate, the standard library, rayon and the test harness are left out, so that the innermost frame
     /// is the program's. A program's closure or method called inside an operation counts as the program's.
     pub stacks: bool,
-    /// The number of latest events to keep, at 48 bytes each; at least 1. PyTorch has no bound by default.
+    /// The number of latest events to keep, at 48 bytes each. It must be at least 1. (PyTorch keeps all events by default.)
     pub max_entries: usize,
     /// Whether to delete earlier events.
     pub clear_history: bool,
@@ -98,11 +98,11 @@ setters!(HistoryOptions {
 /// Selects what to record: PyTorch's `enabled`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recording {
-    /// Record nothing. Earlier events stay until they are cleared.
+    /// Record nothing. Events that were recorded earlier are kept until they are cleared.
     Off,
-    /// Only the context of live blocks, which snapshots include. A single trace entry is kept.
+    /// Record only the context of live blocks, which snapshots include. The trace keeps a single entry.
     State,
-    /// The context of live blocks, and a trace of all events.
+    /// Record the context of live blocks, and a trace of all events.
     All,
 }
 
@@ -110,20 +110,20 @@ pub enum Recording {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum ContextLevel {
-    /// No entries.
+    /// No entry carries a context.
     Never,
-    /// Live blocks and segments in the snapshot.
+    /// Live blocks and segments in the snapshot carry a context.
     State,
-    /// Also trace entries of allocations: of blocks, of segments, and those that failed for want of memory.
+    /// Also trace entries of allocations: of blocks, of segments, and of allocations that failed for lack of memory.
     Alloc,
-    /// Every entry, including frees of blocks.
+    /// Every entry carries a context, including frees of blocks.
     All,
 }
 
 /// A ring buffer of an allocator's latest events. All methods may be called from any thread.
 ///
-/// Entries of an address must be recorded in the order of events: under the lock that orders them. Alternatively,
-/// record a free before another thread can get the block, and an allocation after the block was taken.
+/// The entries of an address must be in the order of its events. Either record events under the lock that orders them,
+/// or record a free before another thread can get the block, and an allocation after the block was taken.
 ///
 /// ```
 /// use claystone::storage::{History, HistoryOptions, TraceAction};
@@ -144,14 +144,14 @@ pub struct History {
 /// The ring buffer and its options.
 struct EventRing {
     options: HistoryOptions,
-    /// Never grows beyond the capacity allocated when recording began.
+    /// The recorded events. The vector never grows beyond the capacity allocated when recording began.
     events: Vec<Event>,
     /// The index of the oldest event once the ring is full, which the next event replaces.
     next: usize,
     overwritten: u64,
 }
 
-/// A recorded event, before its context is resolved.
+/// A recorded event, whose context is not resolved to frames yet.
 #[derive(Clone, Copy)]
 struct Event {
     addr: u64,
@@ -178,10 +178,10 @@ impl History {
         }
     }
 
-    /// Switches recording on or off, or changes the size. The latest entries that fit are kept.
+    /// Switches recording on or off, or changes the number of entries kept. The latest entries that fit are kept.
     ///
     /// # Errors
-    /// If `max_entries` is 0 or there is no memory for that many entries; then nothing has changed.
+    /// If `max_entries` is 0 or the host has no memory for that many entries. Nothing has changed then.
     pub fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
         const OP: &str = "record_memory_history";
         if options.max_entries == 0 {
@@ -225,7 +225,7 @@ impl History {
         if self.is_on() { self.push(&[action], addr, bytes, stream) } else { Context::NONE }
     }
 
-    /// Records that a block was returned and is free at once: two entries with the same context.
+    /// Records that a block was returned and is free at once: adds two entries with the same context.
     #[inline]
     pub fn record_free(&self, addr: u64, bytes: u64, stream: u32) {
         if self.is_on() {
@@ -247,7 +247,7 @@ impl History {
             true => Context::current(),
             false => Context::NONE,
         };
-        // Frees get no line: a block is often freed long after its last use, so the line would be misleading.
+        // Entries of frees get no line: a block is often freed long after its last use, so the line would be misleading.
         let context = if allocates && (in_entry || in_block) { context.with_caller() } else { context };
         // The clock is read under the lock, so that times increase along the ring.
         let time_us = now_us();
@@ -258,7 +258,7 @@ impl History {
         if in_block { context } else { Context::NONE }
     }
 
-    /// Returns the kept entries, oldest first.
+    /// Returns the recorded entries that are still kept, the oldest first.
     pub fn entries(&self) -> Vec<TraceEntry> {
         let events: Vec<Event> = self.lock().in_order().collect();
         let mut frames = FrameCache::default();
@@ -285,7 +285,7 @@ impl History {
         self.lock().overwritten
     }
 
-    /// Returns the maximum number of entries: PyTorch's `trace_alloc_max_entries`. 1 before recording first began.
+    /// Returns the maximum number of entries: PyTorch's `trace_alloc_max_entries`. Returns 1 if recording was never switched on.
     pub fn max_entries(&self) -> usize {
         self.lock().options.max_entries
     }

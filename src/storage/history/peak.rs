@@ -14,7 +14,7 @@ use super::summary::format_size;
 pub struct PeakMemory {
     /// The device's number: the index into [`Snapshot::device_traces`].
     pub device: u32,
-    /// Requested bytes of the blocks in use at the peak.
+    /// The number of requested bytes of the blocks in use at the peak.
     pub bytes: u64,
     /// The time from the peak to the last entry of the device's trace.
     pub ago: Duration,
@@ -44,7 +44,8 @@ impl Snapshot {
 
     /// Computes the peak of one device by replaying its trace.
     fn peak_of(&self, device: u32, trace: &[TraceEntry]) -> PeakMemory {
-        // `before` holds blocks allocated before the trace begins and freed in it; earlier blocks still in use at its end are added below.
+        // `before` holds blocks allocated before the trace begins and freed in it; earlier blocks still in use at the trace's end
+        // are added below.
         let (mut held, mut before) = (HashMap::new(), Vec::new());
         let (mut change, mut most, mut peak) = (0i128, 0i128, 0);
         for (i, entry) in trace.iter().enumerate() {

@@ -1,12 +1,13 @@
 //! Writes snapshots as pickles, and reads pickles of plain data, as written by Python and PyTorch.
 //!
-//! As in PyTorch's pickles, frames shared by events are written once and then referred to by number; serde-pickle would repeat them.
+//! As in PyTorch's pickles, frames shared by events are written once and then referred to by number. (The crate serde-pickle would
+//! write them again for every event.)
 //!
-//! serde-pickle's reader counts a shared value's uses in the file and drops the value after the last one. Each use of a shared list uses
-//! its items once more, which is not counted, so snapshots, whose entries share their frames, fail to load.
+//! serde-pickle's reader counts how often the file refers to a shared value, and drops the value after the last reference. It does not
+//! count that each use of a shared list refers to the list's items again. So it cannot load snapshots, whose entries share frames.
 //!
-//! A short pickle can stand for any amount of data by sharing. Frames, which many events share, are therefore made once, and other values
-//! may be used about as often as the file has bytes.
+//! By sharing, a short pickle can describe any amount of data. So frames, which many events share, are made once, and
+//! the uses of other values are limited to about the number of bytes in the file.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -28,14 +29,14 @@ pub(super) fn write(value: &PyValue<'_>) -> Result<Vec<u8>, String> {
     Ok(writer.out)
 }
 
-/// The state of writing a pickle.
+/// The state of the code that writes a pickle.
 struct Writer<'a> {
     out: Vec<u8>,
-    /// The numbers of the frames already written.
+    /// The memo numbers of the frames that were already written.
     shared: HashMap<&'a [Frame], u32>,
 }
 
-/// The most items in a batch of a list or dict: the viewer passes a batch as the arguments of one call.
+/// Maximum number of items in a batch of a list or dict. PyTorch's viewer passes a batch as the arguments of one call.
 const MAX_BATCH_ITEMS: usize = 1000;
 
 impl<'a> Writer<'a> {
@@ -90,7 +91,7 @@ impl<'a> Writer<'a> {
                 self.out.extend(int.to_le_bytes());
             }
             Err(_) => {
-                self.out.extend([0x8a, 8]); // LONG1
+                self.out.extend([0x8a, 8]); // the instruction LONG1
                 self.out.extend(int.to_le_bytes());
             }
         }
@@ -104,11 +105,11 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes frames, or a reference to their earlier copy.
+    /// Writes frames, or a reference to the same frames if they were written before.
     fn frames(&mut self, frames: &'a Arc<[Frame]>) -> Result<(), String> {
         let next = self.shared.len() as u32;
         if let Some(known) = self.shared.get(&**frames) {
-            self.out.push(b'j'); // LONG_BINGET
+            self.out.push(b'j'); // the instruction LONG_BINGET
             self.out.extend(known.to_le_bytes());
             return Ok(());
         }
@@ -124,12 +125,13 @@ impl<'a> Writer<'a> {
             Ok(())
         })?;
         self.shared.insert(frames, next);
-        self.out.push(b'r'); // LONG_BINPUT
+        self.out.push(b'r'); // the instruction LONG_BINPUT
         self.out.extend(next.to_le_bytes());
         Ok(())
     }
 
-    /// Writes a list or dict: the instruction that makes an empty one, and batches of items between a mark and the instruction that adds them.
+    /// Writes a list or dict: an instruction that makes an empty list or dict, and then batches of items, each between a mark and
+    /// the instruction that adds the batch.
     fn batches<T>(
         &mut self,
         [empty, add]: &[u8; 2],
@@ -154,8 +156,8 @@ impl<'a> Writer<'a> {
 /// The serde type name by which the reader of pickles recognises frames.
 const SHARED_FRAMES: &str = "claystone frames";
 
-/// Reads frames. A pickle only gives the number of the list that holds them, as the line of a placeholder, which [`read`] replaces: serde can
-/// pass only plain data.
+/// Reads frames. serde can pass only plain data, so the reader passes a placeholder frame, whose line is the number of
+/// the list that holds the frames. [`read`] replaces the placeholder.
 pub(super) fn deserialize_frames<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<[Frame]>, D::Error> {
     struct Frames;
     impl<'de> Visitor<'de> for Frames {
@@ -200,7 +202,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<Snapshot, Error> {
     let root = PickleValue { pickle: &pickle, item: root, depth: MAX_DEPTH };
     let mut snapshot = Snapshot::deserialize(root)?;
     for frames in snapshot.frames_mut() {
-        // Frames that the pickle does not contain are empty, and all others are placeholders.
+        // Frames are empty if the pickle does not contain them, and otherwise a placeholder.
         if let Some(placeholder) = frames.first() {
             *frames = root.stack(placeholder.line)?;
         }
@@ -208,37 +210,38 @@ pub(super) fn read(bytes: &[u8]) -> Result<Snapshot, Error> {
     Ok(snapshot)
 }
 
-/// Maximum nesting depth; snapshots are nested six deep. Stops at lists that contain themselves.
+/// Maximum nesting depth; snapshots are nested six deep. Lists that contain themselves exceed this depth.
 const MAX_DEPTH: usize = 32;
-/// Base of the limit on a pickle's values.
+/// A pickle may have this many values, and more if the file is long (see [`BYTES_PER_EXTRA_VALUE`]).
 const BASE_VALUE_LIMIT: usize = 100_000;
-/// Bytes of the file per value above [`BASE_VALUE_LIMIT`]. Without sharing a value takes at least two bytes.
+/// A file may have one value more than [`BASE_VALUE_LIMIT`] per this many of its bytes. Without sharing, a value takes at least two bytes.
 const BYTES_PER_EXTRA_VALUE: usize = 2;
-/// Bytes of text that count as one value when it is copied.
+/// This many bytes of copied text count as one value.
 const TEXT_BYTES_PER_VALUE: usize = 32;
-/// Base of the limit on the bytes of all different frames together.
+/// All different frames together may have this many bytes, and more if the file is long (see [`FRAME_BYTES_PER_FILE_BYTE`]).
 const BASE_FRAME_BYTES_LIMIT: usize = 16 << 20;
-/// Bytes of frames per byte of the file above [`BASE_FRAME_BYTES_LIMIT`]. A stack of shared frames lists references of 2 to 5 bytes each.
+/// Per byte of the file, frames may have this many bytes in addition to [`BASE_FRAME_BYTES_LIMIT`]. A stack of shared frames lists
+/// references of 2 to 5 bytes each.
 const FRAME_BYTES_PER_FILE_BYTE: usize = 48;
 
-/// A value: the value itself, or the index of the reader's list that holds its items.
+/// A value of the pickle. For a list or dict, the index in the reader's `lists` of the list that holds the items.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Item<'a> {
     Null,
     Bool(bool),
     Int(i64),
-    /// The float's bits.
+    /// The bits of a float.
     Float(u64),
     Text(&'a str),
     List(u32),
-    /// Keys and values alternate.
+    /// The index of the list in which the dict's keys and values alternate.
     Dict(u32),
 }
 
-/// The state of reading: a stack machine, as pickles require.
+/// The state of the code that reads a pickle. A pickle is a program for a stack machine.
 struct Reader<'a> {
     bytes: &'a [u8],
-    /// The number of values that may still be made.
+    /// The number of values that the pickle may still make before it exceeds the limit.
     values: usize,
     lists: Vec<Vec<Item<'a>>>,
     stack: Vec<Item<'a>>,
@@ -265,8 +268,8 @@ impl<'a> Reader<'a> {
             };
             match opcode {
                 b'.' => return self.pop(),
-                0x80 => _ = self.take(1)?, // PROTO
-                0x95 => _ = self.take(8)?, // FRAME
+                0x80 => _ = self.take(1)?, // the instruction PROTO
+                0x95 => _ = self.take(8)?, // the instruction FRAME
                 b'(' => {
                     self.count_value()?;
                     self.marks.push(self.stack.len());
@@ -346,7 +349,7 @@ impl<'a> Reader<'a> {
         Ok(self.stack.split_off(rest))
     }
 
-    /// Takes the items above the last mark off the stack.
+    /// Pops the items above the topmost mark from the stack.
     fn take_marked_items(&mut self) -> Result<Vec<Item<'a>>, String> {
         let mark = self.marks.pop().filter(|m| *m <= self.stack.len()).ok_or("an instruction finds no mark")?;
         Ok(self.stack.split_off(mark))
@@ -377,18 +380,18 @@ impl<'a> Reader<'a> {
 /// Error text for a pickle that exceeds a limit.
 const TOO_MANY: &str = "it holds too many values for its size";
 
-/// The values read, and the budget for converting them.
+/// The values that were read, and the number of values that conversions may still make.
 struct Pickle<'r, 'a> {
     lists: &'r [Vec<Item<'a>>],
     values: Cell<usize>,
     frame_bytes: Cell<usize>,
-    /// The stacks already made, by the frames in them.
+    /// The call stacks that were already made, by the items of their lists.
     frames: RefCell<HashMap<&'r [Item<'a>], Arc<[Frame]>>>,
-    /// The same stacks by list id: a list may be used any number of times.
+    /// The same stacks by the id of their list, because a list may be used any number of times.
     stacks: RefCell<HashMap<u32, Arc<[Frame]>>>,
 }
 
-/// Subtracts from a budget; an error if it is exhausted.
+/// Subtracts `n` values from a budget, or returns an error if fewer are left.
 fn count_values(budget: &Cell<usize>, n: usize) -> Result<(), Error> {
     budget.set(budget.get().checked_sub(n).ok_or_else(|| Error::custom(TOO_MANY))?);
     Ok(())
@@ -422,7 +425,7 @@ impl<'r, 'a> PickleValue<'r, 'a> {
         Ok(key)
     }
 
-    /// Returns the frames in a list, made on first use.
+    /// Returns the frames in a list. They are made when the list is first used.
     fn stack(self, id: u32) -> Result<Arc<[Frame]>, Error> {
         count_values(&self.pickle.values, 1)?;
         if let Some(known) = self.pickle.stacks.borrow().get(&id) {
@@ -433,7 +436,7 @@ impl<'r, 'a> PickleValue<'r, 'a> {
         Ok(frames)
     }
 
-    /// Makes the frames in a list that was not used before.
+    /// Makes the frames in a list that is used for the first time.
     fn frames(self, id: u32) -> Result<Arc<[Frame]>, Error> {
         let (items, at) = self.items(id)?;
         #[cfg(test)]
@@ -462,9 +465,9 @@ impl<'r, 'a> PickleValue<'r, 'a> {
     }
 }
 
-/// Maximum number of a frame's keys and values: three of each, and those that versions of PyTorch add.
+/// Maximum number of a frame's keys and values: three keys and three values, and more that some versions of PyTorch add.
 const MAX_FRAME_ITEMS: usize = 64;
-/// Maximum value count of a frame: its names, and text of a mebibyte.
+/// Maximum number of values that one frame may count as: its keys and values, and a mebibyte of text.
 const MAX_FRAME_VALUES: usize = (1 << 20) / TEXT_BYTES_PER_VALUE + MAX_FRAME_ITEMS;
 
 impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {
@@ -536,7 +539,7 @@ impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {
         }
     }
 
-    /// Skips a value that no field requests, without examining it.
+    /// Skips a value that belongs to no field, without decoding the value.
     fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
         visitor.visit_unit()
     }
@@ -555,6 +558,6 @@ impl<'a> IntoDeserializer<'a> for PickleValue<'_, 'a> {
     }
 }
 
-// Counts the items of stacks that this thread has looked at.
+// Counts the items of stacks that this thread has decoded.
 #[cfg(test)]
 thread_local!(pub(super) static ITEMS_EXAMINED: Cell<usize> = const { Cell::new(0) });

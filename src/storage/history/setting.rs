@@ -6,7 +6,7 @@ use std::fmt;
 use serde::Serialize;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
-/// The value of a setting. Integers are i64, because PyTorch's viewer requires it.
+/// The value of a setting. Integers are i64, because PyTorch's viewer supports no larger integers.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Setting {
@@ -14,15 +14,15 @@ pub enum Setting {
     Bool(bool),
     /// An integer, such as a number of bytes.
     Int(i64),
-    /// A fraction.
+    /// A number with a fraction.
     Float(f64),
     /// Text.
     Text(String),
-    /// Values by index.
+    /// A list of values.
     List(Vec<Setting>),
-    /// Values by name.
+    /// A map from names to values.
     Map(BTreeMap<String, Setting>),
-    /// Not set.
+    /// The setting has no value.
     None,
 }
 
@@ -35,7 +35,7 @@ macro_rules! visit {
     };
 }
 
-/// Written by hand: the derived implementation first buffers a value in a form many times its size.
+/// This implementation is written by hand, because a derived implementation first buffers a value in a form many times its size.
 impl<'de> Deserialize<'de> for Setting {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Setting, D::Error> {
         struct Value;

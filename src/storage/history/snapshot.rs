@@ -26,12 +26,12 @@ use crate::{Device, Error, Result};
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[non_exhaustive]
 pub struct Snapshot {
-    /// All segments; those of a device are sorted by address.
+    /// All segments. The segments of each device are sorted by address.
     pub segments: Vec<SegmentInfo>,
     /// The events recorded on each device, oldest first. The index is the device's number.
     #[serde(default)]
     pub device_traces: Vec<Vec<TraceEntry>>,
-    /// The configuration, by the names of its keys.
+    /// The configuration: a map from each key's name to its value.
     #[serde(default)]
     pub allocator_settings: BTreeMap<String, Setting>,
     /// Starts and ends of the spans given to [`annotate`](super::annotate).
@@ -61,7 +61,7 @@ pub struct SegmentInfo {
     /// The device's number: the index into [`Snapshot::device_traces`].
     #[serde(deserialize_with = "int::deserialize")]
     pub device: u32,
-    /// The address of the first byte. Made up if the device has no addresses; segments of a device never overlap.
+    /// The address of the first byte. An artificial address if the device's memory has no addresses. Segments of a device never overlap.
     #[serde(deserialize_with = "int::deserialize")]
     pub address: u64,
     /// The size in bytes.
@@ -70,10 +70,10 @@ pub struct SegmentInfo {
     /// The stream that the segment was allocated on.
     #[serde(deserialize_with = "int::deserialize")]
     pub stream: u64,
-    /// The pool: small or large requests.
+    /// Whether the segment serves small or large requests.
     #[serde(default)]
     pub segment_type: SegmentType,
-    /// The private pool: (0, 0) for none, (1, 0) for images.
+    /// The id of the private pool: (0, 0) for none, (1, 0) for images.
     #[serde(default)]
     pub segment_pool_id: (i64, i64),
     /// Whether the segment is part of a reservation, and grows and shrinks by pages.
@@ -102,17 +102,17 @@ impl SegmentInfo {
         }
     }
 
-    /// The bytes of blocks in use.
+    /// Returns the number of bytes of the blocks in use.
     pub fn allocated_size(&self) -> u64 {
         self.sum(|b| b.state == BlockState::ActiveAllocated, |b| b.size)
     }
 
-    /// The bytes of blocks in use, or waiting for another stream to finish with them.
+    /// Returns the number of bytes of the blocks that are in use, or wait until another stream no longer uses them.
     pub fn active_size(&self) -> u64 {
         self.sum(|b| b.state != BlockState::Inactive, |b| b.size)
     }
 
-    /// The requested bytes of the blocks in [`active_size`](SegmentInfo::active_size).
+    /// Returns the number of requested bytes of the blocks in [`active_size`](SegmentInfo::active_size).
     pub fn requested_size(&self) -> u64 {
         self.sum(|b| b.state != BlockState::Inactive, |b| b.requested_size)
     }
@@ -141,13 +141,13 @@ impl SegmentInfo {
     }
 }
 
-/// The sizes of requests that a segment serves.
+/// Whether a segment serves small or large requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SegmentType {
-    /// Requests of up to 1 MiB.
+    /// The segment serves requests of up to 1 MiB.
     Small,
-    /// Larger requests.
+    /// The segment serves requests of more than 1 MiB.
     #[default]
     Large,
 }
@@ -161,17 +161,17 @@ impl SegmentType {
     }
 }
 
-/// A range of bytes of a segment.
+/// A block: a range of bytes of a segment.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[non_exhaustive]
 pub struct BlockInfo {
     /// The address of the first byte.
-    #[serde(default, with = "int")] // missing before PyTorch 2.1; loading fills it in
+    #[serde(default, with = "int")] // missing in files from before PyTorch 2.1; added when such a file is loaded
     pub address: u64,
     /// The size in bytes.
     #[serde(with = "int")]
     pub size: u64,
-    /// Requested bytes; meaningless for a free block.
+    /// The requested size in bytes; meaningless for a free block.
     #[serde(with = "int")]
     pub requested_size: u64,
     /// Whether the block is in use.
@@ -182,7 +182,7 @@ pub struct BlockInfo {
 }
 
 impl BlockInfo {
-    /// Returns a block all of whose bytes were requested, with no call stack.
+    /// Returns a block whose requested size is its size, with no call stack.
     pub fn new(address: u64, size: u64, state: BlockState) -> BlockInfo {
         BlockInfo { address, size, requested_size: size, state, frames: [].into() }
     }
@@ -203,13 +203,13 @@ impl BlockInfo {
     }
 }
 
-/// Whether a block is in use.
+/// The state of a block: in use or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BlockState {
     /// In use.
     ActiveAllocated,
-    /// Freed, but another stream may still use it.
+    /// Freed, but another stream may still use the block.
     #[serde(alias = "active_awaiting_free")]
     ActivePendingFree,
     /// Free.
@@ -223,9 +223,11 @@ pub enum BlockState {
 pub struct TraceEntry {
     /// The kind of event.
     pub action: TraceAction,
-    /// The address of the block or segment; 0 for a snapshot; for an [`Oom`](TraceAction::Oom), the bytes that were free on the device.
+    /// The address of the block or segment; 0 for a snapshot. For an [`Oom`](TraceAction::Oom), the number of bytes that were free
+    /// on the device.
     pub addr: u64,
-    /// Requested bytes for blocks and an [`Oom`](TraceAction::Oom), the size for segments, and the bytes in use for a snapshot.
+    /// A number of bytes: for blocks and an [`Oom`](TraceAction::Oom) the requested bytes, for segments the size, and for a
+    /// snapshot the bytes in use.
     pub size: u64,
     /// The stream of the block or segment.
     pub stream: u64,
@@ -247,7 +249,7 @@ impl TraceEntry {
 /// PyTorch's text for a missing compile context.
 const NO_CONTEXT: &str = "N/A";
 
-/// A trace entry as it is written: with either an address or, when out of memory, the free bytes.
+/// The fields of a trace entry in a file. An entry has an address or, if memory ran out, the number of free bytes instead.
 #[derive(Deserialize)]
 struct TraceEntryFields {
     action: TraceAction,
@@ -304,7 +306,7 @@ impl TraceEntry {
 pub enum TraceAction {
     /// A block was handed out.
     Alloc,
-    /// A block was returned. Another stream may still use it.
+    /// A block was returned. Another stream may still use the block.
     FreeRequested,
     /// A returned block became free.
     FreeCompleted,
@@ -318,11 +320,11 @@ pub enum TraceAction {
     SegmentUnmap,
     /// A snapshot was taken.
     Snapshot,
-    /// An allocation failed for want of memory.
+    /// An allocation failed for lack of memory.
     Oom,
 }
 
-/// A location in a program.
+/// A frame of a call stack: a location in a program.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Frame {
     /// The source file; empty if unknown, and for a name given to [`with_context`](super::with_context).
@@ -349,7 +351,7 @@ pub struct Annotation {
     pub time_us: u64,
 }
 
-/// An end of a span.
+/// One of the two ends of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum Stage {
@@ -405,7 +407,7 @@ impl Snapshot {
         crate::file::replace(path, &bytes).map_err(|e| Error::invalid("save", format!("{}: {e}", path.display())))
     }
 
-    /// Reads a file written by [`save`](Snapshot::save) or PyTorch's `_dump_snapshot`, by the ending of its name.
+    /// Reads a file written by [`save`](Snapshot::save) or PyTorch's `_dump_snapshot`, in the format that the ending of its name selects.
     ///
     /// # Errors
     /// If the name has another ending, or the file cannot be read, is not a snapshot, or is a pipe with more than 64 MiB.
@@ -431,7 +433,7 @@ impl Snapshot {
         ])
     }
 
-    /// The frames of all segments, blocks and events.
+    /// Iterates over the frames of all segments, blocks and events.
     pub(super) fn frames_mut(&mut self) -> impl Iterator<Item = &mut Arc<[Frame]>> {
         let segments = self.segments.iter_mut();
         let segments =
@@ -439,7 +441,7 @@ impl Snapshot {
         segments.chain(self.device_traces.iter_mut().flatten().map(|entry| &mut entry.frames))
     }
 
-    /// Adds the addresses of blocks, which old snapshots do not have.
+    /// Computes the addresses of blocks, which files of old PyTorch versions do not have.
     fn complete(mut self) -> Snapshot {
         for segment in &mut self.segments {
             if segment.address != 0 && segment.blocks.iter().all(|b| b.address == 0) {
@@ -483,13 +485,13 @@ pub(super) enum PyValue<'a> {
     Bool(bool),
     Int(u64),
     Text(&'a str),
-    /// A pair of numbers, which a pickle holds as a tuple.
+    /// A pair of numbers, which is a tuple in a pickle and a list in JSON.
     Pair((i64, i64)),
-    /// Frames, which a pickle holds once.
+    /// Frames, which a pickle contains only once.
     Frames(&'a Arc<[Frame]>),
     List(Vec<PyValue<'a>>),
     Dict(Vec<(&'static str, PyValue<'a>)>),
-    /// Any other data; an error if it is no data of JSON.
+    /// Any other data; an error if JSON cannot represent the data.
     Other(Result<serde_json::Value, String>),
 }
 
@@ -518,7 +520,7 @@ impl Serialize for PyValue<'_> {
     }
 }
 
-/// Writes parts of a snapshot as the snapshot writes them.
+/// Implements `Serialize` for parts of a snapshot, in the form they have inside a snapshot.
 macro_rules! serialize_as_value {
     ($($part:ident)*) => { $(
         impl Serialize for $part {

@@ -1,11 +1,11 @@
 //! Call stacks of events, captured as return addresses. Each different stack is kept once.
 //!
-//! Unwinding takes 100 to 250 ns a frame, too much for every event. So the frame sizes it finds are remembered: by how
-//! many bytes the stack pointer rises on the return to each address. With these sizes a stack is walked again in a few
-//! ns a frame, because the return address is just below the caller's stack pointer.
+//! Unwinding takes 100 to 250 ns a frame, too much for every event. So the frame sizes that unwinding finds are kept:
+//! for each return address, the number of bytes by which the stack pointer rises on the return. With these sizes a
+//! stack is walked again in a few ns a frame, because the return address is just below the caller's stack pointer.
 //!
-//! A walk counts only if unwinding has found exactly the same addresses before. Other stacks, for instance with a frame
-//! of varying size, are unwound again.
+//! The result of a walk is used only if unwinding has found exactly the same addresses before. Other stacks, for
+//! instance with a frame of varying size, are unwound again.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -17,23 +17,23 @@ use super::Frame;
 use super::symbols::frames;
 use crate::device::lock;
 
-/// The number of innermost frames of a stack that are kept. About twenty of them may be this crate's.
+/// The number of innermost frames of a stack that are kept. About twenty of these frames may belong to this crate.
 const MAX_DEPTH: usize = 64;
 
-/// The number of different stacks that are kept, at up to half a KiB each. Programs have some hundreds.
+/// Maximum number of different stacks that are kept, at up to half a KiB each. Most programs have some hundreds of stacks.
 const MAX_STACKS: usize = 1 << 16;
 
 /// The number of a call stack in [`STACKS`]; 0 for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Stack(u32);
 
-/// The process's stacks.
+/// The table of all stacks of the process.
 static STACKS: LazyLock<Mutex<Stacks>> = LazyLock::new(|| Mutex::new(Stacks::new(MAX_STACKS)));
 
 impl Stack {
     pub(super) const NONE: Stack = Stack(0);
 
-    /// Captures the calling thread's stack. Returns none if too many different stacks were captured already.
+    /// Captures the calling thread's stack. Returns [`Stack::NONE`] if [`MAX_STACKS`] different stacks were captured already.
     #[inline(never)] // a separate frame, so that the distance from `here` to the caller's frame is learned once
     pub(super) fn capture() -> Stack {
         let here = 0usize;
@@ -41,8 +41,8 @@ impl Stack {
         lock(&STACKS).capture(here)
     }
 
-    /// Returns the program's frames, without this crate's and the standard library's, the innermost first. The first
-    /// call reads the program's debug information.
+    /// Returns the frames of the program, without frames of this crate and the standard library, the innermost frame
+    /// first. The first call reads the program's debug information.
     pub(super) fn frames(self) -> Vec<Frame> {
         let addresses = lock(&STACKS).addresses(self);
         addresses.map_or_else(Vec::new, |addresses| frames(&addresses))
@@ -54,13 +54,13 @@ impl Stack {
     }
 }
 
-/// All stacks of the process, kept for its life because events of any device may refer to them.
+/// All stacks of the process. They are kept as long as the process lives, because events of any device may refer to them.
 struct Stacks {
-    /// The addresses of stack i + 1, at index i.
+    /// At index i, the return addresses of stack number i + 1.
     kept: Vec<Arc<[usize]>>,
     ids: HashMap<Arc<[usize]>, Stack, BuildHasherDefault<AddressHasher>>,
     sizes: FrameSizes,
-    /// The maximum number of stacks.
+    /// The maximum number of different stacks to keep.
     capacity: usize,
     lost: u64,
 }
@@ -74,7 +74,7 @@ impl Stacks {
         self.kept.get((stack.0 as usize).checked_sub(1)?).cloned()
     }
 
-    /// Captures the stack, outwards from the frame that contains `here`, an address in the frame of [`Stack::capture`].
+    /// Captures the stack from the frame that contains `here` outwards, where `here` is an address in the frame of [`Stack::capture`].
     fn capture(&mut self, here: usize) -> Stack {
         let memory = StackMemory::above(here);
         let mut addresses = [0; MAX_DEPTH];
@@ -93,7 +93,7 @@ impl Stacks {
         self.intern(frames.into_iter().map(|(address, _)| address).collect())
     }
 
-    /// Returns the number of a stack, added on first use.
+    /// Returns the number of a stack. Adds the stack to the table if it is new.
     fn intern(&mut self, addresses: Arc<[usize]>) -> Stack {
         if let Some(&known) = self.ids.get(&addresses) {
             return known;
@@ -110,7 +110,7 @@ fn unwind(here: usize) -> Vec<(usize, usize)> {
     let mut frames = Vec::with_capacity(MAX_DEPTH);
     backtrace::trace(|frame| {
         let (address, pointer) = (frame.ip() as usize, frame.sp() as usize);
-        // Frames below `here` belong to this module. Without stack pointers they stay in the list, and are left out by their names.
+        // Frames below `here` belong to this module. On platforms without stack pointers such frames are left out later, by their names.
         if address != 0 && (pointer == 0 || pointer > here) {
             frames.push((address, pointer));
         }
@@ -123,11 +123,11 @@ fn unwind(here: usize) -> Vec<(usize, usize)> {
 #[derive(Default)]
 struct FrameSizes(HashMap<usize, u32, BuildHasherDefault<AddressHasher>>);
 
-/// In place of a return address: the start of walks, in the frame of [`Stack::capture`].
+/// Key used in place of a return address for the start of walks, in the frame of [`Stack::capture`].
 const START: usize = 0;
-/// In place of a size: the outermost frame.
+/// Value used in place of a size for the outermost frame.
 const OUTERMOST: u32 = 0;
-/// In place of a size: the size varies or is unknown.
+/// Value used in place of a size that varies or is unknown.
 const VARIES: u32 = u32::MAX;
 
 impl FrameSizes {
@@ -175,14 +175,15 @@ struct StackMemory {
 }
 
 thread_local! {
-    /// The bounds of this thread's stack, once they were queried.
+    /// The bounds of this thread's stack, `None` until they are queried.
     static BOUNDS: Cell<Option<(usize, usize)>> = const { Cell::new(None) };
 }
 
 impl StackMemory {
-    /// Returns `None` if the thread runs on a stack other than its own, such as a coroutine's, or if walks are not supported.
+    /// Returns the stack from the address `low` up. Returns `None` if the thread runs on a stack other than its own, such as a
+    /// coroutine's, or if walks are not supported.
     fn above(low: usize) -> Option<StackMemory> {
-        // A destructor of a thread-local may free a block.
+        // A destructor of a thread-local may free a block, and capture a stack, after `BOUNDS` is gone.
         let bounds = BOUNDS.try_with(|bounds| {
             bounds.get().unwrap_or_else(|| {
                 bounds.set(Some(stack_bounds()));
@@ -193,7 +194,7 @@ impl StackMemory {
         (start..end).contains(&low).then_some(StackMemory { low, end })
     }
 
-    /// Returns the return address of the frame whose caller has this stack pointer.
+    /// Returns the return address of a frame, given the stack pointer of the frame's caller.
     fn return_address(self, pointer: usize) -> Option<usize> {
         let at = pointer.checked_sub(size_of::<usize>()).filter(|at| at.is_multiple_of(align_of::<usize>()))?;
         (self.low <= at && pointer <= self.end).then(|| read(self, at))
@@ -205,8 +206,8 @@ fn read(memory: StackMemory, at: usize) -> usize {
     debug_assert!(memory.low <= at && at + size_of::<usize>() <= memory.end);
     let word: usize;
     // SAFETY: the word is between a live frame of this thread and the end of its stack, memory that stays mapped as
-    // long as the thread runs. The word may belong to any variable, so it is read by an instruction about which Rust
-    // assumes nothing.
+    // long as the thread runs. The word may belong to any variable, so it is read by inline assembly, whose reads the
+    // compiler makes no assumptions about.
     unsafe {
         std::arch::asm!("mov {}, qword ptr [{}]", out(reg) word, in(reg) at, options(readonly, nostack, preserves_flags));
     }
@@ -259,7 +260,7 @@ impl Hasher for AddressHasher {
     }
 
     fn finish(&self) -> u64 {
-        // The map takes its bucket from the low bits, which depend on few bits of the input.
+        // A hash map selects the bucket by the low bits, which without this step depend on few bits of the address.
         self.0 ^ (self.0 >> 32)
     }
 }

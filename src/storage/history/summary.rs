@@ -1,4 +1,4 @@
-//! A snapshot in figures and as text.
+//! The fragmentation of a snapshot, and its printed form.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,25 +6,25 @@ use std::fmt;
 use super::snapshot::{BlockState, SegmentInfo, SegmentType, Snapshot};
 use crate::error::Size;
 
-/// Fragmentation of a snapshot's free memory, for all segments and for those of each type.
+/// Fragmentation of a snapshot's free memory, for all segments and for the segments of each type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fragmentation {
     /// All segments.
     pub all: FreeSpace,
     /// Segments for requests of up to 1 MiB.
     pub small_pool: FreeSpace,
-    /// The other segments.
+    /// Segments for requests of more than 1 MiB.
     pub large_pool: FreeSpace,
 }
 
 /// The free memory of a set of segments, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FreeSpace {
-    /// The sizes of the segments.
+    /// The total size of the segments.
     pub reserved: u64,
-    /// Requested bytes of blocks in use and of blocks waiting for a stream.
+    /// The requested sizes of the blocks in use, and of freed blocks that a stream may still use.
     pub requested: u64,
-    /// The sizes of the free blocks.
+    /// The total size of the free blocks.
     pub total_free: u64,
     /// The size of the largest free block.
     pub largest_free: u64,
@@ -66,13 +66,13 @@ impl Snapshot {
     }
 }
 
-/// The number of segments that the summary draws.
+/// Maximum number of segments that are drawn as a map.
 const MAX_DRAWN_SEGMENTS: usize = 16;
-/// The number of characters per segment.
+/// Number of characters in the map of a segment.
 const MAP_WIDTH_CHARS: u64 = 64;
 
-/// Prints a table with a line per pool and stream, a map of the largest segments (`#` in use, `+` partly, `.` free),
-/// and the memory in use by call site.
+/// Prints a table with a line per pool and stream, a map of the largest segments (`#` in use, `+` partly in use, `.`
+/// free), and the memory in use by call site.
 impl fmt::Display for Snapshot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut pools: BTreeMap<_, (usize, FreeSpace)> = BTreeMap::new();
@@ -130,7 +130,7 @@ impl fmt::Display for Snapshot {
 /// Draws the segment as a row of characters, each for an equal part of its bytes.
 fn draw_segment(segment: &SegmentInfo) -> String {
     let cells = MAP_WIDTH_CHARS.min(segment.total_size);
-    // In u128, because bytes times cells of a made-up segment may exceed 2^64.
+    // Computed in u128, because the size in a damaged file times the number of cells may exceed 2^64.
     let bound = |cell: u64| (segment.total_size as u128 * cell as u128 / cells as u128) as u64;
     let mut used = vec![0; cells as usize];
     for block in segment.blocks.iter().filter(|b| b.state != BlockState::Inactive) {

@@ -6,7 +6,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 use super::Frame;
 use crate::device::lock;
 
-/// The symbols at a return address: first the functions inlined there, then the function itself.
+/// The symbols at a return address: first the functions inlined at the address, then the function that contains the address.
 type Symbols = Arc<[Symbol]>;
 
 /// A function at a return address.
@@ -17,15 +17,15 @@ struct Symbol {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FunctionOwner {
-    /// The program's.
+    /// A function of the program.
     User,
-    /// This crate, or code between it and the program: the standard library, rayon, smallvec, the test harness.
+    /// A function of this crate, or of code between this crate and the program: the standard library, rayon, smallvec, the test harness.
     Inner,
-    /// The function in which the standard library starts the program or a thread. Only the system's frames are around it.
+    /// The function in which the standard library starts the program or a thread. Frames outside this function belong to the system.
     Start,
 }
 
-/// Symbols by address. The stacks kept have few different addresses, so none is removed.
+/// Symbols by address. The stacks that are kept have few different addresses, so no address is removed.
 static SYMBOLS: LazyLock<Mutex<HashMap<usize, Symbols>>> = LazyLock::new(Mutex::default);
 
 /// Returns the program's frames of a stack, the innermost first.
@@ -50,7 +50,7 @@ fn resolve(address: usize) -> Symbols {
     let mut symbols = Vec::new();
     backtrace::resolve(std::ptr::without_provenance_mut(address), |symbol| {
         let Some(name) = symbol.name() else { return };
-        let name = format!("{name:#}"); // without its hash
+        let name = format!("{name:#}"); // without the hash that the compiler appends
         let filename = symbol.filename().map(|file| file.display().to_string()).unwrap_or_default();
         let by_name = filename.is_empty() || !crates_in_name(&name).is_empty() || is_system(&name);
         let owner = if by_name { classify_name(&name) } else { classify_file(&filename) };
@@ -59,7 +59,7 @@ fn resolve(address: usize) -> Symbols {
     symbols.into()
 }
 
-/// The crates between a program's function and the allocator.
+/// The crates whose functions can be between a program's function and the allocator.
 const INNER_CRATES: [&str; 9] =
     ["claystone", "std", "core", "alloc", "test", "rayon", "rayon_core", "smallvec", "__rustc"];
 
@@ -70,8 +70,8 @@ fn is_system(name: &str) -> bool {
     SYSTEM_PREFIXES.iter().any(|start| name.starts_with(start))
 }
 
-/// Classifies a function by the crates in its name, as there may be no debug information. A method of a trait is the
-/// program's if its type or its trait is. This crate's own tests count as users.
+/// Classifies a function by the crates in its name, as there may be no debug information. A method of a trait belongs
+/// to the program if its type or its trait does. This crate's own tests count as the program.
 fn classify_name(name: &str) -> FunctionOwner {
     let crates = crates_in_name(name);
     let is_inner = |name: &&str| INNER_CRATES.contains(name);
@@ -110,7 +110,7 @@ fn split_as(qualified: &str) -> (&str, Option<&str>) {
     for (at, c) in qualified.char_indices() {
         match c {
             '<' => depth += 1,
-            '>' if qualified[..at].ends_with('-') => {} // the arrow of a function type
+            '>' if qualified[..at].ends_with('-') => {} // this `>` is part of an arrow of a function type
             '>' if depth == 0 => break,
             '>' => depth -= 1,
             ' ' if depth == 0 && qualified[at..].starts_with(" as ") => {
@@ -122,7 +122,7 @@ fn split_as(qualified: &str) -> (&str, Option<&str>) {
     (qualified, None)
 }
 
-/// Returns the first segment of a path with several segments, without references and the like.
+/// Returns the first segment of a path with several segments, without `&`, `*` and similar prefixes.
 fn root_crate(path: &str) -> Option<&str> {
     let path = path.trim_start_matches(['<', '&', '*', '(', '[']);
     let path = ["mut ", "const ", "dyn "].iter().fold(path, |path, word| path.strip_prefix(word).unwrap_or(path));

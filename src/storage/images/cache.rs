@@ -11,7 +11,7 @@ use crate::storage::allocation::Storage;
 use crate::storage::sidecar::DerivedData;
 use crate::{Device, Result};
 
-/// Identifies how the bytes were read to make an image.
+/// A key that distinguishes images made from the same bytes in different ways.
 pub(crate) type ImageKey = SmallVec<[i64; 12]>;
 
 /// The images of one storage.
@@ -21,22 +21,22 @@ struct ImageCache(Mutex<Vec<CachedImage>>);
 impl DerivedData for ImageCache {
     fn clear(&self) {
         let gone = mem::take(&mut *lock(&self.0));
-        drop(gone); // after the lock is released
+        drop(gone); // dropped after the lock is released
     }
 }
 
 struct CachedImage {
     key: ImageKey,
-    /// The version of the storage that the image was made of.
+    /// The version of the storage's bytes from which the image was made.
     version: u64,
     image: Image,
 }
 
 /// Limit on the bytes of a storage's images, as a multiple of the storage's bytes: 4, because channels are padded to multiples of 4. A
-/// constant weight stays below the limit; a storage with images of many views loses its oldest ones.
+/// constant weight stays below the limit; a storage with images of many views loses its oldest images.
 const MAX_IMAGE_BYTES_RATIO: usize = 4;
 
-/// The images of all storages, by device, so that they can be dropped when memory runs short.
+/// The images of all storages, by device, so that the images can be dropped when memory runs short.
 static ALL_IMAGES: Mutex<Vec<(Device, Weak<ImageCache>)>> = Mutex::new(Vec::new());
 
 /// Drops all images of a device's storages. They are made again on demand.
@@ -52,7 +52,8 @@ pub(super) fn drop_images_of_device(device: Device) {
 }
 
 impl Storage {
-    /// Returns the image of these bytes for `key`: the cached one of this version of the bytes, or the result of `make`.
+    /// Returns the image of these bytes for `key`: the cached image if it was made from this version of the bytes, or else the
+    /// result of `make`.
     ///
     /// The image is cached until the bytes change, the storage is dropped, memory runs short, or the images get too large. Nothing is cached
     /// if other code may change the bytes unnoticed.
@@ -74,7 +75,7 @@ impl Storage {
             return Ok(image);
         }
         let image = make()?;
-        let mut gone = Vec::new(); // dropped after the lock
+        let mut gone = Vec::new(); // dropped after the lock is released
         let mut all = lock(images);
         gone.extend(all.extract_if(.., |made| made.version != version || made.key == key));
         let mut bytes: usize = all.iter().map(|made| made.image.storage().nbytes()).sum();

@@ -1,4 +1,4 @@
-//! OpenCL images, and how the allocators of buffers learn of the memory they use.
+//! OpenCL images, and how the allocators of buffers count the memory of images.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ pub enum ImageFormat {
 }
 
 impl ImageFormat {
-    /// Returns the bytes of a pixel.
+    /// Returns the size of a pixel in bytes.
     pub fn pixel_bytes(self) -> usize {
         match self {
             ImageFormat::F32 => 16,
@@ -28,16 +28,16 @@ impl ImageFormat {
 /// The size and the format of a two-dimensional image, as in OpenCL's `cl_image_desc` and `cl_image_format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ImageDesc {
-    /// In pixels.
+    /// The width in pixels.
     pub width: usize,
-    /// In pixels.
+    /// The height in pixels.
     pub height: usize,
     /// The format of a pixel.
     pub format: ImageFormat,
 }
 
 impl ImageDesc {
-    /// Returns the bytes of all pixels. The driver may pad rows beyond that.
+    /// Returns the size of all pixels in bytes. The driver may use more memory, because it may pad rows.
     pub fn bytes(&self) -> usize {
         self.width.saturating_mul(self.height).saturating_mul(self.format.pixel_bytes())
     }
@@ -48,14 +48,15 @@ impl ImageDesc {
     }
 }
 
-/// A holder of memory of a device whose bytes count towards the limits of another allocator: images beside buffers, and the other way round.
+/// A holder of device memory that counts towards the limits of another allocator: the image pool for the allocator of buffers, and
+/// the reverse.
 pub(in crate::storage) trait OtherMemoryHolder: Send + Sync {
     fn held(&self) -> u64;
     /// Releases unused memory. Returns true if any memory was released.
     fn make_room(&self) -> Result<bool>;
 }
 
-/// The image pool of each device that has one.
+/// The registered holder of each device: its image pool.
 static OTHER_HOLDERS: PerDevice<Arc<dyn OtherMemoryHolder>> = PerDevice::new();
 
 /// Makes the allocators of the device's buffers count the bytes that `other` holds, from now on.
@@ -63,7 +64,7 @@ pub(in crate::storage) fn register_other_holder(device: Device, other: Arc<dyn O
     OTHER_HOLDERS.get_or_insert(device, other);
 }
 
-/// Returns the holder of other memory than buffers on the device, if any.
+/// Returns the registered holder of device memory other than buffers, or `None` if there is none.
 pub(in crate::storage) fn other_holder(device: Device) -> Option<Arc<dyn OtherMemoryHolder>> {
     OTHER_HOLDERS.get(device)
 }

@@ -30,8 +30,8 @@ use pool::pool;
 /// same format and is at least as wide and as high. Of several such images, the pool takes the one with the least
 /// excess area. An image returns to the pool when its last handle is dropped.
 ///
-/// [`Device::memory_stats`], snapshots and limits include images. Unused images are released to make room for tensors,
-/// and unused memory of tensors to make room for images.
+/// [`Device::memory_stats`], snapshots and limits include images. Unused images are released if tensors need memory,
+/// and unused memory of tensors is released if images need memory.
 ///
 /// ```
 /// use claystone::Device;

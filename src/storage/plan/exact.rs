@@ -2,13 +2,13 @@
 //!
 //! The search places blocks from the bottom up, each resting on offset 0 or on another block, in order of offset and then rank. So each arrangement
 //! is generated once (Moffitt's canonical solutions, from MiniMalloc). Three rules prune the tree:
-//! - A section's lowest possible floor plus the units still to place there exceeds the capacity.
+//! - In some section of time, the lowest offset of an unplaced block plus the units still to be placed exceeds the capacity.
 //! - A gap below a block could still hold another block.
 //! - Time splits into parts that have no unplaced block in common. The parts are searched one after another instead of nested.
 
 use super::search::Item;
 
-/// The blocks, and which pairs are alive at the same time.
+/// The blocks, and a table of the pairs of blocks that are alive at the same time.
 pub(super) struct OverlapTable<'a> {
     pub items: &'a [Item],
     sections: usize,
@@ -48,23 +48,23 @@ struct Search<'a> {
     capacity: u64,
     /// Each block's priority among blocks that could have the same offset.
     rank: Vec<usize>,
-    /// The lowest offset that the placed blocks leave to each unplaced block. For a placed block, its offset.
+    /// The lowest offset that the placed blocks leave to each unplaced block. For a placed block, the block's offset.
     low: Vec<u64>,
     /// Bitmap of the unplaced blocks.
     unplaced: Vec<u64>,
-    /// Units not yet placed, by section.
+    /// The number of units of unplaced blocks, for each section.
     remaining: Vec<u64>,
     /// Number of unplaced blocks alive both in a section and in the section before it.
     crossing: Vec<u32>,
-    /// Scratch memory: the lowest offset of an unplaced block, by section.
+    /// Scratch memory: the lowest offset that an unplaced block can have, for each section.
     floor: Vec<u64>,
     /// Former values of `low`, for backtracking.
     trail: Vec<(usize, u64)>,
     steps: &'a mut u64,
 }
 
-/// Finds offsets that keep `blocks` within `capacity`, preferring blocks early in `order`. Returns `None` if there
-/// are none or `steps` ran out. Subtracts the steps it used from `steps`.
+/// Finds offsets that keep `blocks` within `capacity`, preferring blocks early in `order`. Returns `None` if no such
+/// offsets exist or `steps` ran out. Subtracts the number of steps used from `steps`.
 pub(super) fn place_within(blocks: &OverlapTable, capacity: u64, order: &[usize], steps: &mut u64) -> Option<Vec<u64>> {
     let count = blocks.items.len();
     let mut rank = vec![0; count];
@@ -118,7 +118,8 @@ impl Search<'_> {
         })
     }
 
-    /// Places `blocks`, which are sorted by rank, at (`at`, `rank`) or after. Groups of blocks without common time are placed independently.
+    /// Places `blocks`, which are sorted by rank, at pairs (offset, rank) not below (`at`, `rank`). Groups of blocks that are never
+    /// alive at the same time are placed independently.
     fn place_parts(&mut self, blocks: &[usize], at: u64, rank: usize) -> SearchOutcome {
         let items = self.blocks.items;
         let mut by_start = blocks.to_vec();
@@ -132,7 +133,7 @@ impl Search<'_> {
             }
             end = end.max(items[index].end);
         }
-        parts.sort_by_key(Vec::len); // small parts fail fastest
+        parts.sort_by_key(Vec::len); // smallest first, because small parts fail fastest
         for done in 0..parts.len() {
             parts[done].sort_unstable_by_key(|&index| self.rank[index]);
             let end = self.place_part(&parts[done], at, rank);
@@ -151,7 +152,7 @@ impl Search<'_> {
         }
     }
 
-    /// Places the blocks of one part, which are sorted by rank. The next block goes to (`at`, `rank`) or after.
+    /// Places the blocks of one part, which are sorted by rank. The next block's (offset, rank) is not below (`at`, `rank`).
     fn place_part(&mut self, part: &[usize], at: u64, rank: usize) -> SearchOutcome {
         if *self.steps == 0 {
             return SearchOutcome::OutOfSteps;
@@ -191,7 +192,7 @@ impl Search<'_> {
             }
             self.restore(mark);
             self.mark_unplaced(index);
-            // Other offsets are pointless for a block that overlaps no unplaced block in time.
+            // A block that overlaps no unplaced block in time did not cause the failure, so no other choice is tried.
             if result == SearchOutcome::OutOfSteps || has_no_overlap {
                 return result;
             }
@@ -233,7 +234,8 @@ impl Search<'_> {
         if (from..to).any(full) {
             return None;
         }
-        // A block at `shelf` or above leaves room for the block that would end at `shelf`, so it need not be tried.
+        // A block at `shelf` or above leaves room for the block that would end at `shelf`, so the block at `shelf` or above need
+        // not be tried.
         next.retain(|&(low, ..)| low < shelf);
         Some((next, from, to))
     }

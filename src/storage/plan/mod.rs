@@ -1,10 +1,10 @@
 //! Memory plans: offsets for the blocks of a recorded step, computed offline from the blocks' lifetimes.
 //!
-//! An allocator that serves requests one by one does not know how long each block will live. A step that repeats reveals the lifetimes of all its
-//! blocks. [`place`] assigns the blocks offsets in one arena, as small as a search of under a second can make the arena. Often the arena is exactly
-//! the peak of live bytes. A [`Plan`] records a step, computes its offsets, and serves repetitions of the step.
+//! An allocator that serves requests one by one does not know how long each block will live. A step that repeats reveals the lifetimes of
+//! all its blocks. [`place`] assigns the blocks offsets in one arena, and searches for the smallest arena in under a second. Often the
+//! arena is as small as the peak of live bytes. A [`Plan`] records a step, computes its offsets, and serves repetitions of the step.
 //!
-//! PyTorch's only counterpart are the private pools of CUDA graphs. Recording and serving follow STAlloc ([arXiv
+//! The closest feature of PyTorch is the private pools of CUDA graphs. Recording and serving follow STAlloc ([arXiv
 //! 2507.16274](https://arxiv.org/abs/2507.16274)); the search follows MiniMalloc ([ASPLOS 2023](https://doi.org/10.1145/3623278.3624752)).
 
 mod exact;
@@ -29,12 +29,12 @@ const SEARCH_TIME_LIMIT: Duration = Duration::from_secs(1);
 
 /// A recorded step: the offset of each block in one arena, and statistics of its repetitions.
 ///
-/// A plan is for steps that request the same sizes in the same order, as training does after the first step. Record the second step or a later one,
-/// when optimiser state and gradients exist. The plan covers the blocks that the step allocates and frees on one stream. Blocks that outlive the step
-/// (its result) or are used by other streams come from the allocator.
+/// Use a plan for steps that request the same sizes in the same order, as training does after the first step. Record the second
+/// step or a later one, when optimiser state and gradients exist. The plan covers the blocks that the step allocates and frees on
+/// one stream. Blocks that outlive the step (its result) or are used by other streams come from the allocator.
 ///
-/// A step may deviate from its plan. An unexpected request goes to the allocator, and the plan resumes at the next request that matches. A block that
-/// lives longer than in the recording keeps its memory. The step's results are the same in every case.
+/// A step may deviate from its plan. An unexpected request goes to the allocator, and the plan resumes at the next request that matches. A
+/// block that lives longer than in the recording keeps its memory. The step computes the same results whether or not it deviates.
 ///
 /// The arena is one block of the underlying allocator, and counts in its statistics. The arena is allocated at the first run, never moves, and is
 /// freed after the plan and the last of its blocks are dropped. Histories and snapshots show the arena as one block with the context `plan`; like the
@@ -65,8 +65,8 @@ pub struct PlanStats {
     pub runs: u64,
     /// Requests served from the arena.
     pub hits: u64,
-    /// Requests on the plan's stream that the allocator served, because they deviated from the recording or their
-    /// memory was not free. Results that outlive the step count neither as hits nor as misses.
+    /// Requests on the plan's stream that the allocator served, because the requests deviated from the recording or
+    /// their ranges of the arena were not free. Results that outlive the step count neither as hits nor as misses.
     pub misses: u64,
 }
 
@@ -97,7 +97,8 @@ impl Plan {
         (result, Plan { server, lower_bound: placement.lower_bound })
     }
 
-    /// Runs `step`, serving this thread's requests on the plan's device and stream from the plan. Inside another plan's run, the inner plan serves.
+    /// Runs `step`, serving this thread's requests on the plan's device and stream from the plan. If runs of plans are nested, the
+    /// inner plan serves the requests.
     pub fn run<R>(&mut self, step: impl FnOnce() -> R) -> R {
         let device = self.server.device();
         self.run_on(|server| scope::with_allocator(device, Arc::clone(server), step))
@@ -110,17 +111,17 @@ impl Plan {
         step(&(Arc::clone(&self.server) as Arc<dyn Allocator>))
     }
 
-    /// Number of planned blocks.
+    /// Returns the number of planned blocks.
     pub fn blocks(&self) -> usize {
         self.server.schedule.planned
     }
 
-    /// Size of the arena in bytes.
+    /// Returns the size of the arena in bytes.
     pub fn arena(&self) -> u64 {
         self.server.schedule.arena as u64
     }
 
-    /// The peak of the planned blocks' live bytes: no arena can be smaller.
+    /// Returns the peak of the planned blocks' live bytes: no arena can be smaller.
     pub fn lower_bound(&self) -> u64 {
         self.lower_bound
     }

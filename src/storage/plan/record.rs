@@ -24,7 +24,7 @@ pub(super) struct Trace {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Request {
     pub(super) size: usize,
-    /// How many blocks had been freed when the request was made.
+    /// The number of blocks that had been freed when the request was made.
     pub(super) frees: usize,
     /// True if the block can be in the arena: it was freed before the step ended, and no other stream used it.
     pub(super) planned: bool,
@@ -39,7 +39,7 @@ impl Trace {
         }
         let life = |(at, request): (usize, &Request)| Lifetime {
             start: (at + request.frees) as u64,
-            // Requests made before the free come first.
+            // The time of a free is the number of requests made before it plus the number of earlier frees.
             end: (self.requests.partition_point(|r| r.frees <= ends[at]) + ends[at]) as u64,
             bytes: request.size as u64,
         };
@@ -47,7 +47,7 @@ impl Trace {
     }
 }
 
-/// An allocator that forwards everything to another one, and records the requests on one stream.
+/// An allocator that forwards all calls to another allocator, and records the requests on one stream.
 pub(super) struct Recorder {
     inner: Arc<dyn Allocator>,
     stream: StreamId,

@@ -12,7 +12,7 @@ use super::exact::{OverlapTable, place_within};
 pub struct Lifetime {
     /// The number of the event that allocated the block.
     pub start: u64,
-    /// The number of the event that freed the block, which is alive in `start..end`. A block whose end is not after
+    /// The number of the event that freed the block. The block is alive in `start..end`. A block whose end is not after
     /// its start counts as alive at `start`.
     pub end: u64,
     /// The block's size in bytes. The sizes of all blocks together must fit a `u64`.
@@ -22,9 +22,9 @@ pub struct Lifetime {
 /// The offsets of blocks, as found by [`place`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// The offset of each block in bytes, in the order of the given lifetimes. Multiples of the alignment.
+    /// The offset of each block in bytes, in the order of the given lifetimes. Each offset is a multiple of the alignment.
     pub offsets: Vec<u64>,
-    /// The arena's size in bytes: the largest end of a block, with its size rounded up to the alignment.
+    /// The arena's size in bytes: the highest end of a block, where block sizes are rounded up to the alignment.
     pub arena: u64,
     /// The peak of live bytes, with sizes rounded up to the alignment. No arena can be smaller.
     pub lower_bound: u64,
@@ -42,8 +42,8 @@ pub(super) struct Item {
 
 /// Finds offsets, in multiples of `alignment` bytes, such that blocks alive at the same time never overlap. Minimises the arena within `budget`.
 ///
-/// The search stops early if the arena equals the peak of live bytes, or after a fixed number of steps. With a budget of a second the step limit
-/// comes first, so the result is the same every time. A budget of zero means one greedy pass.
+/// The search stops early if the arena equals the peak of live bytes, or after a fixed number of steps. With a budget of a second
+/// the step limit comes first, so the result is the same every time. With a budget of zero, only one greedy pass runs.
 ///
 /// ```
 /// use claystone::storage::plan::{Lifetime, place};
@@ -85,19 +85,21 @@ pub fn place(lifetimes: &[Lifetime], alignment: u64, budget: Duration) -> Placem
     }
 }
 
-/// The most blocks of a part that gets more than the greedy passes: the search's tables grow with the square of the count.
+/// Parts with more blocks get only the greedy passes, because the search's tables grow with the square of the number of blocks.
 const MAX_SEARCHED_BLOCKS: usize = 2000;
-/// Backtracking steps for one part, even if time is left: under half a second with about 200 blocks.
+/// Maximum number of backtracking steps for one part, even if time is left. With about 200 blocks they take under half a second.
 const MAX_STEPS: u64 = 250_000;
-/// Backtracking steps of the shortest try. Costs are heavy-tailed: many short tries find more than a few long ones.
+/// Backtracking steps of the shortest try. Most solutions are found early in a try or not at all, and many short tries therefore
+/// find more than a few long tries.
 const MIN_STEPS_PER_TRY: u64 = 1500;
 /// Parts with fewer blocks are searched on one thread, because there is too little work for several.
 const MIN_PARALLEL_BLOCKS: usize = 64;
-/// Capacities to try, in eighths of the distance from the goal to the best arena so far: the goal itself first, then from easy to hard.
+/// Capacities to try, in eighths of the distance from the goal to the best arena so far: the goal itself first, then larger
+/// capacities, from the easiest to the hardest.
 const CAPACITY_EIGHTHS: [u64; 5] = [0, 6, 4, 2, 1];
 
-/// Returns the best offsets for `items` found in the time that `left` returns. Stops at an arena of at most `goal`. Tries as many orders at once as
-/// there are threads, and evaluates them in sequence, so the result is the same as on one thread.
+/// Returns the best offsets for `items` found before `left`, which returns the time left, reaches zero. Stops at an arena of at most `goal`. Each
+/// thread tries another order at the same time, but the results are evaluated in sequence, so the result is the same as on one thread.
 fn search_offsets(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Duration) -> Vec<u64> {
     let mut best = (u64::MAX, Vec::new());
     let threads = rayon::current_num_threads();
@@ -111,7 +113,7 @@ fn search_offsets(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Du
                 best = (arena, offsets);
             }
         }
-        // Stops unless the time left covers another pass as long as the last.
+        // Stops if the time left is shorter than the last pass took.
         let after = left();
         if best.0 <= goal || after <= before - after {
             return best.1;
@@ -126,7 +128,7 @@ fn search_offsets(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Du
     let mut steps = MAX_STEPS;
     for round in 0u32.. {
         let noise = if round == 0 { 0.0 } else { 0.1 * f64::from(1 + round % 3) };
-        // Multiples of the shortest try, 1, 2, 1, 4, 1, 2, 1, 8, ...: Luby's restart sequence.
+        // The steps allowed are `MIN_STEPS_PER_TRY` times 1, 2, 1, 4, 1, 2, 1, 8, ..., similar to Luby's restart sequence.
         let most = MIN_STEPS_PER_TRY << (round + 1).trailing_zeros();
         for eighths in CAPACITY_EIGHTHS {
             let orders = Ranking::ORDERS.map(|by| ranking.order(by, noise, &mut random));
@@ -143,14 +145,14 @@ fn search_offsets(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Du
                 });
                 for (found, unused) in tried {
                     if allowed != most.min(steps) {
-                        break; // with fewer steps left, this try would have been shorter in sequence
+                        break; // a sequential search would have had fewer steps left for this try
                     }
                     orders = &orders[1..];
                     // A search that runs no step counts as one step, so that the loop ends.
                     steps = steps.saturating_sub((allowed - unused).max(1));
                     if let Some(offsets) = found {
                         best = (arena_units(items, &offsets), offsets);
-                        break; // later orders are tried again, with a smaller capacity
+                        break; // the orders after this one are tried again, with a smaller capacity
                     }
                 }
             }
@@ -176,14 +178,14 @@ struct PlacedBlock {
     end: usize,
 }
 
-/// Assigns offsets to `items` in the order `order`. Each item goes into the smallest gap that holds it between the
-/// blocks alive at the same time, or above those blocks.
+/// Assigns offsets to `items` in the order `order`. Each item goes into the smallest sufficient gap between the blocks
+/// that are alive at the same time, or above those blocks.
 fn best_fit(items: &[Item], order: &[usize]) -> Vec<u64> {
     let mut offsets = vec![0; items.len()];
     let mut placed: Vec<PlacedBlock> = Vec::with_capacity(items.len()); // sorted by offset
     for &index in order {
         let item = &items[index];
-        let mut best: Option<(u64, u64)> = None; // (gap, offset)
+        let mut best: Option<(u64, u64)> = None; // (size of the gap, offset)
         let mut top = 0;
         for other in placed.iter().filter(|other| other.start < item.end && item.start < other.end) {
             let gap = other.offset.saturating_sub(top);
@@ -200,7 +202,7 @@ fn best_fit(items: &[Item], order: &[usize]) -> Vec<u64> {
     offsets
 }
 
-/// Orders for the greedy pass: largest first, largest area (size times lifetime) first, longest-lived first, and by start.
+/// Returns the orders for the greedy passes: largest first, largest area (size times lifetime) first, longest-lived first, and by start.
 fn greedy_orders(items: &[Item]) -> [Vec<usize>; 4] {
     let length = |item: &Item| (item.end - item.start) as u64;
     let sorted = |key: &dyn Fn(&Item) -> (u64, u64)| {
@@ -238,7 +240,7 @@ impl Ranking {
     fn order(&self, by: [usize; 3], noise: f64, random: &mut Random) -> Vec<usize> {
         let noisy = |key: &[f64; 3]| {
             let off = noise * random.next();
-            // The peaks of blocks alive at the same time differ little, so less noise shuffles them as much.
+            // The peaks of blocks alive at the same time differ little, so less noise suffices to change their order.
             let keys = [key[0] * (1.0 + off), key[1] * (1.0 + off), key[2] * (1.0 + 0.3 * off)];
             by.map(|which| keys[which])
         };
@@ -310,7 +312,7 @@ fn divide_into_sections(lifetimes: &[Lifetime], unit: u64) -> Vec<Item> {
     items
 }
 
-/// Computes the units alive in each section.
+/// Computes the number of units alive in each section.
 fn live_units(items: &[Item]) -> Vec<u64> {
     let sections = items.iter().map(|item| item.end).max().unwrap_or(0);
     let mut change = vec![0i128; sections + 1];
@@ -328,7 +330,7 @@ fn live_units(items: &[Item]) -> Vec<u64> {
         .collect()
 }
 
-/// The arena's size in units: the largest end of a block.
+/// Returns the arena's size in units: the highest end of a block.
 fn arena_units(items: &[Item], offsets: &[u64]) -> u64 {
     items.iter().zip(offsets).map(|(item, offset)| offset + item.size).max().unwrap_or(0)
 }
@@ -397,7 +399,7 @@ mod tests {
 
     fn utilisation(name: &str, alignment: u64) -> f64 {
         let blocks = trace(name);
-        let plan = place(&blocks, alignment, Duration::from_secs(600)); // steps end it
+        let plan = place(&blocks, alignment, Duration::from_secs(600)); // the step limit ends the search
         check(&blocks, alignment, &plan);
         plan.lower_bound as f64 / plan.arena as f64
     }

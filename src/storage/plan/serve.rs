@@ -1,8 +1,8 @@
-//! Serving a step from its plan.
+//! Serves the requests of a step from its plan.
 //!
-//! Time is a cursor over the recorded requests. A block is *overdue* if it is still alive although the cursor has passed the point at which it was
-//! freed in the recording. While no block is overdue, every live block matches the plan, so the next request's range is free without a search.
-//! Otherwise the range is free unless an overdue block overlaps it.
+//! Time is a cursor over the recorded requests. A block is *overdue* if it is still alive although the cursor has passed the point
+//! at which the recorded step freed the block. While no block is overdue, every live block matches the plan, so the next request's
+//! range is free without a search. Otherwise the range is free unless an overdue block overlaps it.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
@@ -20,15 +20,15 @@ use crate::device::StreamId;
 use crate::device::lock;
 use crate::{Device, Result};
 
-/// How many requests are searched for one of the right size when the step deviates. The search starts at the cursor,
-/// and also where the cursor would be if each missed request had replaced a planned one.
+/// When the step deviates, the next this many requests of the plan are searched for one of the right size. The search
+/// starts at the cursor, and also where the cursor would be if each missed request had replaced a planned one.
 const LOOKAHEAD_REQUESTS: usize = 8;
 
 /// A request of the recorded step.
 #[derive(Debug)]
 struct PlannedRequest {
     size: usize,
-    /// How many blocks had been freed when the request was made.
+    /// The number of blocks that had been freed when the request was made.
     frees: usize,
     /// The block's offset in the arena; `None` if the allocator serves the request.
     offset: Option<usize>,
@@ -75,7 +75,7 @@ struct Arena {
     offset: usize,
 }
 
-/// The server's state behind its lock.
+/// The server's state, guarded by the server's lock.
 struct ServerState {
     running: bool,
     /// True once the plan was dropped: the arena is freed with the last of its blocks.
@@ -95,7 +95,7 @@ struct ServerState {
     stats: PlanStats,
 }
 
-/// An allocator that serves the requests of a plan's runs from the arena, and all others from another allocator.
+/// An allocator that serves the requests of a plan's runs from the arena, and all other requests from another allocator.
 pub(super) struct PlanServer {
     inner: Arc<dyn Allocator>,
     stream: StreamId,
@@ -139,7 +139,7 @@ impl PlanServer {
         lock(&self.state).stats
     }
 
-    /// Begins a run at the first request. Without memory for the arena, every request of the run misses.
+    /// Begins a run at the first request. If there is no memory for the arena, every request of the run counts as a miss.
     pub(super) fn begin(&self) {
         let missing = self.schedule.arena > 0 && lock(&self.state).arena.is_none();
         let made = if missing { self.allocate_arena() } else { None };
@@ -156,7 +156,7 @@ impl PlanServer {
         let block = made.ok()?;
         let segment = block.export_segment();
         let offset = block.location().offset();
-        // Checked because a user's own allocator may violate its contract, and planned blocks rely on size and alignment.
+        // The block is checked, because a user's own allocator may violate its contract, and planned blocks rely on size and alignment.
         if block.size() < self.schedule.arena || !offset.is_multiple_of(self.alignment) {
             self.inner.deallocate(block);
             return None;
@@ -286,7 +286,7 @@ impl Allocator for PlanServer {
         let mut run = lock(&self.state);
         let Some(offset) = self.schedule.entries[id].offset else { return };
         if run.used_by_other_streams.remove(&block.id()) {
-            // The range is lost for good, because without a driver the server cannot tell when the other streams are done.
+            // The range is not used again, because without a driver the server cannot tell when the other streams are done.
             if run.states[id] == State::Live {
                 run.overdue.insert(offset, offset + self.schedule.entries[id].size);
             }

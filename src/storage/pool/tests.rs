@@ -17,7 +17,7 @@ fn device(capacity: usize) -> (Sim, PoolAllocator) {
     (sim, pool)
 }
 
-/// A device whose streams run only on request, and that checks contents.
+/// Returns a device whose streams run only on request and that checks contents, and a pool of its memory.
 fn slow_device() -> (Sim, PoolAllocator) {
     let options = SimOptions { asynchronous: true, contents: true, record_calls: true, ..SimOptions::default() };
     let sim = Sim::new(options);
@@ -52,14 +52,14 @@ fn a_free_image_serves_smaller_images_of_its_format() {
     let halves = segment(&half);
     blocks.into_iter().chain([half]).for_each(|block| pool.deallocate(block));
 
-    // Reuses the image with the least excess area among those that are large enough in both dimensions.
+    // Each request reuses the image with the least excess area among the images that are large enough in both dimensions.
     let again = [(60, 3), (3, 60), (20, 20), (33, 1)].map(|(w, h)| new(w, h, ImageFormat::F32));
     assert_eq!(again.each_ref().map(segment), [wide, high, square, larger]);
     let made = pool.stats().num_device_alloc;
     let others = [new(20, 20, ImageFormat::F32), new(1, 1, ImageFormat::F16)];
     assert!(segment(&others[0]) != halves && segment(&others[1]) == halves);
     assert_eq!((pool.stats().num_device_alloc, sim.live_segments()), (made + 1, 6));
-    // Buffers do not serve images, or the reverse.
+    // Buffers do not serve requests for images, nor images requests for buffers.
     pool.deallocate(pool.allocate(1 << 16, STREAM).unwrap());
     assert_eq!(sim.live_segments(), 7);
     let image = new(16, 16, ImageFormat::F32);
@@ -178,7 +178,7 @@ fn unused_buffers_are_released_if_the_device_runs_out() {
     let (sim, pool) = device(100 * KIB);
     let [a, b, c] = [16, 32, 48].map(|k| pool.allocate(k * KIB, STREAM).unwrap());
     [a, b, c].into_iter().for_each(|block| pool.deallocate(block));
-    // No free buffer is within twice 4 KiB (16 KiB is more). Releasing the smallest one suffices.
+    // The smallest free buffer, 16 KiB, is more than twice as large as the request, so it is not reused. Releasing it makes enough room.
     let small = pool.allocate(6 * KIB, STREAM).unwrap();
     assert_eq!(
         sim.calls().iter().filter(|call| matches!(call, Call::Release(_))).collect::<Vec<_>>(),
@@ -249,7 +249,7 @@ fn buffers_freed_by_others_during_the_wait_are_reused() {
     sim.at_synchronize(move || other.deallocate(block));
     let block = pool.allocate(6 * KIB, STREAM).unwrap();
     assert_eq!((segment(&block), pool.stats().num_sync_all_streams), (at, 1));
-    // A released buffer that does not fit still makes room.
+    // A buffer freed during the wait is too small for the next request, but releasing it makes room.
     let other = Arc::clone(&pool);
     sim.at_synchronize(move || other.deallocate(block));
     let block = pool.allocate(10 * KIB, STREAM).unwrap();
@@ -350,7 +350,7 @@ fn recorded_streams_are_waited_for() {
     let block = pool.allocate(KIB, one).unwrap();
     assert_eq!((segment(&block), waits()), (at, 2), "both others, once each");
     sim.write_tag(one, &block, 6).unwrap();
-    sim.run(one, 10); // runs as far as possible without the other streams
+    sim.run(one, 10); // runs until it waits for another stream
     sim.synchronize().unwrap();
     assert_eq!(sim.violations(), Vec::<String>::new());
     pool.deallocate(block);

@@ -12,7 +12,7 @@ fn blocks_freed_during_a_move_wait_for_the_streams_that_use_them() {
     let (home, side) = (StreamId::DEFAULT, sim.stream(1));
     let [moves, stays] = [3 * MIB, 4 * MIB].map(|bytes| take(&allocator, bytes));
     let segment = place(&moves).0;
-    // Work that compaction has not waited for: enqueued before one block is locked, and after the other was found in use.
+    // Compaction has not waited for this work. One command is enqueued before `moves` is locked, the other after `stays` was found in use.
     sim.write_tag(side, &moves, 7).unwrap();
     allocator.record_stream(&moves, side);
     let in_use = stays.location();
@@ -42,13 +42,13 @@ fn a_private_segment_that_reuses_a_released_number_does_not_move() {
     let (sim, allocator) = device(1 << 30, "segments:pytorch");
     let allocator = Arc::new(allocator);
     let number = |allocator: &CachingAllocator, block: &Block| allocator.lock().heap.entry(block.id()).segment;
-    // Three segments with 18, 2 and 11 MiB free.
+    // Once `a` and `b` are freed, the three segments have 18, 2 and 11 MiB free.
     let [first, a, b, second, c, third] = [2, 9, 9, 9, 9, 9].map(|mib| take(&allocator, mib * MIB));
     free_all(&allocator, [a, b]);
     let was = number(&allocator, &third);
     let pool = MemPool::new(&allocator, MemPoolOptions::default());
     let inside = Arc::new(Mutex::new(None));
-    // While the first segment's block moves, the third segment is released and the pool reuses its number.
+    // While the first segment's block moves, the third segment is released and the pool reuses the third segment's number.
     let hook = {
         let (allocator, pool, inside) = (Arc::clone(&allocator), pool.clone(), Arc::clone(&inside));
         move || {
@@ -60,8 +60,8 @@ fn a_private_segment_that_reuses_a_released_number_does_not_move() {
         }
     };
     let moves = sim.clone();
-    sim.at_synchronize(move || moves.at_synchronize(hook)); // the first wait comes before any plan
-    let in_use = second.location(); // prevents moving all three segments together
+    sim.at_synchronize(move || moves.at_synchronize(hook)); // the second wait, because the first one happens before any plan is made
+    let in_use = second.location(); // prevents a plan that moves all three segments together
     let freed = allocator.compact(u64::MAX).unwrap();
     drop(in_use);
     let (place_then, checkpoint, block) = inside.lock().unwrap().take().unwrap();

@@ -1,4 +1,4 @@
-//! Releasing unused memory by decay and by trimming.
+//! Tests of the release of unused memory by decay and by `trim`.
 
 use super::*;
 

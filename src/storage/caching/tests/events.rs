@@ -5,11 +5,11 @@ use super::*;
 const CONFIGS: [&str; 4] =
     ["", "segments:pytorch", "cross_stream_reuse:False", "cross_stream_reuse:False,segments:pytorch"];
 
-/// A device whose streams run only on request, and its allocator.
+/// Returns a device whose streams run only on request, and an allocator of its memory.
 fn device(config: &str) -> (Sim, CachingAllocator) {
     let sim = Sim::new(SimOptions {
         capacity: 48 * MIB as u64,
-        alignment: if cfg!(miri) { 64 << 10 } else { 512 }, // one tag per granule
+        alignment: if cfg!(miri) { 64 << 10 } else { 512 }, // larger under Miri, because each granule has a tag
         asynchronous: true,
         contents: true,
         ..SimOptions::default()
@@ -23,7 +23,7 @@ fn fail(sim: &Sim, times: usize, kinds: &[Call]) {
     kinds.iter().for_each(|&kind| (0..times).for_each(|_| sim.fail_next_call(kind, Failure::Resources)));
 }
 
-/// The number of pending blocks.
+/// Returns the number of pending blocks.
 fn pending(allocator: &CachingAllocator) -> usize {
     let core = allocator.lock();
     core.pending.blocks().count()
@@ -52,13 +52,13 @@ fn a_block_whose_stream_cannot_be_queried_is_not_reused() {
             allocator.deallocate(block);
             assert_eq!((pending(&allocator), allocator.stats().active.current), (1, 1), "{config}");
             for _ in 0..3 {
-                // Larger than the remaining memory, so that only this block could serve it.
+                // Only the pending block could serve these requests, and must not serve them before its stream is done.
                 overwrite(&sim, &allocator, StreamId::DEFAULT, 30 * MIB);
                 overwrite(&sim, &allocator, StreamId::DEFAULT, 20 * MIB);
             }
             sim.synchronize().unwrap_or(());
             assert_eq!(sim.violations(), [""; 0], "{config} {times}");
-            // Once the device answers, the block is free.
+            // Once the device's calls succeed again, the block becomes free.
             sim.clear_failures();
             sim.synchronize().unwrap();
             allocator.empty_cache().unwrap();
@@ -114,7 +114,7 @@ fn a_marker_that_cannot_be_queried_is_replaced_by_a_later_one() {
     sim.run(side, 100);
     assert!(allocator.process_events(false).unwrap());
     assert_eq!(pending(&allocator), 0);
-    // A blocking call returns the device's error, and leaves the block for the next call.
+    // A blocking call returns the device's error, and the block stays pending until the next call.
     let block = take(&allocator, MIB);
     allocator.record_stream(&block, side);
     allocator.deallocate(block);
@@ -153,7 +153,7 @@ fn a_restore_whose_wait_fails_returns_no_blocks() {
     let block = of_pool(one);
     let checkpoint = pool.checkpoint();
     allocator.deallocate(block);
-    let block = of_pool(two); // behind a wait; the block now belongs to stream two
+    let block = of_pool(two); // served after a wait; the block now belongs to stream two
     sim.write_tag(two, &block, 1).unwrap();
     sim.check_tag(two, &block, 1).unwrap();
     fail(&sim, 1, &[Call::StreamWaits, Call::Synchronize]);

@@ -1,11 +1,11 @@
-//! Expandable segments.
+//! Tests of expandable segments.
 
 use super::*;
 use crate::storage::{HistoryOptions, TraceAction};
 
 const PAGE: usize = 64 << 10;
 
-/// A device that reserves addresses, and an allocator with expandable segments.
+/// Returns a device that can reserve addresses, and an allocator with expandable segments.
 fn expandable_device(capacity: u64, config: &str) -> (Sim, CachingAllocator) {
     expandable_device_with_page(PAGE, capacity, config)
 }
@@ -38,7 +38,7 @@ fn an_expandable_segment_grows_in_place_and_no_other_is_created() {
         assert_eq!(count(&sim, |call| matches!(call, Call::Create(_))), 0);
         allocator.check();
         free_all(&allocator, blocks);
-        // The freed blocks are one contiguous range, which serves any smaller request.
+        // The freed blocks are merged into one range, which serves smaller requests without a driver call.
         let calls = sim.call_count();
         let all = take(&allocator, end);
         assert_eq!(sim.call_count(), calls);
@@ -117,7 +117,7 @@ fn free_blocks_of_several_streams_at_the_end_are_released() {
     let other = allocator.allocate(32 << 10, stream).unwrap();
     assert_eq!(place(&other), (place(&blocks[0]).0, 2 * MIB - (48 << 10)), "what the first stream has left");
     allocator.deallocate(other);
-    // The longer block is too short to become a hole as long as the shorter one follows it.
+    // The free block of 32 KiB is shorter than the smallest hole, so it is released only after the 16 KiB that follow it.
     allocator.empty_cache().unwrap();
     assert_eq!(sim.committed(), (2 * MIB - (48 << 10)) as u64);
     allocator.check();
@@ -201,7 +201,7 @@ fn a_failed_extension_is_recovered_or_reported() {
         let (sim, allocator) = expandable_device(1 << 30, "");
         let a = take(&allocator, 5 * MIB);
         sim.fail_next_commit(failure.clone());
-        let b = take(&allocator, 7 * MIB); // retried with exactly the requested size
+        let b = take(&allocator, 7 * MIB); // after a failure, the allocator extends by exactly the requested size
         assert_eq!((place(&b).0, place(&b).1), (place(&a).0, 5 * MIB));
         for _ in 0..20 {
             sim.fail_next_commit(failure.clone());
@@ -266,7 +266,7 @@ fn streams_and_pools_have_segments_of_their_own() {
     assert_eq!(segments(&inside)[0], segments(&inside)[1]);
     assert_ne!(segments(&unsplit)[0], segments(&unsplit)[1]);
     assert_eq!((sim.live_segments(), created(&sim)), (5, vec![5 * MIB, 6 * MIB]));
-    // A pool keeps its segment's end until told to release it, and can be restored.
+    // A pool keeps the unused end of its segment until its `empty_cache` is called, and can be restored.
     let checkpoint = pool.checkpoint();
     let [a, b] = inside;
     allocator.deallocate(b);

@@ -1,4 +1,4 @@
-//! Compaction with every call failing in turn, several times in a row: each block keeps its contents.
+//! Tests that each block keeps its contents during compaction if any driver call fails, once or several times in a row.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
@@ -6,7 +6,7 @@ use super::super::entry::SPILLED_POOL;
 use super::*;
 use crate::storage::driver::MemoryKind;
 
-/// Bytes per tag: large, so that there are few tags.
+/// Number of bytes per tag. It is large, so that the test needs few tags.
 const GRANULE: usize = MIB;
 const ALWAYS: u64 = u64::MAX;
 
@@ -26,7 +26,7 @@ struct FullDevice {
 }
 
 impl FullDevice {
-    /// Creates segments with these layouts. The device has no memory beyond them.
+    /// Creates segments with these layouts. The device has no memory beyond these segments.
     fn new(asynchronous: bool, segments: &[Layout]) -> FullDevice {
         let capacity = segments.iter().flat_map(|blocks| *blocks).map(|(mib, _)| mib * MIB).sum::<usize>() as u64;
         let options =
@@ -90,14 +90,14 @@ impl FullDevice {
     }
 }
 
-/// Blocks that move down by more than their size, and by less.
+/// Blocks of which some move down by more than their size, and some by less.
 const SLIDES: Layout = &[(2, true), (11, false), (3, true), (4, false), (70, false), (20, true), (6, false), (4, true)];
 /// A block that would need too many copies on the device, so it goes through the host.
 const OVER_HOST: Layout = &[(2, true), (140, false), (20, true), (10, false), (20, false), (8, true)];
-/// Two segments like this one: neither has room by itself, and there is no room for a third.
+/// The layout of each of two segments: neither has room for the request, and the device has no memory for a third segment.
 const THROUGH_HOST: Layout = &[(4, false), (4, true), (8, false), (4, true)];
 
-/// Segments, and a request in MiB that requires moving their blocks.
+/// The layouts of segments, and the size in MiB of a request that can be served only by moving blocks.
 const CASES: [(&[Layout], usize); 3] = [(&[SLIDES], 29), (&[OVER_HOST], 30), (&[THROUGH_HOST, THROUGH_HOST], 14)];
 
 // Miri runs only a part of the next two tests, because all of the first takes more than 45 minutes under Miri.
@@ -118,7 +118,7 @@ fn a_failed_call_loses_neither_blocks_nor_the_device() {
                     full.sim.clear_failures();
                     let what = format!("{times} from call {pass} on: {result:?}");
                     if times == ALWAYS && full.sim.cause_of_loss().is_some() {
-                        continue; // a half-moved block, on a device that is lost
+                        continue; // a block was half moved, so the allocator declared the device lost
                     }
                     assert_eq!(full.sim.cause_of_loss(), None, "{what}");
                     full.check(&what);
@@ -126,7 +126,7 @@ fn a_failed_call_loses_neither_blocks_nor_the_device() {
                         assert!(result.is_ok(), "{what}");
                     }
                     free_all(&full.allocator, result.ok());
-                    // A second attempt succeeds.
+                    // A second attempt, without failures, succeeds.
                     let block = full.allocator.allocate(mib * MIB, StreamId::DEFAULT).expect(&what);
                     full.check(&what);
                     free_all(&full.allocator, [block]);

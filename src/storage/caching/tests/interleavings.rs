@@ -1,5 +1,5 @@
-//! All interleavings of threads that use the thread caches, explored by loom; `scripts/loom` runs these tests. Under
-//! loom all threads share one cache, which has room for one block per size.
+//! Tests with all interleavings of threads that use the thread caches, explored by loom. `scripts/loom` runs these
+//! tests. Under loom all threads share one cache, which has room for one block per size.
 
 use std::ptr::NonNull;
 
@@ -10,7 +10,7 @@ use super::super::cache::{CachedBlock, PutOutcome, ThreadCaches};
 
 const SIZE: usize = 512;
 
-/// Caches shared by two threads and the thread that drains them. The threads' cache already exists.
+/// Returns caches for two threads and a third thread that drains them. The cache that the two threads share already exists.
 fn caches() -> Arc<ThreadCaches> {
     let caches = ThreadCaches::new(1 << 20, SIZE);
     caches.create_for_this_thread();

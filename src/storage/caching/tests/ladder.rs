@@ -86,7 +86,8 @@ fn absurd_sizes_never_reach_the_driver() {
         assert!(out_of_memory(&allocator, bytes).contains(&(GIB / 2).to_string()));
     }
     assert_eq!(sim.calls(), before);
-    // For sizes between the largest guaranteed buffer and the capacity, the driver decides. The cache, which could not help, is kept.
+    // For sizes between the largest guaranteed buffer and the capacity, only the driver knows whether a request can succeed. If it
+    // refuses, the cache is kept, because releasing it could not help.
     allocator.deallocate(take(&allocator, 12 * MIB));
     let held = sim.committed();
     assert!(out_of_memory(&allocator, GIB / 2 + 1).contains(&(GIB / 2).to_string()));
@@ -108,7 +109,7 @@ fn injected_failures_are_recovered_or_reported_at_once() {
             assert!(matches!(allocator.allocate(1000, StreamId::DEFAULT), Err(Error::DeviceLost { .. })));
             let s = allocator.stats();
             assert_eq!((s.segment.current, s.num_ooms, sim.live_segments()), (0, 0, 0));
-            // One out-of-memory failure is recovered by a retry; two in a row are not.
+            // If the driver is out of memory once, the allocator's retry succeeds. If it is twice in a row, the allocation fails.
             inject(&sim, failure.clone());
             let block = take(&allocator, 1000);
             assert_eq!(allocator.stats().num_alloc_retries, 1);
@@ -168,7 +169,7 @@ fn callbacks_are_asked_for_memory_when_there_is_none() {
         move || {
             calls.fetch_add(1, Relaxed);
             let allocator = allocator.upgrade().unwrap();
-            // Fails, without calling the callback again.
+            // The allocation fails, and the callback is not called again.
             assert!(allocator.allocate(31 * MIB, StreamId::DEFAULT).is_err());
             spare.lock().unwrap().take().map(|block| allocator.deallocate(block)).is_some()
         }

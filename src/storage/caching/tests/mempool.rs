@@ -1,4 +1,4 @@
-//! Private memory pools.
+//! Tests of private memory pools.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -30,7 +30,7 @@ fn allocations_inside_come_from_the_pool_and_nothing_else_does() {
         let d = std::thread::scope(|s| s.spawn(|| take(&allocator, 1000)).join().unwrap());
         (a, b, c, d, elsewhere)
     });
-    // Does not count allocations of another thread or another allocator.
+    // The pool's statistics exclude allocations by another thread or in another allocator.
     assert_eq!((pool.stats().allocations, pool.stats().allocated_bytes), (2, 1024 + 3 * MIB as u64));
     assert_eq!((second.stats().allocations, second.stats().segments), (1, 1));
     assert_eq!(allocator.stats().allocation.current, 5);
@@ -82,7 +82,7 @@ fn emptying_the_cache_leaves_pools_alone_until_their_last_handle_is_gone() {
     allocator.check();
     allocator.empty_cache().unwrap();
     assert_eq!(sim.committed(), 0);
-    // Arena numbers are reused.
+    // The arena numbers of dropped pools are reused, so the table of arenas does not grow.
     let arenas = allocator.lock().heap.arenas().len();
     for _ in 0..3 {
         let pool = MemPool::new(&allocator, MemPoolOptions::default());
@@ -183,7 +183,7 @@ fn a_pool_is_restored_to_a_checkpoint() {
         let mut places: Vec<_> = blocks.iter().map(place).collect();
         places.sort_unstable();
         blocks.into_iter().for_each(|block| allocator.deallocate(block));
-        // The same memory, divided differently.
+        // The new blocks divide the pool's memory differently.
         let mut later: Vec<Block> = [2048, 300, 9000, 4 * MIB, MIB + 1].map(inside).into();
         let restored = pool.restore(&checkpoint, &mut later).unwrap();
         assert!(later.is_empty());
@@ -196,7 +196,7 @@ fn a_pool_is_restored_to_a_checkpoint() {
         let mut all: Vec<&Block> = restored.iter().collect();
         all.push(&kept);
         assert!(pool.check_live(&all));
-        // Blocks of the checkpoint may be freed with the others, and are then reallocated.
+        // Blocks of the checkpoint may be passed to `restore` too, which frees and then reallocates them.
         let mut again = restored;
         let restored = pool.restore(&checkpoint, &mut again).unwrap();
         assert_eq!(restored.len(), 5);
@@ -248,7 +248,7 @@ fn a_restored_block_waits_for_the_streams_that_had_its_memory() {
     sim.check_tag(side, &borrowed, 7).unwrap();
     let restored = pool.restore(&checkpoint, &mut vec![borrowed]).unwrap().pop().unwrap();
     sim.write_tag(home, &restored, 8).unwrap();
-    sim.run(home, 100); // runs as far as the other stream allows
+    sim.run(home, 100); // runs until it waits for the other stream
     sim.synchronize().unwrap();
     assert_eq!(sim.violations(), [""; 0]);
     allocator.record_stream(&restored, side);

@@ -35,19 +35,19 @@ fn free_all(allocator: &CachingAllocator, blocks: impl IntoIterator<Item = Block
     blocks.into_iter().for_each(|block| allocator.deallocate(block));
 }
 
-/// The block's segment id and offset.
+/// Returns the block's segment id and offset.
 fn place(block: &Block) -> (u64, usize) {
     let place = block.location();
     (place.segment().id(), place.offset())
 }
 
-/// Sizes, in bytes, of the segments created so far.
+/// Returns the sizes, in bytes, of all segments created so far.
 fn created(sim: &Sim) -> Vec<usize> {
     let size = |call: &Call| if let Call::Create(bytes) = call { Some(*bytes) } else { None };
     sim.calls().iter().filter_map(size).collect()
 }
 
-/// The calls after the first `before` ones.
+/// Returns the recorded calls, except the first `before` calls.
 fn calls_since(sim: &Sim, before: u64) -> Vec<Call> {
     sim.calls().split_off(before as usize)
 }

@@ -46,7 +46,7 @@ fn blocks_are_split_if_the_remainder_is_large_enough() {
     assert_ne!(small, large, "large requests live apart");
     let s = allocator.stats();
     assert_eq!((s.small_pool.allocated_bytes.current, s.small_pool.inactive_split.current), (512 + 1024, 1));
-    // The remainder of a large block is kept only above 1 MiB.
+    // The remainder of a large block becomes a free block only if it has more than 1 MiB.
     let [d, e] = [9 * MIB, 8 * MIB + 3 * 512].map(|bytes| take(&allocator, bytes));
     assert_eq!((place(&d).0, place(&e).0, e.size()), (large, large, 9 * MIB + 3 * 512));
     let s = allocator.stats();
@@ -61,7 +61,7 @@ fn blocks_are_split_if_the_remainder_is_large_enough() {
 fn the_best_fit_is_the_smallest_that_fits() {
     for config in ["thread_cache_kb:0", PYTORCH] {
         let (_, allocator) = device(1 << 30, config);
-        let keep = take(&allocator, 64 * MIB); // makes small blocks share a segment
+        let keep = take(&allocator, 64 * MIB); // so much reserved memory makes small segments large enough for several blocks
         let mut blocks: Vec<Block> = (0..7).map(|i| take(&allocator, [4096, 1][i % 2])).collect();
         let holes: Vec<_> = [4, 2, 0].into_iter().map(|i| blocks.swap_remove(i)).collect();
         let places: Vec<_> = holes.iter().map(place).collect();
@@ -144,8 +144,8 @@ fn garbage_is_collected_oldest_first_and_without_waiting() {
         if left == 0 {
             allocator.deallocate(younger);
             let block = take(&allocator, request * MIB);
-            // 74 MiB would be reserved, above the threshold of 50 MiB. The older segment is released first, because
-            // it is at least as old as the average, and then the younger one.
+            // 74 MiB would be reserved, above the threshold of 50 MiB. The older segment is released first, because it
+            // has been unused for at least the average time. The younger segment is released next.
             assert_eq!(sim.committed(), (2 + 30) * MIB as u64);
             allocator.deallocate(block);
         } else {

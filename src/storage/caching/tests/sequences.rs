@@ -1,4 +1,4 @@
-//! Whole programs: repetitive, multi-threaded, and with several streams.
+//! Tests with the requests of whole programs: repetitive, multi-threaded, and with several streams.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,8 @@ use super::*;
 
 const CONFIGS: [&str; 2] = ["segments:adaptive", "segments:pytorch"];
 
-/// The requests of a network's inference: a layer's output lives until the next layer is done, its workspace only while the layer runs.
+/// Returns the requests of a network's inference: a layer's output lives until the next layer is done, its workspace only while the
+/// layer runs.
 fn inference(layers: usize) -> Vec<(char, usize, usize)> {
     let mut events = Vec::new();
     for layer in 0..layers {
@@ -138,7 +139,7 @@ fn a_pending_block_is_active_and_reused_behind_a_wait_or_when_its_stream_is_done
         for (reuse, syncs) in [("True", 0), ("False", 1)] {
             let sim = Sim::new(SimOptions {
                 capacity: 24 * MIB as u64,
-                alignment: if cfg!(miri) { 64 << 10 } else { 512 }, // one tag per granule
+                alignment: if cfg!(miri) { 64 << 10 } else { 512 }, // larger under Miri, because each granule has a tag
                 asynchronous: true,
                 contents: true,
                 ..SimOptions::default()

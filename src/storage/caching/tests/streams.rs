@@ -1,4 +1,4 @@
-//! Reuse of free memory across streams.
+//! Tests of how streams reuse free memory of other streams.
 
 use super::properties::Random;
 use super::*;
@@ -65,7 +65,7 @@ fn memory_freed_by_all_streams_is_released() {
     }
 }
 
-/// An idle or busy device, whose allocator has an unused segment of 8 MiB in two parts freed by two streams.
+/// Returns an idle or busy device, whose allocator has an unused segment of 8 MiB in two parts freed by two streams.
 fn two_parts(config: &str, asynchronous: bool) -> (Sim, CachingAllocator, [StreamId; 2]) {
     let alignment = if cfg!(miri) { 64 << 10 } else { 512 };
     let options = SimOptions {

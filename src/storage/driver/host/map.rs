@@ -1,4 +1,4 @@
-//! Memory mapped from the kernel: segments of at least a huge page, and addresses reserved before they have memory.
+//! Memory mapped from the kernel: segments of at least a huge page, and address ranges that are reserved first and get memory later.
 
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -9,15 +9,15 @@ use libc::{MADV_DONTNEED, MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_NORESERVE, MAP_PRIVA
 pub(super) use crate::device::cpu::huge_pages::{HUGE_PAGE_BYTES, page_bytes};
 use crate::device::{read, write};
 
-/// A range of the process's addresses, some of them with memory, which is zero until written.
+/// A range of the process's addresses. Memory is committed for parts of the range, and is zero until it is written.
 #[derive(Debug)]
 pub(super) struct Mapping {
     start: NonNull<u8>,
-    /// A multiple of the page size.
+    /// The size in bytes, a multiple of the page size.
     bytes: usize,
     /// Whether to prefer memory of the requesting thread's NUMA node.
     numa_local: bool,
-    /// Offsets with memory that may be touched.
+    /// The ranges of offsets whose memory is committed, and may be accessed.
     committed: RwLock<Ranges>,
 }
 
@@ -30,7 +30,7 @@ impl Mapping {
         Some(mapping)
     }
 
-    /// Reserves addresses without memory, and without a promise of memory.
+    /// Reserves addresses. The kernel neither allocates memory for them nor guarantees that it can.
     pub(super) fn reserved(bytes: usize, numa_local: bool) -> Option<Mapping> {
         Mapping::map(bytes, PROT_NONE, MAP_NORESERVE, numa_local)
     }
@@ -38,7 +38,7 @@ impl Mapping {
     fn map(bytes: usize, access: i32, flags: i32, numa_local: bool) -> Option<Mapping> {
         let bytes = bytes.checked_next_multiple_of(page_bytes())?;
         let flags = MAP_PRIVATE | MAP_ANONYMOUS | flags;
-        // SAFETY: a new mapping at an address of the kernel's choice: nothing that exists is touched.
+        // SAFETY: the kernel chooses an unused address for the new mapping, so no existing memory changes.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, -1, 0) };
         if start == libc::MAP_FAILED {
             return None;
@@ -50,7 +50,7 @@ impl Mapping {
         self.start
     }
 
-    /// Makes the pages of `from..to` usable. Returns false if the kernel has no memory for them or the range is not inside.
+    /// Makes the pages of `from..to` usable. Returns false if the kernel has no memory for them or if the range is not inside the mapping.
     pub(super) fn extend(&self, from: usize, to: usize) -> bool {
         let (from, to) = (from / page_bytes() * page_bytes(), to.next_multiple_of(page_bytes()));
         if from >= to || to > self.bytes {
@@ -74,7 +74,7 @@ impl Mapping {
         }
         self.ranges_mut(|committed| {
             committed.remove(from, to);
-            // SAFETY: whole pages inside this mapping, which no code touches any more.
+            // SAFETY: the range consists of whole pages inside this mapping, which no code accesses any more.
             unsafe { libc::madvise(self.at(from), to - from, MADV_DONTNEED) };
             self.protect(from, to, PROT_NONE);
         });
@@ -93,14 +93,15 @@ impl Mapping {
     }
 
     fn protect(&self, from: usize, to: usize, access: i32) -> bool {
-        // SAFETY: whole pages inside this mapping. Pages that become inaccessible are in no block, as the allocator promises.
+        // SAFETY: the range consists of whole pages inside this mapping. Pages that become inaccessible are in no block, as the
+        // allocator promises.
         unsafe { libc::mprotect(self.at(from), to - from, access) == 0 }
     }
 
-    /// Asks the kernel for huge pages and for local memory. The kernel may ignore both.
+    /// Asks the kernel for huge pages and for memory of the local NUMA node. The kernel may ignore both requests.
     fn advise(&self, from: usize, to: usize) {
         if to - from >= HUGE_PAGE_BYTES {
-            // SAFETY: whole pages inside this mapping; the advice only affects which pages the kernel allocates.
+            // SAFETY: the range consists of whole pages inside this mapping; the advice only affects which pages the kernel allocates.
             unsafe { libc::madvise(self.at(from), to - from, MADV_HUGEPAGE) };
         }
         if self.numa_local && several_nodes() {
@@ -108,20 +109,21 @@ impl Mapping {
         }
     }
 
-    /// Asks for a node's memory for pages not yet touched. The kernel uses another node's memory if that node is full.
+    /// Asks the kernel to take memory of NUMA node `node` for pages that have not been accessed yet. The kernel uses another node's
+    /// memory if that node is full.
     fn prefer(&self, node: usize, from: usize, to: usize) -> bool {
-        let mut nodes = [0u64; 16]; // the kernel's largest number of nodes, 1,024
+        let mut nodes = [0u64; 16]; // one bit per node; the kernel supports up to 1,024 nodes
         let Some(word) = nodes.get_mut(node / 64) else { return false };
         *word = 1 << (node % 64);
-        let (mode, bits) = (libc::MPOL_PREFERRED as usize, nodes.len() * 64 + 1); // the kernel reads one bit less
-        // SAFETY: whole pages inside this mapping, and `nodes` has as many bits as `bits` says; contents stay.
+        let (mode, bits) = (libc::MPOL_PREFERRED as usize, nodes.len() * 64 + 1); // the kernel reads one bit less than this argument
+        // SAFETY: the range consists of whole pages inside this mapping, whose contents do not change. `nodes` has at least `bits` bits.
         unsafe { libc::syscall(libc::SYS_mbind, self.at(from), to - from, mode, nodes.as_ptr(), bits, 0usize) == 0 }
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: all of this mapping; nothing that points into it outlives its owner.
+        // SAFETY: unmaps exactly this mapping, and no pointer into it outlives its owner.
         unsafe { libc::munmap(self.at(0), self.bytes) };
     }
 }
@@ -138,12 +140,12 @@ fn several_nodes() -> bool {
 fn current_numa_node() -> usize {
     let mut node = 0u32;
     let nothing = std::ptr::null_mut::<u32>();
-    // SAFETY: writes one u32, to `node`; the other two pointers may be null.
+    // SAFETY: the call writes one u32 to `node`; the other two pointers may be null.
     unsafe { libc::syscall(libc::SYS_getcpu, nothing, &raw mut node, nothing) };
     node as usize
 }
 
-/// Ranges of bytes that neither overlap nor touch: start to end.
+/// Ranges of bytes that neither overlap nor touch: a map from each range's start to its end.
 #[derive(Debug, Default)]
 pub(super) struct Ranges(BTreeMap<usize, usize>);
 
@@ -217,7 +219,7 @@ mod tests {
         }
         let policy = |offset| {
             let (mut mode, none) = (-1i32, std::ptr::null_mut::<u64>());
-            // SAFETY: asks for the policy of an address of this mapping, into `mode`.
+            // SAFETY: the call asks for the policy of an address in this mapping, and writes only to `mode`.
             let done = unsafe {
                 libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, none, 0usize, mapping.at(offset), MPOL_F_ADDR)
             };

@@ -4,7 +4,7 @@ safe_methods!(Host);
 
 impl Host {
     fn relocate(&self, moves: &[(At<'_>, At<'_>, usize)]) -> Result<()> {
-        // SAFETY: as in `safe_methods`.
+        // SAFETY: no other thread uses the memory in these tests.
         unsafe { Driver::relocate(self, moves) }.map(|done| assert!(done))
     }
 }
@@ -63,12 +63,12 @@ fn ordinary_memory_cannot_grow() {
 mod reserved {
     use super::*;
 
-    /// Returns the bytes of the range's pages that have memory, as the kernel reports them.
+    /// Returns how many bytes of the range are resident in memory, as the kernel reports.
     fn resident(memory: &Memory, from: usize, to: usize) -> usize {
         let page = host().page();
         let mut pages = vec![0u8; (to - from) / page];
         let start = std::ptr::without_provenance_mut(address(memory) + from);
-        // SAFETY: queries addresses, and writes a byte per page.
+        // SAFETY: the call queries addresses of the memory, and writes one byte per page to `pages`.
         assert_eq!(unsafe { libc::mincore(start, to - from, pages.as_mut_ptr()) }, 0);
         pages.iter().filter(|page| *page & 1 == 1).count() * page
     }
@@ -76,7 +76,7 @@ mod reserved {
     #[test]
     fn reserved_memory_is_committed_and_released_page_by_page() {
         let (host, page) = (host(), host().page());
-        let all = 64 << 30; // more than the machine has: only addresses
+        let all = 64 << 30; // more than the machine's memory: only addresses are reserved
         let memory = host.reserve(all).unwrap();
         assert_eq!(address(&memory) % page, 0);
         let mut byte = [1];
@@ -86,7 +86,7 @@ mod reserved {
         host.write(&vec![7; 4 * page], (&memory, 0)).unwrap();
         assert_eq!(resident(&memory, 0, 4 * page), 4 * page);
         assert!(host.write(&[7], (&memory, 4 * page)).is_err());
-        // The memory grows in place, and keeps its contents.
+        // Committing more pages keeps the address and the contents of the first pages.
         host.extend(&memory, 4 * page, 8 * page).unwrap();
         host.write(&[9], (&memory, 8 * page - 1)).unwrap();
         host.read((&memory, 4 * page - 1), &mut byte).unwrap();
@@ -104,7 +104,7 @@ mod reserved {
         host.extend(&memory, page, 3 * page).unwrap();
         host.read((&memory, page), &mut byte).unwrap();
         assert_eq!(byte, [0]);
-        // Partial pages: all are committed, and none is released.
+        // For a range of partial pages, `extend` commits all the pages, and `shrink` releases none.
         host.extend(&memory, 100 * page + 1, 100 * page + 2).unwrap();
         host.write(&vec![3; page], (&memory, 100 * page)).unwrap();
         host.shrink(&memory, 100 * page + 1, 101 * page);
@@ -126,7 +126,7 @@ mod reserved {
             address(&memory)
         };
         let mut pages = [0u8; 1];
-        // SAFETY: queries an address, and writes a byte.
+        // SAFETY: the call queries one address, and writes one byte.
         let known =
             unsafe { libc::mincore(std::ptr::without_provenance_mut(at + (8 << 30)), page, pages.as_mut_ptr()) };
         assert_eq!((known, std::io::Error::last_os_error().raw_os_error()), (-1, Some(libc::ENOMEM)));

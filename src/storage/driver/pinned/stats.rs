@@ -1,6 +1,6 @@
 //! Statistics of a pool of pinned memory: PyTorch's `HostStats`, with PyTorch's names.
 //!
-//! A block returned with an event stays active until the event is done; a single function then subtracts the block with its own size.
+//! A block returned with an event stays active until the event is done; then the block's own size is subtracted.
 
 use std::fmt;
 use std::time::Duration;
@@ -10,15 +10,15 @@ use crate::storage::Stat;
 /// Durations of driver calls, in microseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DurationStat {
-    /// The sum over all calls.
+    /// The total time of all calls.
     pub total: u64,
-    /// The longest; 0 before the first call.
+    /// The time of the longest call; 0 before the first call.
     pub max: u64,
-    /// The shortest; 0 before the first call.
+    /// The time of the shortest call; 0 before the first call.
     pub min: u64,
     /// The number of calls.
     pub count: u64,
-    /// The mean, rounded down; 0 before the first call.
+    /// The mean time of a call, rounded down; 0 before the first call.
     pub avg: u64,
 }
 
@@ -27,21 +27,21 @@ pub struct DurationStat {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PinnedStats {
-    /// Blocks in use, by a caller or by an unfinished transfer.
+    /// The number of blocks in use, by a caller or by an unfinished transfer.
     pub active_requests: Stat,
     /// Bytes of the active blocks.
     pub active_bytes: Stat,
-    /// Pieces of memory held from the driver, in use or not.
+    /// The number of pieces of memory that the driver created and that are not released, in use or not.
     pub allocations: Stat,
-    /// Bytes of the pieces held from the driver.
+    /// The bytes of the pieces counted by `allocations`.
     pub allocated_bytes: Stat,
     /// Time the driver took to create pieces.
     pub host_alloc_time: DurationStat,
     /// Time the driver took to release pieces.
     pub host_free_time: DurationStat,
-    /// Pieces created by the driver.
+    /// The number of pieces that the driver created.
     pub num_host_alloc: u64,
-    /// Pieces released to the driver.
+    /// The number of pieces that were released to the driver.
     pub num_host_free: u64,
 }
 

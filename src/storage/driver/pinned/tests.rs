@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// A fake source: its memory is a number, and its transfers are done when a test says so.
+/// A fake source: its memory is only an id and a size, and its transfers are done when a test says so.
 #[derive(Clone, Default)]
 struct Fake(Arc<FakeState>);
 
@@ -14,13 +14,13 @@ struct Fake(Arc<FakeState>);
 struct FakeState {
     next: AtomicUsize,
     live: AtomicUsize,
-    /// Creations that would exceed this many live bytes fail.
+    /// Creations fail that would exceed this many live bytes; `None` for no limit.
     room: Option<usize>,
-    /// The number of creations that fail next.
+    /// The number of creations that will fail from now on.
     refuses: AtomicUsize,
     calls: AtomicUsize,
     lost: AtomicBool,
-    /// Called at every call of the source.
+    /// Called whenever the source is called.
     spy: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
@@ -108,7 +108,7 @@ fn size_classes_are_exact_and_increasing() {
     assert_eq!((size_class(largest + 1), size_class(usize::MAX)), (None, None));
 }
 
-/// Memory that a lost device keeps pinned still counts: other devices may not pin that much again.
+/// Memory that a lost device keeps pinned still counts: other devices must not pin that amount in addition.
 #[test]
 fn a_lost_source_releases_nothing() {
     let (source, budget) = (Fake::default(), Budget::new(3 * PAGE_BYTES));
@@ -152,8 +152,8 @@ fn a_block_is_reused_within_its_class() {
     assert_eq!(pool.stats(), PinnedStats::default());
 }
 
-/// A block with a late transfer does not delay other blocks of its class. It is subtracted from the active bytes with
-/// its own size. (PyTorch 2.11 adds one byte to them instead.)
+/// A block with a late transfer does not delay other blocks of its class. Its own size is subtracted from the active
+/// bytes. (PyTorch 2.11 adds one byte instead.)
 #[test]
 fn a_late_transfer_does_not_delay_other_blocks() {
     let source = Fake::default();
@@ -220,7 +220,7 @@ fn a_refusing_source_is_not_asked_at_every_request() {
 fn a_source_that_refused_is_asked_again_later() {
     let source = Fake::default();
     let pool = pool(&source);
-    source.0.refuses.store(2, Relaxed); // the request, and its retry without cached blocks
+    source.0.refuses.store(2, Relaxed); // the first try of the request, and its retry after unused blocks were released
     assert!(pool.alloc(1 << 20).is_none());
     assert_eq!(pool.stats(), PinnedStats::default(), "a refusal counts nowhere");
     let skipped = (0..1000).take_while(|_| pool.alloc(1 << 20).is_none()).count();
@@ -260,7 +260,7 @@ fn the_reserve_is_divided_and_never_released() {
 #[test]
 fn a_refused_reserve_is_requested_again() {
     let source = Fake::default();
-    source.0.refuses.store(2, Relaxed); // the request, and its retry without cached blocks
+    source.0.refuses.store(2, Relaxed); // the first try of the request, and its retry after unused blocks were released
     let pool = PinnedPool::new(source.clone(), 64 << 10, Budget::new(1 << 20));
     assert_eq!(source.live(), 0);
     assert_eq!(pool.alloc(5000).unwrap().bytes(), 5120);
@@ -271,7 +271,7 @@ fn a_refused_reserve_is_requested_again() {
     assert_eq!(source.live(), 64 << 10);
     assert_eq!(pool.stats().allocated_bytes.current, 64 << 10);
 
-    // A reserve that never fits does not keep blocks from being created.
+    // Blocks are created even if the reserve is larger than the memory that the source has.
     let small = PinnedPool::new(Fake::with_room(60_000), 64 << 10, Budget::new(1 << 20));
     let blocks: Vec<_> = (0..10).map(|_| small.alloc(4096).unwrap()).collect();
     assert_eq!(small.stats().allocated_bytes.current, 10 * blocks[0].bytes() as u64);
@@ -332,9 +332,9 @@ fn threads_never_share_a_block() {
 #[derive(Debug, Clone)]
 enum Op {
     Alloc(usize),
-    /// Returns one of the live blocks, now or with an event.
+    /// Returns one of the live blocks, at once or when an event is done.
     Free(usize, bool),
-    /// One of the events completes.
+    /// Completes one of the events.
     Done(usize),
     EmptyCache,
 }
@@ -355,7 +355,7 @@ proptest! {
         prop_assert!(size >= bytes && size - bytes <= bytes / 8);
     }
 
-    /// Compares with a model that knows which memory is in use and the value of every statistic.
+    /// The pool agrees with a model that knows which memory is in use and the value of every statistic.
     #[test]
     fn counts_are_right_after_every_operation(ops in prop::collection::vec(op(), 1..300)) {
         let source = Fake::default();

@@ -7,7 +7,7 @@ use super::queue::Span;
 use super::{Call, Failure, Memory, MemoryKind, Sim, SimOptions, State};
 use crate::{Error, Result};
 
-/// A segment of the simulated device, as its driver hands it out.
+/// A segment of the simulated device, as an allocator gets it from the driver.
 pub(crate) struct SimMemory {
     pub(super) id: u64,
     pub(super) size: usize,
@@ -64,13 +64,13 @@ pub(super) struct SimSegments {
     late_commits: u64,
 }
 
-/// A segment. It consists of one page, or of many if it was reserved.
+/// A segment. It consists of one page, or of many pages if the segment was reserved.
 struct SimSegment {
     size: usize,
     page: usize,
-    /// True if the segment was reserved: only an extension commits its pages.
+    /// True if the segment was reserved: its pages are committed only by `extend`.
     reserved: bool,
-    /// Whether each page is committed, up to the last page that ever was.
+    /// Whether each page is committed, up to the last page that was ever committed.
     committed: Vec<bool>,
     /// One tag per granule; empty if contents are not kept.
     tags: Vec<u32>,
@@ -89,7 +89,7 @@ impl SimSegment {
     fn committed_bytes(&self, pages: &Range<usize>) -> u64 {
         let known = pages.start.min(self.committed.len())..pages.end.min(self.committed.len());
         let committed = self.committed[known].iter().filter(|&&committed| committed).count() * self.page;
-        let last = self.size / self.page; // the last page may be short
+        let last = self.size / self.page; // the last page may be shorter
         let short = pages.contains(&last) && self.committed.get(last) == Some(&true);
         (committed - if short { self.page - self.size % self.page } else { 0 }) as u64
     }
@@ -129,7 +129,7 @@ impl SimSegments {
         piece.bytes(&pages) - piece.committed_bytes(&pages)
     }
 
-    /// Commits the range's pages, if at most `room` bytes are then committed in total.
+    /// Commits the range's pages, unless more than `room` bytes would then be committed in total.
     fn commit(&mut self, id: u64, range: &Range<usize>, room: u64) -> Result<(), Failure> {
         let missing = self.missing(id, range);
         if missing > 0 && self.committed + missing > room {

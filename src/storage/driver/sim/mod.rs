@@ -1,7 +1,7 @@
-//! A simulated device for testing allocators. It is lazy, has a capacity, runs streams on demand, checks contents,
-//! fails on demand and records every call.
+//! A simulated device for testing allocators. It commits memory lazily, has a capacity, runs streams on demand, checks
+//! contents, fails on demand and records every call.
 //!
-//! Memory is only counted. With [`SimOptions::contents`] it also carries one number (a *tag*) per granule of
+//! Memory has no bytes, but is counted. With [`SimOptions::contents`] it also holds one number (a *tag*) per granule of
 //! [`SimOptions::alignment`] bytes. Work consists of writing and checking blocks' tags. Bytes that were reused too
 //! early, moved without their contents or handed out twice are reported as [violations](Sim::violations) when the check
 //! runs.
@@ -25,7 +25,7 @@ use memory::SimSegments;
 pub(crate) use queue::SimMarker;
 use queue::{Command, Order, Span};
 
-/// A driver call, with the number of bytes it concerns.
+/// A driver call, with the number of bytes that it creates, releases or copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Call {
@@ -60,12 +60,12 @@ pub struct SimOptions {
     pub largest_segment: usize,
     /// The alignment of blocks in bytes, a power of two.
     pub alignment: usize,
-    /// Whether commands wait in their streams until [`Sim::step`] and the like run them, or until something waits for
-    /// them. Otherwise each command is done when its call returns.
+    /// Whether commands wait in their streams until [`Sim::step`], [`Sim::run`] or [`Sim::run_some`] runs them, or
+    /// until a wait needs them. Otherwise each command is done when its call returns.
     pub asynchronous: bool,
     /// Whether memory has tags, which take four bytes of host memory per granule.
     pub contents: bool,
-    /// Bytes of the pages in which reserved memory is committed; 0 for a device that cannot reserve.
+    /// The size in bytes of the pages in which reserved memory is committed; 0 if the device cannot reserve addresses.
     pub page: usize,
     /// Whether unordered uses of the same bytes by different streams are [violations](Sim::violations), in whatever order they run.
     pub check_order: bool,
@@ -89,7 +89,7 @@ impl Default for SimOptions {
     }
 }
 
-/// A device whose memory is only counted, or carries tags. Cloning makes another handle on it.
+/// A simulated device, whose memory is only counted or has tags. Cloning makes another handle on the device.
 #[derive(Clone)]
 pub struct Sim(Arc<SimShared>);
 
@@ -100,7 +100,7 @@ struct SimShared {
     state: Mutex<State>,
 }
 
-/// The device's state, under the lock.
+/// The device's state, guarded by its lock.
 #[derive(Default)]
 struct State {
     pieces: SimSegments,
@@ -140,12 +140,12 @@ impl Sim {
         self.with(|s| s.calls.clone())
     }
 
-    /// Returns the bytes that are committed.
+    /// Returns the number of bytes that are committed.
     pub fn committed(&self) -> u64 {
         self.with(|s| s.pieces.committed())
     }
 
-    /// Returns how often work had to commit the memory it touched because no allocator had committed it. At that point
+    /// Returns how often enqueued work had to commit memory because no allocator had committed it before. At that point
     /// running out of memory could no longer be handled.
     pub fn late_commits(&self) -> u64 {
         self.with(|s| s.pieces.late_commits())
@@ -156,12 +156,13 @@ impl Sim {
         self.with(|s| s.pieces.len())
     }
 
-    /// Returns how often memory was released while queued work still needed it: the call had to run that work first, as a real device stalls.
+    /// Returns how often memory was released while queued work still used it. As on a real device, such a call first runs that
+    /// work, which stalls the program.
     pub fn stalls(&self) -> u64 {
         self.with(|s| s.stalls)
     }
 
-    /// Returns the bytes copied on the device or read to the host so far.
+    /// Returns the number of bytes copied on the device or read to the host so far.
     pub fn bytes_copied(&self) -> u64 {
         self.with(|s| s.copied)
     }
@@ -171,12 +172,12 @@ impl Sim {
         self.with(|s| s.violations.clone())
     }
 
-    /// Sets the bytes that other processes hold; `capacity` does not include them.
+    /// Sets the number of bytes that other processes hold, which reduce the memory that is left of `capacity`.
     pub fn set_others(&self, bytes: u64) {
         self.with(|s| s.other_process_bytes = bytes);
     }
 
-    /// Runs `hook` while the allocator next waits for the device.
+    /// Runs `hook` once, during the allocator's next wait for the device.
     pub fn at_synchronize(&self, hook: impl FnOnce() + Send + 'static) {
         self.with(|s| s.at_synchronize.push(Box::new(hook)));
     }
@@ -186,17 +187,17 @@ impl Sim {
         StreamId(index)
     }
 
-    /// Like [`write_tag`](Sim::write_tag), for `bytes` bytes anywhere.
+    /// Like [`write_tag`](Sim::write_tag), for `bytes` bytes at any location.
     pub fn write_tag_at(&self, stream: StreamId, at: At<'_>, bytes: usize, tag: u32) -> Result<()> {
         self.launch(stream, at, bytes, |span| Command::Write(span, tag))
     }
 
-    /// Like [`check_tag`](Sim::check_tag), for `bytes` bytes anywhere.
+    /// Like [`check_tag`](Sim::check_tag), for `bytes` bytes at any location.
     pub fn check_tag_at(&self, stream: StreamId, at: At<'_>, bytes: usize, tag: u32) -> Result<()> {
         self.launch(stream, at, bytes, |span| Command::Check(span, tag))
     }
 
-    /// Runs the next command of a stream. Returns false if there is none, or if it waits for another stream.
+    /// Runs the next command of a stream. Returns false if no command is queued, or if the next command waits for another stream.
     pub fn step(&self, stream: StreamId) -> bool {
         self.with(|s| s.step(stream))
     }
@@ -221,7 +222,7 @@ impl Sim {
         f(&mut lock(&self.0.state))
     }
 
-    /// Records a driver call, and executes it.
+    /// Records a driver call, and then executes `f`, which is the call's work.
     fn call<R>(&self, call: Call, f: impl FnOnce(&mut State) -> R) -> R {
         self.0.count.fetch_add(1, Relaxed);
         self.with(|s| {
@@ -232,7 +233,7 @@ impl Sim {
         })
     }
 
-    /// Creates a segment whose memory the device does not have before [`commit`](Sim::commit) or the first work with it.
+    /// Creates a segment whose memory is committed only by [`commit`](Sim::commit), or by the first work that uses it.
     fn create_lazily(&self, bytes: usize) -> Result<Memory, Failure> {
         self.attempt(Call::Create(bytes), |s| {
             if let Some(failure) = s.failures.create.pop_front() {
@@ -259,7 +260,7 @@ impl Sim {
         self.0.options.capacity.saturating_sub(s.other_process_bytes)
     }
 
-    /// Returns a segment as this device's own memory, also if a driver that wraps this one handed it out.
+    /// Returns a segment as this device's own memory, even if the segment was made by a driver that wraps this driver.
     fn own_memory<'a>(&self, memory: &'a Memory) -> Result<&'a SimMemory> {
         match &memory.get().unwrap_or(memory).0 {
             MemoryKind::Sim(m) if Arc::ptr_eq(&m.sim.0, &self.0) => Ok(m),
@@ -288,7 +289,7 @@ impl Sim {
         })
     }
 
-    /// Commits these bytes if no allocator did, as a lazy device does when work on them is enqueued.
+    /// Commits these bytes if they are not committed yet. A lazy device does this when work on the bytes is enqueued.
     fn commit_touched(&self, s: &mut State, span: Span) -> Result<()> {
         let (granule, room) = (self.granule(), self.commit_limit(s));
         let range = span.first * granule..span.end * granule;
@@ -314,21 +315,21 @@ impl Sim {
     }
 }
 
-/// The failures requested, in order.
+/// The failures that tests requested and that have not happened yet, in order.
 #[derive(Default)]
 struct Failures {
     create: VecDeque<Failure>,
     commit: VecDeque<Failure>,
     enqueue: VecDeque<Failure>,
-    /// Failures of other calls, by their kind.
+    /// Failures of other calls, each with the kind of the call.
     call: Vec<(Call, Failure)>,
-    /// The number of calls of any kind to let pass, the number that then fail, and the failure.
+    /// Set by `fail_calls`: the number of calls that still succeed, the number of calls that then fail, and the failure.
     calls: Option<(u64, u64, Failure)>,
-    /// Whether writing fails until further notice.
+    /// Whether every write from the host fails.
     writes: bool,
-    /// Failures that enqueued copies have when they run.
+    /// Failures of enqueued copies, which happen when the copies run.
     copies: VecDeque<Failure>,
-    /// A failure of a command since the last wait for the device.
+    /// A failure of a command that ran since the last wait for the device, which the next wait reports.
     pending_failure: Option<Failure>,
 }
 
@@ -363,7 +364,7 @@ impl Failures {
 }
 
 impl Sim {
-    /// Makes the next creation fail. Calling again queues another failure; likewise for the methods below.
+    /// Makes the next creation fail. Calling again queues another failure; the same holds for the methods below.
     pub fn fail_next_create(&self, failure: Failure) {
         self.with(|s| s.failures.create.push_back(failure));
     }
@@ -373,12 +374,12 @@ impl Sim {
         self.with(|s| s.failures.commit.push_back(failure));
     }
 
-    /// Makes the next work that touches uncommitted memory fail when it is enqueued.
+    /// Makes the next work that uses uncommitted memory fail when the work is enqueued.
     pub fn fail_next_enqueue(&self, failure: Failure) {
         self.with(|s| s.failures.enqueue.push_back(failure));
     }
 
-    /// Makes the next call of this kind fail and do nothing, whatever its bytes. The kind is one of
+    /// Makes the next call of this kind fail and do nothing, whatever its number of bytes. The kind is one of
     /// [`Synchronize`](Call::Synchronize), [`Record`](Call::Record), [`Query`](Call::Query), [`Wait`](Call::Wait),
     /// [`StreamWaits`](Call::StreamWaits), [`Copy`](Call::Copy), [`Read`](Call::Read) and [`Write`](Call::Write).
     pub fn fail_next_call(&self, kind: Call, failure: Failure) {
@@ -390,7 +391,7 @@ impl Sim {
         self.failures_lined_up().into_iter().sum::<usize>() + self.with(|s| s.failures.remaining())
     }
 
-    /// Returns the numbers of requested failures of creation, commit, enqueueing and other calls.
+    /// Returns the number of requested failures of each kind: creation, commit, enqueueing and other calls.
     pub(crate) fn failures_lined_up(&self) -> [usize; 4] {
         self.with(|s| {
             let Failures { create, commit, enqueue, call, .. } = &s.failures;
@@ -419,7 +420,7 @@ impl Sim {
         self.with(|s| s.failures.writes = fail);
     }
 
-    /// Returns why the allocator declared the device lost, if it did.
+    /// Returns why the allocator declared the device lost; `None` if it did not.
     pub fn cause_of_loss(&self) -> Option<String> {
         self.with(|s| s.lost.clone())
     }
@@ -429,14 +430,14 @@ impl Sim {
         self.call(call, |s| s.failures.failure_of_call(call).map_or_else(|| f(s), Err))
     }
 
-    /// Like [`attempt`](Self::attempt), for calls that fail as an OpenCL call does.
+    /// Like [`attempt`](Self::attempt), for calls whose failure is an [`Error`] and not a [`Failure`].
     fn try_call<R>(&self, call: Call, name: &'static str, f: impl FnOnce(&mut State) -> Result<R>) -> Result<R> {
         self.call(call, |s| {
             s.failures.failure_of_call(call).map_or_else(|| f(s), |failure| Err(self.error(name, failure)))
         })
     }
 
-    /// Converts a failure into the error that work reports.
+    /// Converts a failure into the error that a failed call reports.
     fn error(&self, call: &'static str, failure: Failure) -> Error {
         let code = match failure {
             Failure::Other(error) => return error,
@@ -449,7 +450,7 @@ impl Sim {
     }
 }
 
-// SAFETY: segments have the requested size and are used by no other code; they have tags instead of bytes.
+// SAFETY: segments have the requested size and are used by no other code. They have no bytes, only tags.
 unsafe impl Driver for Sim {
     fn device(&self) -> Device {
         Device::OpenCL(99)
@@ -508,7 +509,7 @@ unsafe impl Driver for Sim {
 
     fn synchronize(&self) -> Result<()> {
         let hooks = self.try_call(Call::Synchronize, "clFinish", |s| Ok(std::mem::take(&mut s.at_synchronize)))?;
-        hooks.into_iter().for_each(|hook| hook()); // without the lock: a hook may use the allocator
+        hooks.into_iter().for_each(|hook| hook()); // not under the lock, because a hook may use the allocator
         let failed = self.with(|s| {
             s.finish_all();
             s.order.mark_all_known();
@@ -584,7 +585,7 @@ unsafe impl Driver for Sim {
         })
     }
 
-    /// The bytes of a granule are its tag, repeated. Written to another granule they give the same tag.
+    /// The bytes read from a granule are its tag, repeated. Writing these bytes to another granule gives it the same tag.
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
         let span = self.span(from, to.len())?;
         self.try_call(Call::Read(to.len()), "clEnqueueReadBuffer", |s| {

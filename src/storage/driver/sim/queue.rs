@@ -1,8 +1,8 @@
 //! The simulated device's streams: queues of commands that run in order. Commands of different streams run in any order.
 //!
-//! Work is ordered by its stream, by streams' waits for each other's markers, and by the work that the host knows to be
-//! done. Two unordered uses of the same bytes, at least one of them a write, are a violation even if they happen to run in the right
-//! order, because a real device may run them in the other order.
+//! Work is ordered by its stream, by streams' waits for each other's markers, and after work that the host knows to be
+//! done. Two unordered uses of the same bytes, at least one of them a write, are a violation even if they happen to run
+//! in the right order, because a real device may run them in the other order.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -36,7 +36,7 @@ impl fmt::Debug for Span {
     }
 }
 
-/// A point in a stream. Accesses are ordered by the device's lock.
+/// A point in a stream. Its fields are accessed only under the device's lock.
 #[derive(Clone)]
 pub(crate) struct SimMarker {
     stream: StreamId,
@@ -49,7 +49,7 @@ impl SimMarker {
         SimMarker { stream, done: Arc::default(), before: Arc::new(before) }
     }
 
-    /// Returns the work of all streams that is done when this marker is done.
+    /// Returns, for all streams, the work that is done when this marker is done.
     pub(super) fn before(&self) -> &VectorClock {
         &self.before
     }
@@ -100,7 +100,7 @@ impl State {
                 self.pieces.tags_mut(to).copy_from_slice(&tags);
             }
             Command::Mark(marker) => marker.done.store(true, Relaxed),
-            Command::Wait(_) => {} // `step` has checked the marker
+            Command::Wait(_) => {} // nothing to do: `step` has checked that the marker is done
         }
     }
 
@@ -112,7 +112,7 @@ impl State {
         }
     }
 
-    /// Runs a stream's next command. Returns false if there is none, or if it waits for another stream.
+    /// Runs a stream's next command. Returns false if no command is queued, or if the next command waits for another stream.
     pub(super) fn step(&mut self, stream: StreamId) -> bool {
         if self.blocked_on(stream).is_some() {
             return false;
@@ -136,7 +136,7 @@ impl State {
         self.step(stream)
     }
 
-    /// Runs everything before the marker.
+    /// Runs all commands that precede the marker.
     ///
     /// # Panics
     /// If streams wait for each other in a cycle, or for a marker of another device.
@@ -176,7 +176,7 @@ impl State {
         streams.into_iter().for_each(|stream| self.finish_stream(stream));
     }
 
-    /// Runs the queued commands up to the last use of these bytes. Counts a stall if there are any.
+    /// Runs the queued commands up to the last use of these bytes. Counts a stall if any command has to run.
     pub(super) fn finish_uses(&mut self, span: Span) {
         let uses = |queue: &VecDeque<Command>| queue.iter().rev().any(|command| command.uses(&span));
         let streams: Vec<StreamId> =
@@ -203,7 +203,7 @@ impl State {
     }
 }
 
-/// A vector clock: for each stream, the number of its commands that are included.
+/// A vector clock: for each stream, the clock includes this many of the stream's first commands.
 type VectorClock = BTreeMap<StreamId, u64>;
 
 fn raise(clock: &mut VectorClock, stream: StreamId, to: u64) {
@@ -215,7 +215,7 @@ fn includes(clock: &VectorClock, used: &MemoryUse) -> bool {
     clock.get(&used.stream).is_some_and(|&at| used.at <= at)
 }
 
-/// A use of memory that later uses may have to be ordered after.
+/// A use of memory. Later uses of the same bytes may have to be ordered after it.
 struct MemoryUse {
     span: Span,
     writes: bool,
@@ -223,10 +223,10 @@ struct MemoryUse {
     at: u64,
 }
 
-/// The order of all submitted commands.
+/// The order in which submitted commands must run.
 #[derive(Default)]
 pub(super) struct Order {
-    /// Whether uses are recorded and checked.
+    /// Whether uses of memory are recorded and checked for conflicts.
     pub(super) checks: bool,
     progress: BTreeMap<StreamId, Progress>,
     /// For each stream, the work that is done before the next submitted command runs.
@@ -237,14 +237,14 @@ pub(super) struct Order {
 }
 
 impl Order {
-    /// Returns a stream's progress, which the host knows from now on.
+    /// Returns a stream's progress, and records that the host knows it.
     pub(super) fn progress(&mut self, stream: StreamId) -> Progress {
         let progress = self.progress.get(&stream).copied().unwrap_or_default();
         raise(&mut self.known, stream, progress.finished);
         if progress.is_finished()
             && let Some(before) = self.before.get(&stream)
         {
-            // The work that the stream waited for is done as well.
+            // If a stream's work is done, the work that the stream waited for is done as well.
             before.iter().for_each(|(&other, &at)| raise(&mut self.known, other, at));
         }
         progress
@@ -320,7 +320,7 @@ impl Order {
         unordered
     }
 
-    /// Forgets the uses of released bytes, which do not matter to their next owner.
+    /// Forgets the uses of released bytes: work of the bytes' next owner need not be ordered after these uses.
     pub(super) fn forget(&mut self, gone: Span) {
         let (apart, cut): (Vec<_>, Vec<_>) = self.uses.drain(..).partition(|used| !used.span.overlaps(&gone));
         self.uses = apart;

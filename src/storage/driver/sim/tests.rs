@@ -1,4 +1,4 @@
-//! The simulated device behaves as a real one, and reports errors that a real one would not.
+//! Tests that the simulated device behaves like a real device, and reports errors that a real device would not report.
 
 use std::sync::Arc;
 
@@ -23,9 +23,9 @@ fn memory_is_lazy_counted_and_released() {
     let a = sim.create_lazily(8 << 10).unwrap();
     assert_eq!((sim.committed(), sim.live_segments()), (0, 1));
     let a = sim.commit(a).unwrap();
-    let a = sim.commit(a).unwrap(); // committing twice counts once
+    let a = sim.commit(a).unwrap(); // memory that is committed twice is counted once
     assert_eq!(sim.committed(), 8 << 10);
-    let make = || sim.create_lazily(4 << 10).unwrap(); // creating promises nothing
+    let make = || sim.create_lazily(4 << 10).unwrap(); // creating commits no memory
     assert!(matches!(sim.commit(make()), Err(Failure::DeviceMemory)));
     assert!(matches!(sim.create_lazily((8 << 10) + 1), Err(Failure::TooBig)));
     drop(a);
@@ -102,7 +102,7 @@ fn a_wait_runs_only_the_commands_it_needs() {
     let other = sim.record(streams[3]).unwrap();
     sim.wait(&last).unwrap();
     assert!(sim.is_done(&last).unwrap() && !sim.is_done(&other).unwrap());
-    assert_eq!(sim.queued(), 3); // the writes after the markers, and stream 3
+    assert_eq!(sim.queued(), 3); // the writes after the markers, and the command of stream 3
     sim.synchronize().unwrap();
     assert!(sim.is_done(&other).unwrap());
     assert_eq!(sim.queued(), 0);
@@ -147,10 +147,10 @@ fn copies_move_tags_in_the_order_of_their_stream() {
     sim.check_tag_at(s, (&a, 6 * GRANULE), GRANULE, 0).unwrap();
     sim.synchronize().unwrap();
     assert_eq!(sim.violations(), [""; 0]);
-    assert!(sim.copy(s, (&a, 0), (&a, GRANULE), 2 * GRANULE).is_err()); // overlap
-    assert!(sim.copy(s, (&a, 0), (&a, 7 * GRANULE), 2 * GRANULE).is_err()); // outside
-    assert!(sim.copy(s, (&a, 1), (&a, 4 * GRANULE), 1).is_err()); // between granules
-    assert!(asynchronous().copy(s, (&a, 0), (&a, 4 * GRANULE), 1).is_err()); // another device's memory
+    assert!(sim.copy(s, (&a, 0), (&a, GRANULE), 2 * GRANULE).is_err()); // the ranges overlap
+    assert!(sim.copy(s, (&a, 0), (&a, 7 * GRANULE), 2 * GRANULE).is_err()); // the destination exceeds the segment
+    assert!(sim.copy(s, (&a, 1), (&a, 4 * GRANULE), 1).is_err()); // the source does not begin at a granule
+    assert!(asynchronous().copy(s, (&a, 0), (&a, 4 * GRANULE), 1).is_err()); // the memory belongs to another device
 }
 
 #[test]
@@ -185,7 +185,7 @@ fn reserved_memory_grows_and_shrinks_by_pages() {
     assert!(matches!(sim.extend(&a, 3 * page, 5 * page), Err(Failure::DeviceMemory)));
     assert!(matches!(sim.extend(&a, 1, page), Err(Failure::Other(_))));
     assert!(matches!(sim.extend(&a, 9 * page, 10 * page), Err(Failure::Other(_))));
-    sim.extend(&a, 9 * page, 9 * page + GRANULE).unwrap(); // the last page is short
+    sim.extend(&a, 9 * page, 9 * page + GRANULE).unwrap(); // the last page is shorter
     assert_eq!(sim.committed(), 3 * page as u64 + GRANULE as u64);
     let (tag, check) = (
         |offset| sim.write_tag_at(StreamId::DEFAULT, (&a, offset), GRANULE, 5),
@@ -197,7 +197,7 @@ fn reserved_memory_grows_and_shrinks_by_pages() {
     assert_eq!(sim.committed(), page as u64 + GRANULE as u64);
     sim.extend(&a, page, 2 * page).unwrap();
     check(page, 0); // released pages lose their contents
-    check(2 * page, 5); // the other pages do not
+    check(2 * page, 5); // the other pages keep their contents
     assert_eq!(sim.violations(), [""; 0]);
     assert!(tag(0).is_err()); // reserved memory is never committed late
     assert_eq!((sim.violations().len(), sim.late_commits()), (1, 0));
@@ -290,7 +290,7 @@ fn a_hook_during_a_wait_may_use_the_device() {
 fn blocks_carry_tags() {
     let sim = Sim::new(SimOptions { contents: true, ..SimOptions::default() });
     let segment = Arc::new(Segment::new(committed(&sim, 4096), 4096));
-    // SAFETY: the only block of the segment.
+    // SAFETY: this is the only block of the segment.
     let block = unsafe { Block::new(&segment, 1024, 1024, 1000) }.unwrap();
     sim.write_tag(StreamId::DEFAULT, &block, 9).unwrap();
     sim.check_tag(StreamId::DEFAULT, &block, 9).unwrap();

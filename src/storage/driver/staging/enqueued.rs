@@ -11,7 +11,8 @@ use crate::device::cpu::bulk::copy;
 use crate::device::opencl::{ClAt, ClDevice, ClEvent};
 use crate::device::{StreamId, lock};
 
-/// The largest transfer from ordinary memory, in bytes, that is enqueued. Copying more to pinned memory would take as long as the transfer.
+/// The largest transfer from ordinary memory, in bytes, that is enqueued. For more bytes, copying them to pinned memory would take
+/// as long as the transfer itself.
 const MAX_ENQUEUED_COPY_BYTES: usize = 16 << 20;
 
 /// An enqueued transfer that uses bytes of a tensor in pinned memory.
@@ -19,7 +20,7 @@ pub(super) struct EnqueuedTransfer {
     pub(super) event: Arc<ClEvent>,
     stream: StreamId,
     range: Range<usize>,
-    /// True if the transfer writes the bytes, false if it reads them.
+    /// True if the transfer writes the pinned bytes, false if it reads them.
     written: bool,
 }
 
@@ -31,11 +32,11 @@ impl EnqueuedTransfer {
 }
 
 impl PinnedBytes {
-    /// Enqueues a transfer on the current stream between `n` of the bytes, starting at `start`, and a buffer of the
-    /// device they are pinned for. The direction is from the buffer if `written`, otherwise to the buffer.
+    /// Enqueues a transfer of the `n` bytes at `start` on the current stream: from the device's buffer if `written`,
+    /// otherwise to the buffer. The buffer belongs to the device that the bytes are pinned for.
     ///
-    /// Call it under the tensor's lock, the exclusive one if the bytes are written. Later accesses to the bytes wait
-    /// for the transfer in [`wait_and_check`](Self::wait_and_check). A failure is reported at the stream's next wait.
+    /// Call this method while holding the tensor's lock, exclusively if the bytes are written. Later accesses to the bytes wait for
+    /// the transfer in [`wait_and_check`](Self::wait_and_check). A failure is reported at the stream's next wait.
     pub(in crate::storage) fn enqueue(
         &self,
         start: NonNull<u8>,
@@ -54,8 +55,8 @@ impl PinnedBytes {
             other.stream != stream && overlap && (written || other.written)
         };
         enqueued_transfers.iter().filter(conflicts).try_for_each(|other| device.stream_waits(stream, &other.event))?;
-        // SAFETY: `n` bytes of this block, which `lend` checks, and which no other code uses under the tensor's lock.
-        // Later accesses wait for the event, and on drop the pool gets the block together with the event.
+        // SAFETY: the range is `n` bytes of this block, as `lend` checks, and no other code uses the bytes while the tensor's lock
+        // is held. Later accesses wait for the event, and on drop the pool gets the block together with the event.
         let started = unsafe {
             match written {
                 true => device.start_read(stream, place, start, n),
@@ -66,7 +67,7 @@ impl PinnedBytes {
             Ok(event) => Arc::new(event),
             Err(error) => {
                 if device.is_lost() {
-                    mem::forget(lent); // the transfer may run for ever
+                    mem::forget(lent); // the transfer may never end, so the bytes stay lent
                 }
                 return Err(error);
             }
@@ -91,15 +92,15 @@ impl PinnedBytes {
     }
 }
 
-/// Enqueues a write of bytes from the host on the current stream, through pinned memory. `src` may be reused when the call returns; the
-/// stream's next wait reports a failure. Returns false, with nothing done, if `src` is too large or there is too little pinned memory.
+/// Enqueues a write of bytes from the host on the current stream, through pinned memory. The caller may reuse `src` when the call returns;
+/// the stream's next wait reports a failure. Returns false, with nothing done, if `src` is too large or there is too little pinned memory.
 pub(in crate::storage) fn start_write(device: &'static ClDevice, src: &[u8], dst: ClAt<'_>) -> Result<bool> {
     if src.len() > MAX_ENQUEUED_COPY_BYTES {
         return Ok(false);
     }
     let Some(block) = pool(device).alloc(src.len()) else { return Ok(false) };
     let (start, stream) = (block_start(&block), device.current_stream());
-    // SAFETY: the block has that many bytes, and no other code has the block.
+    // SAFETY: the block has at least `src.len()` bytes, and no other code uses the block.
     unsafe { copy_raw(src.as_ptr(), start.as_ptr(), src.len(), copy) };
     // SAFETY: as above, and the pool hands the block out again only when the event is done.
     match unsafe { device.start_write(stream, start, dst, src.len()) } {
@@ -111,7 +112,7 @@ pub(in crate::storage) fn start_write(device: &'static ClDevice, src: &[u8], dst
         }
         Err(error) => {
             if device.is_lost() {
-                mem::forget(block); // the transfer may run for ever
+                mem::forget(block); // the transfer may never end, so the block is leaked
             }
             Err(error)
         }

@@ -1,4 +1,4 @@
-//! Tests on every OpenCL device, including those whose transfers are not normally staged.
+//! Tests on every OpenCL device, including devices whose transfers are not normally staged.
 
 use super::transfer::chunks_of;
 use super::*;
@@ -14,7 +14,7 @@ fn new_pool(device: &'static ClDevice, cap: usize) -> &'static DevicePinnedPool 
     Box::leak(Box::new(PinnedPool::new(PinnedDevice(device), 0, Budget::new(cap))))
 }
 
-/// The number of slices.
+/// The number of slices in the tested rings.
 const RING: usize = 6;
 
 /// Makes a transfer through slices of `slice` bytes, of which threads copy a third at a time.
@@ -35,7 +35,8 @@ fn storage_with(device: Device, data: &[u8]) -> Storage {
     s
 }
 
-/// Compares with plain transfers at every length around the slices' boundaries and the ring's end, at odd offsets.
+/// Staged transfers give the same bytes as plain transfers, for every length around the slices' boundaries and the ring's end, at
+/// odd offsets.
 #[test]
 fn staged_and_plain_transfers_agree() {
     const SLICE: usize = 4096;
@@ -208,7 +209,8 @@ fn pinned_bytes_belong_to_a_transfer_until_it_is_over() {
     }
 }
 
-/// Transfers in halves, on both sides of the sizes where halving begins and ends.
+/// Small transfers, which use slices of half their size, reuse the blocks of large transfers. Sizes on both sides of the limits of
+/// halving are tested.
 #[test]
 fn small_transfers_use_the_blocks_of_large_ones() {
     for device in devices() {
@@ -243,7 +245,7 @@ fn small_transfers_use_the_blocks_of_large_ones() {
 #[test]
 fn tensors_in_pinned_memory_hold_their_values() {
     let x = Tensor::from_vec((0..3_000_000).collect::<Vec<i32>>(), &[1000, 3000], Device::Cpu).unwrap();
-    let odd = x.t().unwrap().narrow(0, 1, 2999).unwrap(); // strides and an offset
+    let odd = x.t().unwrap().narrow(0, 1, 2999).unwrap(); // a view with strides and an offset
     let want = odd.to_vec::<i32>().unwrap();
     for opened in devices() {
         let device = opened.device();
@@ -278,8 +280,8 @@ fn devices_without_pinned_memory_report_zero_statistics() {
     }
 }
 
-/// Large copies within one segment and between segments, at odd offsets; and overlapping ranges, which take another
-/// code path.
+/// Tests large copies within one segment and between segments, at odd offsets, and overlapping ranges, which take
+/// another code path.
 #[test]
 fn blocking_copies_are_complete_and_touch_nothing_else() {
     for device in devices() {

@@ -10,26 +10,26 @@ use crate::device::cpu::parallel;
 use crate::device::lock;
 use crate::{Error, Result};
 
-/// How often a thread polls a flag of another thread before it yields the processor.
+/// Number of times a thread polls another thread's flag before it yields the processor.
 const SPINS_BEFORE_YIELD: u32 = 20_000;
 
-/// A part of a transfer that goes through one slice at once.
+/// A part of a transfer that goes through one slice in one step.
 pub(super) struct Chunk {
     pub(super) range: Range<usize>,
-    /// The number of pieces not copied yet.
+    /// The number of the chunk's pieces that are not copied yet.
     left: AtomicUsize,
-    /// True if the slice is free to be copied to or from.
+    /// True if the chunk's slice is ready, so that pieces can be copied to or from it.
     ready: AtomicBool,
     /// True if the device's transfer of the chunk was submitted.
     pub(super) begun: AtomicBool,
 }
 
-/// A transfer in progress. All threads take pieces in order, and none sleeps before the end. A thread that needs a
-/// slice in use waits for the device. The thread that copies the last piece of a chunk hands the slice on.
+/// A transfer in progress. All threads take pieces in order, and none sleeps before the end. A thread that needs a slice in use
+/// waits for the device. The thread that copies the last piece of a chunk makes its slice available to the next transfer.
 pub(super) struct Transfer<'a> {
     ring: &'a Ring,
     pub(super) chunks: Vec<Chunk>,
-    /// The pieces: the index of the chunk, and the bytes of the transfer.
+    /// For each piece, the index of its chunk and its byte range in the transfer.
     pieces: Vec<(usize, Range<usize>)>,
     failed: AtomicBool,
     error: Mutex<Option<Error>>,
@@ -50,8 +50,8 @@ impl<'a> Transfer<'a> {
         Transfer { ring, chunks, pieces, failed: AtomicBool::new(false), error: Mutex::new(None) }
     }
 
-    /// Copies every piece with the team's threads. `acquire` waits for the slice of a chunk, `copy` gets a piece's address in the slice and its
-    /// range of the transfer, and `finish` runs after a chunk's last piece. `acquire` and `finish` return whether to go on.
+    /// Copies every piece with the team's threads. `acquire` waits for the slice of a chunk, `copy` gets a piece's address in the slice and
+    /// its range of the transfer, and `finish` runs after a chunk's last piece. `acquire` and `finish` return false to abort the transfer.
     pub(super) fn copy_pieces(
         &self,
         acquire: impl Fn(usize) -> bool + Sync,
@@ -111,7 +111,8 @@ impl<'a> Transfer<'a> {
     }
 }
 
-/// Splits a transfer into chunks of at most `slice` bytes, smaller at both ends: the device waits for the first, the host for the last.
+/// Splits a transfer into chunks of at most `slice` bytes. The first and last chunks are smaller, because the host and the device
+/// cannot both work during them.
 pub(super) fn chunks_of(total: usize, slice: usize) -> Vec<Range<usize>> {
     let least = slice.div_ceil(4);
     let (mut ranges, mut at, mut next) = (Vec::new(), 0, least);
@@ -124,12 +125,12 @@ pub(super) fn chunks_of(total: usize, slice: usize) -> Vec<Range<usize>> {
     ranges
 }
 
-/// Passes `n` bytes at both addresses to `copy`.
+/// Calls `copy` with the `n` bytes at `to` and the `n` bytes at `from`.
 ///
 /// # Safety
-/// Both addresses have `n` bytes. Nothing else writes them meanwhile, or reads those at `to`.
+/// Both addresses have `n` bytes. Until the call returns, no other code writes these bytes, or reads the bytes at `to`.
 pub(super) unsafe fn copy_raw(from: *const u8, to: *mut u8, n: usize, copy: impl FnOnce(&mut [u8], &[u8])) {
-    // SAFETY: promised by the caller.
+    // SAFETY: the caller promises that both ranges are valid and that no other code writes them.
     let (from, to) = unsafe { (std::slice::from_raw_parts(from, n), std::slice::from_raw_parts_mut(to, n)) };
     copy(to, from);
 }
@@ -138,9 +139,9 @@ pub(super) unsafe fn copy_raw(from: *const u8, to: *mut u8, n: usize, copy: impl
 #[derive(Clone, Copy)]
 pub(super) struct StartPtr(pub(super) *mut u8);
 
-// SAFETY: only an address; the code that reads or writes there justifies the access.
+// SAFETY: the value is only an address. Code that reads or writes at the address has to justify the access.
 unsafe impl Send for StartPtr {}
-// SAFETY: as above.
+// SAFETY: the value is only an address, as for `Send`.
 unsafe impl Sync for StartPtr {}
 
 impl StartPtr {

@@ -8,7 +8,7 @@ fn deeper(depth: usize, wide: bool) -> Stack {
         _ if wide => wider(depth),
         _ => deeper(depth - 1, wide),
     };
-    black_box(stack) // after the call, so that it does not become a jump
+    black_box(stack) // work after the call, so that the compiler does not turn the call into a jump
 }
 
 #[inline(never)]
@@ -17,12 +17,12 @@ fn wider(depth: usize) -> Stack {
     black_box(deeper(room[1] - 1, true))
 }
 
-/// True if the frame is this function of this file. Line tables have names without their paths.
+/// True if the frame is this function of this file. Line tables give names without their paths.
 fn is(frame: &Frame, name: &str) -> bool {
     frame.filename.ends_with("stack/tests.rs") && frame.name.rsplit("::").next() == Some(name)
 }
 
-/// Captured again, a stack equals the one that unwinding finds, whatever stacks were captured in between.
+/// A stack captured again equals the stack that unwinding finds, whatever stacks were captured in between.
 #[test]
 fn captured_stacks_agree_with_unwinding() {
     let depths = if cfg!(miri) { 3 } else { 30 };
@@ -42,7 +42,7 @@ fn every_thread_has_its_stack() {
     let there = std::thread::spawn(move || deeper(2, false)).join().map(Stack::frames).unwrap();
     assert!(here[..3].iter().chain(&there[..3]).all(|frame| is(frame, "deeper")), "{here:?} {there:?}");
     assert!(is(&here[3], "every_thread_has_its_stack"), "{here:?}");
-    // The other thread's stack begins with the closure.
+    // The stack of the other thread begins with the closure, so it has no frames of the spawning thread.
     assert!(here.iter().chain(&there).all(|frame| frame.filename.ends_with("stack/tests.rs")), "{here:?} {there:?}");
     assert!(!there.iter().any(|frame| is(frame, "every_thread_has_its_stack")), "{there:?}");
 }

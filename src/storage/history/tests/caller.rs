@@ -31,7 +31,7 @@ fn a_line_lasts_as_long_as_its_method() -> Result<()> {
     let history = recorded(HistoryOptions::default())?;
     let alone = || _ = history.record(TraceAction::Alloc, 2, 512, 0);
     alone();
-    let line = allocate(&history, || inside(alone)); // a function of the crate inside: the outer line stays
+    let line = allocate(&history, || inside(alone)); // a scope of a function of this crate inside keeps the outer line
     // A free gets no line: blocks are often freed long after their last use.
     assert_eq!(lines(&history), [0, line, line, line, 0, 0]);
     history.clear();
@@ -39,7 +39,7 @@ fn a_line_lasts_as_long_as_its_method() -> Result<()> {
     alone();
     assert_eq!(lines(&history), [0, 0], "no line of the program's");
 
-    // A method that the program calls in a callback inside another method.
+    // The program calls a method in a callback, which runs inside another method.
     history.clear();
     let mut inner = 0;
     let outer = allocate(&history, || {

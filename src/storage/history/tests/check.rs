@@ -16,11 +16,11 @@ proptest! {
         prop_assert_eq!(&Snapshot::from_pickle(&snapshot.to_pickle()?)?, &snapshot);
         prop_assert_eq!(&Snapshot::from_json(&snapshot.to_json()?)?, &snapshot);
         let text = snapshot.to_string();
-        // At most 20 of the lines are the tables of ages and of the largest blocks.
+        // The tables of ages and of the largest blocks have at most 20 lines.
         prop_assert!(text.lines().count() >= 2 && text.lines().count() <= 24 + 20 + snapshot.segments.len());
     }
 
-    /// Whichever entry of the pair is missing, the other one reveals it.
+    /// A free has two entries, requested and completed. Whichever is missing, the check reports the other.
     #[test]
     fn a_missing_half_of_a_free_is_reported(steps in prop::collection::vec((0_u8..6, any::<u32>()), 20..80), n in any::<usize>()) {
         let snapshot = Toy::after(1000, &steps)?.snapshot();
@@ -33,7 +33,7 @@ proptest! {
     }
 }
 
-/// Two segments with blocks in every state, a reservation, a released segment, and their complete trace.
+/// Returns a snapshot of two segments with blocks in every state, a reservation, a released segment, and their complete trace.
 fn whole() -> Result<Snapshot> {
     let mut toy = Toy::new(1000)?;
     toy.alloc(1000, 0);
@@ -65,7 +65,7 @@ fn each_fault_is_reported() -> Result<()> {
     use TraceAction::{Alloc, FreeCompleted, FreeRequested, SegmentAlloc, SegmentFree, SegmentMap, SegmentUnmap};
     type Fault = (&'static str, fn(&mut Snapshot));
     let faults: &[Fault] = &[
-        // Faults of segments and their blocks.
+        // Faults that are put into segments and their blocks.
         ("not where the one before ends", |s| s.segments[0].blocks[1].address += 512),
         ("not where the one before ends", |s| s.segments[0].blocks.swap(0, 1)),
         ("not where the one before ends", |s| s.segments[0].blocks[0].size += 512),
@@ -88,7 +88,7 @@ fn each_fault_is_reported() -> Result<()> {
             inner.blocks = vec![BlockInfo { address: inner.address, size: 512, ..inner.blocks[2].clone() }];
             s.segments.push(inner);
         }),
-        // Faults of the trace and its end.
+        // Faults that are put into the trace, or into the state at its end.
         ("in use after it", |s| s.segments[0].blocks[1].state = BlockState::ActiveAllocated),
         ("neither pending at the end nor freed", |s| s.segments[0].blocks[1].state = BlockState::Inactive),
         ("pending at the end, but no later entry", |s| s.segments[0].blocks[0].state = BlockState::ActivePendingFree),
@@ -131,7 +131,7 @@ fn each_fault_is_reported() -> Result<()> {
 
 #[test]
 fn pages_merge_and_split() -> Result<()> {
-    // Mapped in three parts, of which the middle one is unmapped: two segments stay.
+    // Three pages are mapped and the middle page is unmapped, which leaves two segments.
     let page = |address: u64| BlockInfo {
         address,
         size: 4096,
@@ -157,7 +157,7 @@ fn pages_merge_and_split() -> Result<()> {
         snapshot.device_traces[0].push(TraceEntry { action, addr: (1 << 20) + offset, size, ..model.clone() });
     }
     snapshot.check()?;
-    // Parts of different streams are not merged: a map over both has no segment around it.
+    // Pages of different streams are not merged, so no segment contains the whole range of the second map.
     snapshot.segments[1].stream = 9;
     assert!(snapshot.check().is_err());
     Ok(())
@@ -167,7 +167,8 @@ fn pages_merge_and_split() -> Result<()> {
 fn fragmentation_figures_are_exact() -> Result<()> {
     let snapshot = whole()?;
     let fragmentation = snapshot.fragmentation();
-    // Small: 2 MiB with 1000 and 2000 bytes in 1024 and 2048, and the reservation's page; large: 6 MiB with 5 MiB.
+    // Small: 2 MiB with blocks of 1024 and 2048 bytes, of which 1000 and 2000 are requested. Large: 6 MiB with a block of 5 MiB,
+    // and 2 MiB of the reservation.
     let small = fragmentation.small_pool;
     assert_eq!((small.reserved, small.requested), (2 << 20, 3000));
     assert_eq!((small.total_free, small.largest_free), ((2 << 20) - 3072, (2 << 20) - 3072));

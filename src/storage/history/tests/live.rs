@@ -26,7 +26,7 @@ fn live_blocks_have_context_and_age() -> Result<()> {
         block(4 * MIB + 2560, 1536, "inactive", 0),
     ];
     let trace = [
-        entry("alloc", 3 * MIB, 100, 500_000, "old"), // another block from before the trace
+        entry("alloc", 3 * MIB, 100, 500_000, "old"), // another block that was allocated before the trace
         entry("alloc", 0, 3 * MIB, 1_000_000, "train/cache"),
         entry("free_requested", 3 * MIB, 100, 1_000_000, ""),
         entry("free_completed", 3 * MIB, 100, 1_000_000, ""),
@@ -78,7 +78,8 @@ the largest blocks in use:
       512 B  unknown  unknown
 ";
     assert!(printed.contains(expected), "{printed}");
-    // A block that is only freed in the history existed before; at the peak it and the later blocks were in use.
+    // Blocks that the trace frees but does not allocate existed before it. At the peak the block of 300 bytes is in use; the block
+    // of 700 bytes was freed before.
     let mut earlier = snapshot.clone();
     let entries = |text: &[String]| serde_json::from_str::<Vec<TraceEntry>>(&format!("[{}]", text.join(", "))).unwrap();
     let at = |line| -> Arc<[Frame]> { [Frame { filename: "peak.rs".into(), line, name: String::new() }].into() };
@@ -94,7 +95,7 @@ the largest blocks in use:
     [1, 2, 4].into_iter().for_each(|i| trace[i].frames = at(i as u32));
     earlier.device_traces[0] = trace;
     let [peak] = &earlier.peak_memory()[..] else { panic!("one device has a history") };
-    let live = 4 * MIB + 2048 + 512; // in use at the end, and before
+    let live = 4 * MIB + 2048 + 512; // bytes in use at the end and all the time before
     assert_eq!((peak.device, peak.bytes, peak.ago), (0, live + 5 * MIB + 1000 + 300, Duration::from_millis(1500)));
     let of = |line: u32| peak.sites.iter().find(|s| s.frames.first().is_some_and(|f| f.line == line)).map(|s| s.bytes);
     assert_eq!((of(1), of(2), of(4), of(7), of(9)), (Some(5 * MIB), Some(1000), None, Some(3 * MIB + 2048), Some(MIB)));
@@ -103,7 +104,7 @@ the largest blocks in use:
     let head = "at the peak of device 0's history, 1.5 s before its end, 9.00 MiB in use, by source line:\n";
     let (_, table) = printed.split_once(head).unwrap_or_else(|| panic!("{printed}"));
     assert!(table.lines().nth(1).is_some_and(|line| line.ends_with("5.00 MiB        1  peak.rs:1")), "{table}");
-    // Without a history there is no age or context.
+    // Without a history, the text has no tables by age and context.
     let bare = Snapshot { device_traces: vec![vec![]], ..snapshot };
     assert!(!bare.to_string().contains("by age") && !bare.to_string().contains("by context"), "{bare}");
     Ok(())

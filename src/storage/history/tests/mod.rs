@@ -137,7 +137,7 @@ fn contexts_nest_and_end() {
 fn annotations_nest() -> Result<()> {
     let history = History::new();
     history.record_memory_history(HistoryOptions::default())?;
-    // Other tests annotate at the same time: only these names count.
+    // Only these names are checked, because other tests record spans at the same time.
     annotate("nest: step", || annotate("nest: forward", || ()));
     let mine = annotations(3).into_iter().filter(|a| a.name.starts_with("nest: ")).collect::<Vec<_>>();
     let spans: Vec<_> = mine.iter().map(|a| (&a.name[6..], a.stage)).collect();
@@ -179,7 +179,7 @@ fn concurrent_threads_record_complete_entries_in_order() -> Result<()> {
     Ok(())
 }
 
-/// A writer whose bytes can be read after it was given away.
+/// A writer whose bytes can be read after the writer was given away.
 #[derive(Clone, Default)]
 pub(in crate::storage) struct SharedWriter(pub(in crate::storage) Arc<Mutex<Vec<u8>>>);
 
@@ -216,7 +216,7 @@ fn csv_logs_round_trip() -> Result<()> {
 
 #[test]
 fn reads_rmm_logs() -> Result<()> {
-    // As spdlog and glibc print them; older versions had a colon before the microseconds.
+    // Lines as RMM writes them through spdlog and glibc. Older versions wrote a colon before the microseconds.
     let text = "Thread,Time,Action,Pointer,Size,Stream\r\n\
         2146,12:41:22.000123,allocate,0x7f5c3e000000,256,0\r\n\
         2146,23:59:59:999999,free,0x7f5c3e000000,256,0x55d0c0ffee00\n\
@@ -256,7 +256,7 @@ fn csv_writers_failures_are_errors() -> Result<()> {
             Ok(())
         }
     }
-    let log = CsvLog::new(Full)?; // buffered
+    let log = CsvLog::new(Full)?; // does not fail yet, because the line is buffered
     assert!(log.flush().is_err());
     Ok(())
 }

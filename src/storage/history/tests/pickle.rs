@@ -8,8 +8,8 @@ use serde_json::{Map, Value, json};
 use super::*;
 use crate::storage::history::pickle::ITEMS_EXAMINED;
 
-/// Reads a pickle as PyTorch's `MemoryViz.js` does. It fails on every other instruction, on integers of more than 8
-/// bytes, and on batches larger than the arguments that a call may have.
+/// Reads a pickle as PyTorch's `MemoryViz.js` does. Panics on every instruction that `MemoryViz.js` lacks, on integers
+/// of more than 8 bytes, and on batches larger than the arguments that a call may have.
 fn unpickle(mut bytes: &[u8]) -> Value {
     fn take<'a>(bytes: &mut &'a [u8], n: usize) -> &'a [u8] {
         let (head, tail) = bytes.split_at(n);
@@ -74,8 +74,8 @@ fn unpickle(mut bytes: &[u8]) -> Value {
     stack.pop().unwrap()
 }
 
-/// A snapshot with more than two batches of entries, names in several scripts, addresses above 2^31, and all fields
-/// filled.
+/// Returns a snapshot with more than two batches of entries, names in several scripts, addresses above 2^31, and all
+/// fields filled.
 fn rich() -> Result<Snapshot> {
     let rounds = if cfg!(miri) { 20 } else { 1500 };
     let toy = with_context("προς τα εμπρός", || {
@@ -104,7 +104,7 @@ fn pickles_are_readable_by_the_viewer() -> Result<()> {
     let value = unpickle(&snapshot.to_pickle()?);
     assert_eq!(value, serde_json::from_str::<Value>(&snapshot.to_json()?).unwrap());
 
-    // PyTorch's names and types, listed independently.
+    // PyTorch's field names and types, written down here instead of derived from the crate's code.
     assert_eq!(keys(&value), ["allocator_settings", "device_traces", "external_annotations", "segments"]);
     for segment in value["segments"].as_array().unwrap() {
         let ints = ["active_size", "address", "allocated_size", "device", "requested_size", "stream", "total_size"];
@@ -164,7 +164,7 @@ fn files_round_trip_and_agree_with_python() -> Result<()> {
     assert!(Snapshot::load(dir.path().join("bad.json")).is_err());
 
     if cfg!(miri) {
-        return Ok(()); // Miri starts no programs
+        return Ok(()); // Miri cannot start programs
     }
     // Python's own pickle and json agree, if Python is installed.
     let script = "import json, pickle, sys\n\
@@ -177,7 +177,7 @@ fn files_round_trip_and_agree_with_python() -> Result<()> {
     Ok(())
 }
 
-/// A stack of many frames that is used many times is looked at once.
+/// A stack of many frames that is used many times is decoded only once.
 #[test]
 fn a_shared_stack_is_decoded_once() {
     const FRAMES: usize = 1000;
@@ -224,7 +224,7 @@ fn reads_pytorch_pickles() -> Result<()> {
 }
 
 proptest::proptest! {
-    /// Damaged files are errors, or other snapshots: never a panic.
+    /// Reading a damaged file gives an error or another snapshot, but never panics.
     #[test]
     fn damaged_files_never_panic(at in 0_usize..1000, byte: u8, cut in 0_usize..1100) {
         let mut bytes = include_bytes!("pytorch.pickle").to_vec();

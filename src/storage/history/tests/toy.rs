@@ -4,7 +4,7 @@ use super::*;
 
 const MIB: u64 = 1 << 20;
 const PAGE: u64 = 2 * MIB;
-/// The start of the reservation: far above 2^31.
+/// The address of the reservation, far above 2^31 to test large addresses.
 const RESERVATION: u64 = 1 << 45;
 
 pub struct Toy {
@@ -16,7 +16,7 @@ pub struct Toy {
 impl Toy {
     pub fn new(max_entries: usize) -> Result<Toy> {
         let history = History::new();
-        // Stacks are slow under Miri.
+        // Under Miri no stacks are captured, because that is slow.
         history.record_memory_history(HistoryOptions { max_entries, stacks: !cfg!(miri), ..Default::default() })?;
         Ok(Toy { history, segments: Vec::new(), next_address: 0x7f00_0000_0000 })
     }
@@ -28,7 +28,7 @@ impl Toy {
         Ok(toy)
     }
 
-    /// Performs one action of an allocator; `value` selects its target and size.
+    /// Performs one action of an allocator; `value` selects the block and the size.
     pub fn step(&mut self, (kind, value): (u8, u32)) {
         let value = u64::from(value);
         match kind % 9 {
@@ -69,7 +69,7 @@ impl Toy {
         }
     }
 
-    /// Returns the `n`th block in that state, modulo their number.
+    /// Returns the `n`th block in that state, where `n` is taken modulo the number of such blocks.
     fn find(&mut self, state: BlockState, n: usize) -> Option<(usize, usize)> {
         let all = self.segments.iter().enumerate();
         let all = all.flat_map(|(s, segment)| segment.blocks.iter().enumerate().map(move |(b, block)| (s, b, block)));

@@ -17,16 +17,16 @@ use model::World;
 use ops::Op;
 pub(super) use ops::Random;
 
-/// A device and allocator configuration.
+/// The configuration of a device and of an allocator.
 #[derive(Debug, Clone, Copy)]
 struct Setup {
     config: &'static str,
     capacity: u64,
     asynchronous: bool,
     page: usize,
-    /// Operations between checks. Checks empty the thread caches, because they query the statistics.
+    /// Number of operations between two checks. Checks empty the thread caches, because they query the statistics.
     every: usize,
-    /// Whether live blocks are moved together before an allocation fails.
+    /// Whether compaction is on.
     compacts: bool,
     /// Whether the memory history is recorded.
     history: bool,
@@ -45,7 +45,7 @@ const SETUP: Setup = Setup {
     unknown: false,
 };
 
-/// How often each event happened, by name.
+/// The number of times that each event happened, by name.
 type Tally = BTreeMap<String, u64>;
 
 /// Events that must happen for the runs to be meaningful: every operation, every recovery step, and their outcomes.
@@ -111,7 +111,7 @@ const EXPECTED: [&str; 58] = [
     "step Compact",
 ];
 
-/// Operations per run.
+/// Number of operations per run.
 const OPERATIONS: usize = if cfg!(miri) { 30 } else { 10_000 };
 
 fn run_operations(setup: Setup, ops: &[Op]) -> Result<Tally, String> {
@@ -138,13 +138,13 @@ fn failure_kind(why: &str) -> String {
     what.chars().filter(|c| !c.is_ascii_digit()).take(40).collect()
 }
 
-/// Runs one case, or `PROPTEST_CASES`. Panics with the shortest failing list of operations.
+/// Runs `PROPTEST_CASES` cases, by default one. Panics with the shortest failing list of operations.
 #[track_caller]
 fn check_random_operations(setup: Setup) {
     let persistence = FileFailurePersistence::WithSource("regressions");
     let config = Cases {
         cases: std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(1),
-        max_shrink_iters: 0, // operations are shrunk below instead of seeds
+        max_shrink_iters: 0, // the code below shrinks the operations instead of the seed
         source_file: Some(file!()),
         failure_persistence: if cfg!(miri) { None } else { Some(Box::new(persistence)) },
         ..Cases::default()
@@ -231,7 +231,7 @@ fn with_garbage_collection_of_a_fraction_and_blocks_that_are_not_split() {
     check_random_operations(COLLECTING);
 }
 
-/// Without these events, the random runs would prove nothing about them.
+/// An event that never happens in the random runs would be untested.
 #[cfg(not(miri))]
 #[test]
 fn random_runs_reach_every_expected_event() {

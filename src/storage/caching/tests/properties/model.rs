@@ -25,7 +25,7 @@ use crate::storage::{BlockState, Driver, Failure, HistoryOptions, Registration, 
 use failures::{ASKING, failure, retry_until_ok};
 use pools::Pool;
 
-/// A live block.
+/// A live block and what the model knows of it.
 struct Live {
     block: Block,
     requested: usize,
@@ -33,7 +33,7 @@ struct Live {
     /// The private pool of the block's segment; 0 if none.
     pool: u32,
     tag: u32,
-    /// Streams that have waited for the block's own stream.
+    /// The streams that have used the block, after a wait for the block's own stream.
     users: Vec<u32>,
 }
 
@@ -48,13 +48,13 @@ pub(super) struct World {
     _callback: Registration,
     pools: Vec<Pool>,
     next_tag: u32,
-    /// The most bytes to reserve: by the fraction alone, and by the fraction and the limit.
+    /// Bounds on the reserved bytes: by the memory fraction alone, and by the fraction and the limit together.
     fraction: u64,
     limit: u64,
     others: u64,
-    /// Peaks of the allocation count, allocated bytes and requested bytes since the last reset, as the user counts them.
+    /// Peaks of the allocation count, allocated bytes and requested bytes since the last reset, computed from the live blocks.
     peaks: [u64; 3],
-    /// Current values when the sums were last reset.
+    /// The current value of each statistic when its accumulated sums were last reset.
     bases: Vec<u64>,
     /// The statistics as last queried.
     stats: DeviceStats,
@@ -63,7 +63,7 @@ pub(super) struct World {
     tally: Tally,
 }
 
-/// The nine quantities, each in total and for both size kinds.
+/// Returns the nine quantities of the statistics, each in total and for both size kinds.
 fn quantities(s: &DeviceStats) -> Vec<(&'static str, [Stat; 3])> {
     let of = |f: fn(&crate::storage::PoolStats) -> Stat| [f(&s.total), f(&s.small_pool), f(&s.large_pool)];
     vec![
@@ -112,10 +112,10 @@ impl World {
                 any
             }))
         };
-        ladder::SERVED_BY_STEP.take(); // discards the counts of another run on this thread
+        ladder::SERVED_BY_STEP.take(); // discards the counts of an earlier run on this thread
         let stats = allocator.stats();
         if setup.history {
-            // A small ring, so that it is overwritten many times.
+            // The ring buffer is small, so that it is overwritten many times.
             let options = HistoryOptions { max_entries: 500, ..HistoryOptions::default() };
             allocator.record_memory_history(options).unwrap();
         }
@@ -180,7 +180,7 @@ impl World {
                 self.allocator.set_memory_limit(bytes).map_err(say)?;
             }
             Op::Others { bytes } => {
-                self.others = bytes.min(self.setup.capacity - self.sim.committed()); // memory that is already reserved stays reserved
+                self.others = bytes.min(self.setup.capacity - self.sim.committed()); // other programs cannot take memory that is already reserved
                 self.sim.set_others(self.others);
             }
             Op::FailCreate { code } => {
@@ -328,7 +328,7 @@ impl World {
         core.heap.unused_segments(0).len()
     }
 
-    /// Checks an allocation that failed without an injected failure: no free memory may have been able to serve it.
+    /// Checks an allocation that failed without an injected failure: fails if free memory could have served it.
     fn check_out_of_memory(&self, bytes: usize, pool: u32) -> Result<(), String> {
         let rules = &self.allocator.rules;
         let size = rules.round_size(bytes).unwrap_or(usize::MAX);
@@ -351,7 +351,7 @@ impl World {
         ensure!(self.unused_segments() == 0, "no memory for {size} bytes, and there are unused segments");
         let room = self.limit.min(self.setup.capacity - self.others);
         let [_, allocated, _] = self.totals_of(|live| live.pool == 0);
-        // Expandable segments reserve whole pages, as would a new one.
+        // Each expandable segment, also a new one, may hold up to a page more than its blocks need.
         let slack = (growing + 1) * (self.setup.page as u64).saturating_sub(512);
         if self.setup.compacts && private + allocated + size as u64 + slack <= room {
             let held = format!("{allocated} allocated and {private} private of {room}");
@@ -421,7 +421,7 @@ impl World {
         self.check_pools_of(&snapshot)
     }
 
-    /// Checks that no two blocks overlap, and that each is inside its segment.
+    /// Checks that no two blocks overlap, and that each block is inside its segment.
     fn check_places(&self) -> Result<(), String> {
         let mut ends: BTreeMap<(u64, usize), usize> = BTreeMap::new();
         for live in self.live.iter().chain(&*self.spare_blocks.lock().unwrap()) {
@@ -440,14 +440,14 @@ impl World {
         *self.tally.entry(what.into()).or_default() += 1;
     }
 
-    /// Counts the checks at which blocks were pending, and the checks at which a later marker was reached before an earlier one.
+    /// Counts how many checks found pending blocks, and the checks at which a later marker was reached before an earlier one.
     fn note_events(&mut self) {
         let heads = self.allocator.lock().pending.oldest_markers();
         if !heads.is_empty() {
             self.note("pending");
         }
         if !self.failures[3].is_empty() {
-            return; // the query itself would fail
+            return; // the query below would fail
         }
         let done = |marker| self.sim.is_done(marker).unwrap();
         if heads.iter().any(|a| !done(&a.1) && heads.iter().any(|b| b.2 > a.2 && done(&b.1))) {

@@ -12,7 +12,7 @@ pub(super) enum Op {
     Free {
         block: usize,
     },
-    /// A stream other than the block's own reads the block.
+    /// A stream other than the block's own stream reads the block.
     Share {
         block: usize,
         stream: u32,
@@ -36,7 +36,7 @@ pub(super) enum Op {
     Limit {
         bytes: u64,
     },
-    /// Other programs take device memory.
+    /// Other programs hold this much device memory from now on.
     Others {
         bytes: u64,
     },
@@ -83,7 +83,7 @@ pub(super) enum Op {
 }
 
 impl Op {
-    /// The operation's name, without its arguments.
+    /// Returns the operation's name, without its arguments.
     pub(super) fn name(self) -> String {
         let text = format!("{self:?}");
         text.split(' ').next().unwrap_or_default().into()
@@ -106,7 +106,7 @@ impl Random {
         self.next() % n
     }
 
-    /// A log-uniform number from 1 to `most`.
+    /// Returns a log-uniform random number from 1 to `most`.
     pub(in super::super) fn size(&mut self, most: usize) -> usize {
         let unit = (self.next() >> 11) as f64 / (1_u64 << 53) as f64;
         ((most as f64).powf(unit) as usize).clamp(1, most)
@@ -161,7 +161,7 @@ pub(super) fn generate(seed: u64, n: usize, capacity: u64) -> Vec<Op> {
         .collect()
 }
 
-/// Shrinks the operations to the fewest for which `fails` still holds, by leaving out ever smaller parts.
+/// Shrinks the operations to the fewest for which `fails` still holds, by removing smaller and smaller parts of the list.
 pub(super) fn shrink(mut ops: Vec<Op>, mut attempts: usize, fails: impl Fn(&[Op]) -> bool) -> Vec<Op> {
     let mut part = ops.len() / 2;
     while part > 0 {

@@ -8,7 +8,7 @@ use super::ops::Random;
 use crate::storage::Driver;
 
 /// Each thread allocates (sometimes in a private pool), uses, shares between streams and frees its own blocks. The
-/// device is often full and runs queued work at random. No thread may read another's contents in its blocks.
+/// device is often full and runs queued work at random. No thread may find contents of another thread in its blocks.
 fn threads(config: &str) {
     let (threads, rounds) = if cfg!(miri) { (2, 30) } else { (4, 6000) };
     let options = SimOptions {
@@ -59,7 +59,7 @@ fn threads(config: &str) {
                 }
                 17 if random.below(20) == 0 => {
                     let options = MemPoolOptions { no_split: round % 2 == 0, use_on_oom: true };
-                    pool = pool.is_none().then(|| MemPool::new(&allocator, options)); // or drops the pool with its live blocks
+                    pool = pool.is_none().then(|| MemPool::new(&allocator, options)); // creates a pool, or drops the pool while it has live blocks
                 }
                 17 if random.below(50) == 0 => allocator.empty_cache().unwrap(),
                 18 if random.below(20) == 0 => _ = allocator.compact(8 << 20).unwrap(),

@@ -1,11 +1,11 @@
-//! The same properties with a driver of a type unknown to the crate.
+//! Runs the random operations with a driver whose type the crate does not know.
 
 use super::super::*;
 use super::{COLLECTING, SETUP, Setup, check_random_operations};
 use crate::Device;
 use crate::storage::{At, Driver, Marker, Memory, Progress};
 
-/// Forwards everything to a simulated device, with its own types of memory and markers.
+/// A driver that forwards every call to a simulated device, but has memory and markers of its own types.
 #[derive(Debug)]
 pub(super) struct Unknown(pub(super) Sim);
 
@@ -56,7 +56,7 @@ unsafe impl Driver for Unknown {
     }
 
     unsafe fn shrink(&self, memory: &Memory, from: usize, to: usize) {
-        // SAFETY: the caller upholds the contract; likewise below.
+        // SAFETY: the caller upholds the contract of the method.
         unsafe { Driver::shrink(&self.0, inside(memory), from, to) }
     }
 
@@ -89,17 +89,17 @@ unsafe impl Driver for Unknown {
     }
 
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
-        // SAFETY: as above.
+        // SAFETY: the caller upholds the contract of the method.
         unsafe { Driver::copy(&self.0, stream, at(from), at(to), bytes) }
     }
 
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
-        // SAFETY: as above.
+        // SAFETY: the caller upholds the contract of the method.
         unsafe { Driver::read(&self.0, at(from), to) }
     }
 
     unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
-        // SAFETY: as above.
+        // SAFETY: the caller upholds the contract of the method.
         unsafe { Driver::write(&self.0, from, at(to)) }
     }
 }

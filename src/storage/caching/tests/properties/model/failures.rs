@@ -5,7 +5,7 @@ use super::*;
 /// Calls that query or order streams.
 pub(super) const ASKING: [Call; 5] = [Call::Record, Call::Query, Call::Wait, Call::StreamWaits, Call::Synchronize];
 
-/// Repeats a call that does not belong to the allocator until it succeeds.
+/// Repeats a driver call, made by the test and not by the allocator, until it succeeds.
 pub(super) fn retry_until_ok<T>(call: impl Fn() -> Result<T>) -> T {
     (0..).find_map(|_| call().ok()).expect("failures come to an end")
 }
@@ -36,7 +36,7 @@ impl World {
     }
 
     /// Accepts higher peaks after an injected failure: the statistics include blocks that were allocated and freed at
-    /// once, because their streams could not be ordered.
+    /// once, because no wait between the streams could be enqueued.
     pub(super) fn accept_peaks(&mut self) -> Result<(), String> {
         let s = self.allocator.stats();
         let peaks = [s.allocation.peak, s.allocated_bytes.peak, s.requested_bytes.peak];
@@ -46,7 +46,7 @@ impl World {
         Ok(())
     }
 
-    /// Counts the injected failures that have occurred. None may occur on enqueueing, because memory is committed earlier.
+    /// Counts the injected failures that have occurred. None may occur when work is enqueued, because memory must be committed before that.
     pub(super) fn note_failures(&mut self) -> Result<(), String> {
         let left = self.sim.failures_lined_up();
         for (at, name) in ["creation", "commit", "enqueueing", "asking"].into_iter().enumerate() {

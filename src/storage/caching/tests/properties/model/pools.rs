@@ -6,7 +6,7 @@ use super::super::ops::Random;
 use super::*;
 use crate::storage::Snapshot;
 
-/// The most pools at a time: memory in a pool is unavailable outside it.
+/// Maximum number of pools at a time. It is small, because memory in a pool is unavailable to other allocations.
 const POOLS: usize = 3;
 
 /// A private pool and one of its checkpoints.
@@ -17,7 +17,7 @@ pub(super) struct Pool {
     checkpoint: Option<(PoolCheckpoint, Places)>,
 }
 
-/// Size, requested bytes and stream of each block, by segment id and offset.
+/// The size, the requested size and the stream of each block, by segment id and offset.
 type Places = BTreeMap<(u64, usize), (usize, usize, u32)>;
 
 impl World {
@@ -71,7 +71,7 @@ impl World {
         Ok(())
     }
 
-    /// Restores a checkpoint. This must fail exactly if needed memory was released, and then change nothing.
+    /// Restores a checkpoint. The call must fail if and only if needed memory was released, and must change nothing if it fails.
     pub(super) fn restore(&mut self, pool: usize, seed: u64) -> Result<(), String> {
         let Some(Pool { handle, checkpoint: Some((checkpoint, mut missing)), .. }) = self.pick(pool).cloned() else {
             return Ok(());
@@ -121,7 +121,7 @@ impl World {
                 self.note(if missing.is_empty() { "restored nothing" } else { "restored" });
             }
             Err(_) if failures != self.sim.failures_left() => {
-                // Either nothing has changed yet, or all blocks were freed.
+                // After an error, either nothing has changed, or all blocks were freed.
                 ensure!(blocks.is_empty() || blocks.len() == leaving.len(), "some blocks went, and others not");
                 self.live.extend(leaving.into_iter().zip(blocks).map(|(live, block)| live(block)));
                 self.accept_peaks()?;
@@ -139,7 +139,7 @@ impl World {
         Ok(())
     }
 
-    /// Makes some of the blocks that a callback would free ordinary blocks again.
+    /// Moves the spare blocks for which `which` is true, which a callback would free, back to the ordinary live blocks.
     pub(super) fn unmark_spare_blocks(&mut self, which: impl Fn(&Live) -> bool) {
         let mut spare_blocks = self.spare_blocks.lock().unwrap();
         let (back, stays) = std::mem::take(&mut *spare_blocks).into_iter().partition::<Vec<_>, _>(which);
@@ -147,7 +147,7 @@ impl World {
         self.live.extend(back);
     }
 
-    /// The private pool of a block's segment; 0 if none.
+    /// Returns the private pool of a block's segment; 0 if none.
     pub(super) fn pool_of(&self, block: &Block) -> u32 {
         self.allocator.lock().heap.segment_of(block.id()).pool
     }
@@ -210,7 +210,7 @@ impl World {
 }
 
 impl Live {
-    /// The block's segment and offset, with its size, requested bytes and stream.
+    /// Returns the block's segment id and offset, and its size, requested size and stream.
     fn place(&self) -> ((u64, usize), (usize, usize, u32)) {
         (place(&self.block), (self.block.size(), self.requested, self.stream))
     }
