@@ -15,10 +15,10 @@ use crate::{DType, Error, Result, Tensor};
 
 const GPU_TEMPLATE: &str = include_str!("../../../kernels/cross_entropy.cl");
 
-/// Up to this number of labels, every group counts the labels that are not ignored, which is faster than a separate launch.
+/// The maximum number of labels for which every work-group counts the labels that are not ignored. A separate launch would take longer.
 const MAX_LABELS_COUNTED_PER_GROUP: usize = 1 << 16;
 
-/// How the kernels get the number of labels that are not ignored. The discriminants are the codes in `kernels/cross_entropy.cl`.
+/// How the kernels get the number of labels that are not ignored. The discriminants equal the codes in `kernels/cross_entropy.cl`.
 #[derive(Clone, Copy)]
 enum LabelCount {
     /// Every group counts all labels.
@@ -37,15 +37,15 @@ struct CrossEntropySchedule {
     width: usize,
     /// The number of work-items that share a row.
     lanes: usize,
-    /// The number of work-items of a group.
+    /// The number of work-items of a work-group.
     group: usize,
-    /// The number of vectors of `width` elements that each work-item keeps in registers: a full row's if `whole`, otherwise a block's.
+    /// The number of vectors of `width` elements that each work-item keeps in registers: for a full row if `whole`, otherwise for a block.
     kept: usize,
     whole: bool,
     groups: usize,
     /// Whether the last group adds up the losses of all groups.
     last_group_sums: bool,
-    /// The number of slices of a row, which separate groups reduce; 0 if one group reduces a row.
+    /// The number of slices into which a row is cut, each reduced by a separate work-group; 0 if one work-group reduces a row.
     slices: usize,
     /// The number of elements of a slice.
     chunk: usize,
@@ -74,12 +74,12 @@ impl CrossEntropySchedule {
         let starts = [x.layout.offset as isize, if rows > 1 { x.strides()[0] } else { 0 }, n as isize];
         let starts = starts.into_iter().chain(grad.map(|t| t.layout.offset as isize));
         let width = if x.strides()[1] == 1 { vector_width(device, x.dtype, starts) } else { 1 };
-        // A small batch is computed by one group, all rows at once if they fit.
+        // A small batch is computed by one work-group, with all rows at once if the work-items suffice.
         let alone = rows * n <= 16 * group;
         let most = if alone { 1 << (group / rows).max(1).ilog2() } else { group };
         let lanes = n.div_ceil(4 * width).next_power_of_two().min(most);
         let kept = vectors_per_item(n, width * lanes);
-        // The number of 32-bit registers of a value.
+        // The number of 32-bit registers that one value takes.
         let size = x.dtype.compute().dtype().size() / 4;
         let whole = kept * width * size <= 32;
         let (lanes, kept) = if whole { (lanes, kept) } else { (group, (16 / width / size).max(1)) };
@@ -87,7 +87,7 @@ impl CrossEntropySchedule {
         let slices = if whole || rows >= 2 * units || slices == 1 { 0 } else { slices };
         let sharing = if slices > 0 { slices.next_power_of_two() } else { lanes };
         let rounds = rows.div_ceil(group / sharing);
-        // All groups get the same number of rows, and run on the device at the same time.
+        // All work-groups get the same number of rows and run on the device at the same time.
         let groups = if alone { 1 } else { rounds.div_ceil(rounds.div_ceil(8 * units)) };
         let last_group_sums = !each && groups > 1 && device.has_fence();
         CrossEntropySchedule { width, lanes, group, kept, whole, groups, last_group_sums, slices, chunk }
@@ -118,7 +118,7 @@ impl CrossEntropySchedule {
     }
 }
 
-/// Computes the loss, or a partial sum for each group unless the last group adds up the sums.
+/// Computes the loss. If the last work-group does not add up the sums, the result is one partial sum per work-group.
 pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     let LabelEntropy { logits: x, labels, options, dtype, grad, count } = *entropy;
     let device = x.cl_device()?;
@@ -143,7 +143,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         _ => None,
     };
     let acc = x.dtype.compute().dtype();
-    // The scratch memory has two numbers for each slice, followed by two for each group.
+    // The scratch memory holds two values for each slice, followed by two values for each work-group.
     let of_slices = 2 * rows * schedule.slices;
     let launch = |stage: CrossEntropyStage| {
         let groups = match stage {
