@@ -1,4 +1,4 @@
-//! Passes tensors to the user's own kernels.
+//! Passes tensors to kernels that the user wrote.
 
 use crate::autograd::check_unrecorded;
 use crate::backend::opencl::kernels::BufferView;
