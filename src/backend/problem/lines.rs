@@ -45,7 +45,7 @@ impl Lines {
     }
 }
 
-/// Treats all dims from `d` on as one row. Returns the stride between rows: 0 if there is only one row, None unless rows are contiguous and evenly
+/// Treats all dims from `d` on as one row. Returns the stride between rows, 0 if there is one row, None unless rows are contiguous and evenly
 /// spaced.
 pub(crate) fn row_stride(t: &Tensor, d: usize) -> Option<isize> {
     let steps = t.shape().dims().iter().zip(t.strides()).enumerate().rev().filter(|(_, (size, _))| **size != 1);
