@@ -14,7 +14,7 @@ typedef struct {
     long strides[4];
 } Tensor4;
 
-// The number of blocks of four channels.
+// The number of blocks of four channels that hold c channels.
 #define BLOCKS(c) (((c) + 3) / 4)
 
 // Returns the index in the innermost dim, whose size is `size`, and sets *i to the index in the outer dims.

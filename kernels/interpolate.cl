@@ -37,7 +37,7 @@ static inline INT before(const Samples *p, INT o, INT *rest) {
     return behind - 1;
 }
 
-// Returns the weight of the input after the position.
+// Returns the weight of the input after the position whose preceding input is `low`, at a distance of `rest`.
 static inline ACC weight_behind(const Samples *p, INT low, INT rest) {
     return low < 0 ? (ACC)0 : (ACC)rest / (ACC)(INT)p->unit;
 }
@@ -55,7 +55,7 @@ static inline ACC lerp(ACC a, ACC b, ACC far_weight) {
     return a + far_weight * (b - a);
 }
 
-// Returns the first element of the result whose position is at least k.
+// Returns the first element of the result whose position is at least k inputs.
 static inline INT first(const Samples *p, INT k) {
     const INT wanted = (INT)p->unit * k - (INT)p->shift, scale = (INT)p->scale;
     if (k <= 0 || (scale != 0 && wanted <= 0))

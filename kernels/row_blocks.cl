@@ -80,7 +80,7 @@ static inline void sum_online(In x, ulong at, IDX i, IDX stop, long stride, ACC 
     const Two own = there ? slice_parts[of_slices_at + (ulong)(r) * slices + lane] : (Two)(-INFINITY, 0);                \
     ACC m = own.x, s = own.y, base = isinf(m) ? 0 : m
 
-// Stores a lane's part of a block.
+// Stores a lane's part of a block, from element i to before `stop`.
 static inline void write(const ACC *v, Out y, ulong at, IDX i, IDX stop, long stride) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, i += LANES * VEC) {

@@ -64,17 +64,16 @@ pub(crate) trait Backend: Sync {
 
     /// Computes softmax, log-softmax, logsumexp or a gradient of these over the rows along one dim.
     fn softmax(&self, softmax: &Softmax) -> Result<()>;
-    /// Returns the cross-entropy loss of logits and class labels, or partial losses whose sum is the loss. Also writes the gradient of the logits if
-    /// asked.
+    /// Returns the cross-entropy loss of logits and class labels, or partial losses that sum to it. Also writes the gradient of the logits if asked.
     fn cross_entropy(&self, entropy: &LabelEntropy) -> Result<Tensor>;
-    /// Normalises rows, forward or backward.
+    /// Normalises rows in the forward pass, or computes the gradients in the backward pass.
     fn norm(&self, rows: &Normalisation) -> Result<()>;
     fn norm_forward(&self, norm: &NormForward) -> Result<()>;
     /// Allocates the partial sums of the gradients of weight and bias, for rows of n elements. None if the device does not compute these sums.
     fn alloc_column_sums(&self, x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>>;
     /// Computes `(x - mean) * scale + shift`, with one mean, scale and shift per channel. Returns None if other methods are faster.
     fn normalise_channels(&self, x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>>;
-    /// True if [`variance`](Self::variance) may be called.
+    /// True if [`variance`](Self::variance) may be called on this device.
     fn has_variance(&self) -> bool;
     fn variance(&self, variance: &Variance) -> Result<bool>;
 
@@ -97,7 +96,7 @@ pub(crate) trait Backend: Sync {
     /// Computes the result and the log-sum-exp of each row of scores (see [`AttentionBackward`]). Requires [`has_attention`](Self::has_attention).
     fn attention(&self, a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()>;
     fn attention_backward(&self, a: &FusedAttention, of: &AttentionBackward) -> Result<()>;
-    /// Returns the block sizes for the scores of attention. `memory` is the device's memory in bytes; `cheap` is true if blocks also save work.
+    /// Returns the block sizes for the scores of attention. `memory` is the device's memory in bytes; `cheap` is true if blocks take no extra time.
     fn attention_blocking(&self, memory: usize, cheap: bool) -> Blocking;
 }
 

@@ -141,7 +141,7 @@ macro_rules! recorded_unless_declined {
     )* };
 }
 
-/// The result of a method that may decline.
+/// The result of a backend method that may decline: false or `None` means declined.
 trait MayDecline {
     fn is_declined(&self) -> bool;
 }

@@ -116,7 +116,7 @@ fn launch_attention(
     launch_cache::launch_cached(&key, params, || prepare(device)).map(drop)
 }
 
-/// Computes the result and the log-sum-exp of each row, in one launch, or in two for few queries and many keys.
+/// Computes the result and the log-sum-exp of each row. Takes one launch, or two if few queries attend to many keys.
 pub(crate) fn forward(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> {
     let [q, k, v, mask] = operands(a);
     let tensors = [q, k, v, mask, out, logsumexp];
@@ -185,7 +185,7 @@ fn staged_operands<'a>(operands: &'a [&'a Tensor]) -> impl Iterator<Item = &'a T
     operands[..3].iter().chain(operands.get(5)).copied()
 }
 
-/// The state that the launches of one call share.
+/// The state that the launches of one attention call share.
 struct AttentionLaunches<'a> {
     device: &'static ClDevice,
     a: &'a FusedAttention<'a>,

@@ -8,7 +8,7 @@ use crate::{DType, Tensor};
 /// The maximum head width. Of wider heads, only a few rows would fit in local memory.
 pub(crate) const MAX_HEAD_WIDTH: usize = 256;
 
-/// The maximum head width on tensor cores, where the gradients stay in registers.
+/// The maximum head width on tensor cores. The gradients stay in registers, and wider heads would need too many.
 const MAX_MMA_HEAD_WIDTH: usize = 128;
 
 /// The maximum number of queries for which tensor cores are not used, because most of their fragments would be empty.
@@ -54,7 +54,7 @@ const fn mma(fragments: usize, other: usize) -> Tile {
     Tile::Mma { warps: 4, fragments, other, wgmma: false }
 }
 
-/// The register limit of a work-item for f32 heads of at most 64 columns on tensor cores. It lets three work-groups run on a compute unit.
+/// The register limit of a work-item for f32 heads of at most 64 columns on tensor cores, so that three work-groups run on a compute unit.
 const F32_MAX_REGISTERS: usize = 168;
 
 const WGMMA_TILE: Tile = Tile::Mma { warps: 4, fragments: 1, other: 64, wgmma: true };

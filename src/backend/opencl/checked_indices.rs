@@ -7,7 +7,7 @@ use crate::Tensor;
 use crate::device::capture::is_capturing;
 use crate::device::opencl::{ClDevice, FaultReads};
 
-/// Returns a unique number for a check.
+/// Returns a check number that no other check has.
 pub(crate) fn new_check_id() -> u64 {
     static LAST: AtomicU64 = AtomicU64::new(0);
     LAST.fetch_add(1, Ordering::Relaxed) + 1

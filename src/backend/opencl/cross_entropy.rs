@@ -21,13 +21,13 @@ const MAX_LABELS_COUNTED_PER_GROUP: usize = 1 << 16;
 /// How the kernels get the number of labels that are not ignored. The discriminants equal the codes in `kernels/cross_entropy.cl`.
 #[derive(Clone, Copy)]
 enum LabelCount {
-    /// Every group counts all labels.
+    /// Every work-group counts all labels.
     EveryGroup,
     /// The count is 1, because no mean is computed.
     One,
     /// An earlier launch has counted the labels.
     Given,
-    /// Every group counts the labels of its rows, and the last group adds up these counts.
+    /// Every work-group counts the labels of its rows, and the last work-group to finish adds up these counts.
     LastGroup,
 }
 
@@ -43,7 +43,7 @@ struct CrossEntropySchedule {
     kept: usize,
     whole: bool,
     groups: usize,
-    /// Whether the last group adds up the losses of all groups.
+    /// Whether the last work-group to finish adds up the losses of all work-groups.
     last_group_sums: bool,
     /// The number of slices into which a row is cut, each reduced by a separate work-group; 0 if one work-group reduces a row.
     slices: usize,
@@ -51,7 +51,7 @@ struct CrossEntropySchedule {
     chunk: usize,
 }
 
-/// The part of the work that a launch does if rows are cut into slices; see `kernels/cross_entropy.cl`.
+/// The part of the work that one launch does if rows are cut into slices; see `kernels/cross_entropy.cl`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum CrossEntropyStage {
     Whole,
@@ -98,12 +98,12 @@ impl CrossEntropySchedule {
         if stage == CrossEntropyStage::Combines { self.slices.next_power_of_two() } else { self.lanes }
     }
 
-    /// True if the last group of this launch adds up the losses of all groups.
+    /// True if in this launch the last work-group to finish adds up the losses of all work-groups.
     fn sums_in_last_group(&self, stage: CrossEntropyStage) -> bool {
         self.last_group_sums && matches!(stage, CrossEntropyStage::Whole | CrossEntropyStage::Combines)
     }
 
-    /// Returns the part of the configuration for GPUs.
+    /// Returns the part of the configuration that only the GPU template needs.
     fn spread(&self, dtype: DType, stage: CrossEntropyStage) -> impl KernelConfig + use<> {
         kernel_config! {
             "LANES" => self.lanes_in(stage), "CACHED" => self.kept, "" => Vectors(dtype, self.width),
@@ -188,7 +188,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         Ok(LaunchPlan::new(device, (scratch > 0).then_some((scratch, acc)), launches).with_index_check(1))
     };
     let numbers = [grad.is_some().into(), options.reduction as u64, options.ignore_index as u64];
-    // Unused kernel arguments still need a buffer.
+    // Kernel arguments that are not used still need a buffer.
     let tensors = [x, labels, grad.unwrap_or(&loss), &loss, counted.as_ref().unwrap_or(&loss)];
     let key = Key { kind: OpKind::CrossEntropy, numbers: &numbers, exprs: &[], tensors: &tensors };
     launch_cache::launch_cached(&key, Params::default(), prepare)?;

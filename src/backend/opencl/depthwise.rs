@@ -1,4 +1,4 @@
-//! Depthwise convolutions, whose groups have one input channel each, without im2col: `kernels/depthwise.cl`.
+//! Depthwise convolutions (with one input channel per group) without im2col: `kernels/depthwise.cl`.
 
 use std::sync::Arc;
 
@@ -20,9 +20,9 @@ const TEMPLATE: &str = include_str!("../../../kernels/depthwise.cl");
 
 /// The maximum number of elements of a row that a work-item reads for its outputs.
 const MAX_LINE_ELEMENTS: usize = 32;
-/// The maximum number of taps of a filter. For the weight gradient a work-item keeps a sum for each tap.
+/// The maximum number of taps of a filter. For the weight gradient, a work-item keeps a sum for each tap in registers.
 const MAX_TAPS: usize = 64;
-/// The number of work-items that occupy a compute unit.
+/// The number of work-items that are needed to occupy a compute unit.
 const ITEMS_PER_UNIT: usize = 2048;
 
 /// A depthwise convolution.
@@ -119,7 +119,7 @@ impl Depthwise {
         config.kernel(device, output, "depthwise", &[STRIDED_DIMS, TEMPLATE])
     }
 
-    /// Returns the words of the kernels' struct: sizes, and the strides of x, y and the weight.
+    /// Returns the words of the struct that the kernels take: sizes, and the strides of x, y and the weight.
     fn words(&self, channels: usize, x: &Tensor, y: &Tensor, weight: &Tensor) -> SmallVec<[i64; 20]> {
         let Windows { image, grid, padding, .. } = self.windows;
         let sizes = [image, grid, padding].into_iter().flatten().chain([channels, channels / self.inner]);

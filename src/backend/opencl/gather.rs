@@ -45,7 +45,7 @@ fn launch_indexed(
         .map(drop)
 }
 
-/// Returns the offset of a layout relative to its tensor's offset.
+/// Returns the offset of a layout relative to the offset of the tensor `t`, in elements.
 pub(crate) fn relative_offset(layout: &Layout, t: &Tensor) -> isize {
     layout.offset as isize - t.layout.offset as isize
 }
@@ -124,7 +124,7 @@ pub(crate) fn combine_into_units(
     unit
 }
 
-/// Returns the configuration of a scatter's elements. Elements that are only moved are integers of their size.
+/// Returns the configuration for the elements of a scatter. Elements that are only moved are handled as integers of the same size.
 pub(super) fn element_config(combine: Combine, dtype: DType) -> impl KernelConfig {
     let (moves, acc) = (combine == Combine::Set, dtype.compute());
     let function = CombineFunction(combine, acc);
@@ -134,7 +134,7 @@ pub(super) fn element_config(combine: Combine, dtype: DType) -> impl KernelConfi
     }
 }
 
-/// The OpenCL C function or macro that combines two elements of a type.
+/// The OpenCL C function or macro that combines two elements of the given compute type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct CombineFunction(Combine, Compute);
 
@@ -203,7 +203,8 @@ pub(crate) fn one_hot(op: &'static str, x: &Tensor, out: &Tensor) -> Result<()> 
     launch_over_indices(op, ["one_hot", "ONE_HOT"], x, out, out.shape().dims()[x.rank()], [])
 }
 
-/// Launches the kernel named `name`, which the macro `define` selects, on an index into a dim of `size` elements, with a work-item for each element of `out`.
+/// Launches the kernel `name`, which the macro `define` selects, with a work-item for each element of `out`. The indices are into a dim of `size`
+/// elements.
 fn launch_over_indices(
     op: &'static str,
     [name, define]: [&'static str; 2],

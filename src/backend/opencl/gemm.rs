@@ -1,4 +1,4 @@
-//! Matrix products on OpenCL: chooses the kernel and its tile sizes for the device and the problem, and prepares its launch.
+//! Matrix products on OpenCL: chooses the kernel and its tile sizes for a device and a problem, and prepares the launch.
 
 mod aligned;
 mod source;
@@ -30,7 +30,7 @@ const TILED_GROUP_SIZE: usize = 256;
 /// The number of contiguous results that a work-item of the tiled kernel stores at once.
 const TILED_RESULTS_PER_STORE: usize = 4;
 
-/// A kernel and its tile sizes; see `kernels/gemm.cl`, [`Mma`], [`Panel`] and [`Thin`].
+/// A kernel and its tile sizes. See `kernels/gemm.cl` for Tiled and Dot, [`Mma`], [`Panel`] and [`Thin`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum GemmKernel {
     Tiled { m: usize, n: usize, k: usize, items: usize, a_along_k: bool, b_along_k: bool },
@@ -151,7 +151,7 @@ fn make_plan(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>, pl
         .make_plan(device)
 }
 
-/// A product and the kernel that computes it.
+/// A product and the kernel that was chosen to compute it.
 pub(crate) struct ChosenKernel<'a> {
     pub(crate) plan: GemmPlan,
     pub(crate) variant: GemmKernel,

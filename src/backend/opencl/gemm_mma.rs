@@ -260,7 +260,7 @@ impl Mma {
         let usable = made.filter(|mma: &Mma| mma.local_memory() <= cores.local && (wgmma || !mma.tile.wgmma));
         let time = |mma: &Mma| mma.best_split(plan, units).1;
         let quickest = usable.clone().min_by(|a, b| time(a).total_cmp(&time(b)))?;
-        // Small tiles without wgmma can occupy the device and still be slower than larger tiles with split-k.
+        // Small tiles without wgmma can occupy the device and still be slower than larger tiles with split-K.
         let is_good = |mma: &Mma| mma.tile.wgmma || time(mma) <= MAX_TIME_RATIO * time(&quickest);
         let chosen = usable.clone().find(|mma| mma.occupies_device(plan, units)).filter(is_good).unwrap_or(quickest);
         (chosen.tile_count(plan) <= i32::MAX as usize).then_some(chosen)
@@ -299,7 +299,7 @@ impl Mma {
         let work = (m * n * k) as f64 / rate;
         let time = |parts: usize| {
             let slices = plan.k.div_ceil(parts).div_ceil(k) as f64;
-            // Two work-groups without wgmma fit on a compute unit, and their waits overlap.
+            // Without wgmma, two work-groups fit on a compute unit, and while one waits, the other multiplies.
             let tiles_per_unit = (tiles * parts).div_ceil(units) as f64;
             let waits = if wgmma { tiles_per_unit } else { (tiles_per_unit / 2.0).ceil() };
             // After split-K, a single work-group reads all parts of a tile.

@@ -6,7 +6,7 @@ use crate::backend::opencl::geometry::{MAX_VECTOR_BYTES, bits_type};
 use crate::backend::opencl::kernels::AtLaunch;
 use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
 
-/// The template, included after `kernels/gemm.cl`.
+/// The template, which follows `kernels/gemm.cl`.
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gemm_thin.cl");
 
 /// The maximum number of rows. For products with more rows, tensor cores or tiles are faster.
@@ -21,12 +21,12 @@ const MAX_THREADS: usize = 1024;
 const COALESCED_ITEMS: usize = 32;
 /// The number of loads that a work-item has in flight. Work-items along k are added only while each work-item keeps this number of loads.
 const LOADS_IN_FLIGHT: usize = 8;
-/// The number of work-items that occupy a compute unit.
+/// The number of work-items that are needed to occupy a compute unit.
 const ITEMS_PER_UNIT: usize = 2048;
 /// The minimum number of parts of k. With fewer parts, adding up the partial results takes more time than the parts save.
 const MIN_PARTS: usize = 4;
 
-/// A kernel of `kernels/gemm_thin.cl`.
+/// A kernel of `kernels/gemm_thin.cl`, which reads every element of the right matrix once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Thin {
     rows: usize,
@@ -45,9 +45,9 @@ struct ThinReads {
     along_k: bool,
     /// The number of elements of the right matrix that are loaded at once.
     width: usize,
-    /// The bytes of an element of the right matrix.
+    /// The size of an element of the right matrix, in bytes.
     size: usize,
-    /// Whether the left matrix is loaded in vectors of the same width.
+    /// Whether the left matrix is loaded in vectors of `width` elements as well.
     both: bool,
 }
 
@@ -77,7 +77,7 @@ impl ThinReads {
 }
 
 impl Thin {
-    /// The maximum number of bytes of local memory for each work-item.
+    /// The maximum number of bytes of local memory that a kernel needs for each work-item.
     pub(crate) const LOCAL_BYTES_PER_ITEM: usize = 32;
 
     /// Chooses the kernel for a device with `units` compute units, which `groups` work-groups keep busy. A work-group has at most `most` work-items.
@@ -133,7 +133,7 @@ impl Thin {
         }
     }
 
-    /// Returns the rows and columns of the result that a work-group computes.
+    /// Returns the rows and columns of the result that one work-group computes.
     pub(crate) fn tile(self) -> (usize, usize) {
         (self.rows, self.columns * self.reads.load_extent().1)
     }

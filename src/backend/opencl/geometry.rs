@@ -11,7 +11,7 @@ use crate::{Compute, DType, Result, Tensor};
 /// The template for strided dims, loads of 16 elements, and reductions over a work-group. Most other templates need it.
 pub(crate) const STRIDED_DIMS: &str = include_str!("../../../kernels/strided_dims.cl");
 
-/// The template of 16-byte loads and stores, to be included after the macros of element types and [`vector_defines`].
+/// The template of 16-byte loads and stores. It follows the macros of element types and the macros of [`vector_defines`].
 pub(crate) const VECTOR_ACCESS: &str = include_str!("../../../kernels/neighbours.cl");
 
 /// The template that reads rows block by block into registers.
@@ -37,7 +37,7 @@ pub(crate) fn launch_tuned(device: &ClDevice, kernel: &ClKernel, args: &[Arg<'_>
     device.launch_on_trial(group, |&local| device.launch(kernel, args, &[items], &[local])).map(drop)
 }
 
-/// Returns the default work-group size for kernels that are compiled for one size.
+/// Returns the default work-group size for kernels that are compiled for a fixed size.
 pub(crate) fn default_group_size(device: &ClDevice) -> usize {
     max_group_size(device).min(256)
 }
@@ -58,7 +58,7 @@ pub(crate) fn needs_64_bit(counts: impl IntoIterator<Item = usize>) -> bool {
     counts.into_iter().any(|n| n >= 1 << 31)
 }
 
-/// The size of a GPU's widest loads and stores, in bytes.
+/// The size in bytes of the widest loads and stores of a GPU.
 pub(crate) const MAX_VECTOR_BYTES: usize = 16;
 
 /// Returns the number of elements that a GPU work-item loads at once from contiguous rows that begin at the element offsets
@@ -96,7 +96,7 @@ pub(crate) fn row_starts(t: &Tensor) -> impl Iterator<Item = isize> {
     steps.chain([t.layout.offset as isize])
 }
 
-/// Defines VEC, the number of elements in a vector load, and WIDE_T, the type of that vector.
+/// Returns definitions of VEC, the number of elements of a vector load, and WIDE_T, the type of that vector (only if VEC is above 1).
 pub(crate) fn vector_defines(dtype: DType, width: usize) -> String {
     match width {
         1 => "#define VEC 1\n".into(),
@@ -136,7 +136,7 @@ pub(crate) fn bits_type(size: usize) -> &'static str {
     ["uchar", "ushort", "uint", "ulong", "uint4"][size.ilog2() as usize]
 }
 
-/// Returns a definition of the macro `name` without a value if `on`, otherwise nothing.
+/// Returns a definition of the macro `name`, without a value, if `on` is true; otherwise an empty string.
 pub(crate) fn define_if(on: bool, name: &str) -> String {
     if on { format!("#define {name}\n") } else { String::new() }
 }

@@ -107,7 +107,7 @@ impl Tensor4 {
     }
 }
 
-/// Returns the maximum width and height of images.
+/// Returns the maximum width and height of images on this device, in pixels.
 fn limits(cl: &ClDevice) -> [usize; 2] {
     #[cfg(test)]
     if let Some(limits) = tests::IMAGE_LIMITS.get() {
@@ -169,7 +169,7 @@ fn items_per_image(cl: &ClDevice, x: &Tensor) -> Option<usize> {
     slice.fits(Blocks::Across, cl).then_some(most)
 }
 
-/// Returns `count` items of a batch, starting at item `from`.
+/// Returns a view of `count` items of a batch, from item `from` on.
 fn slice(t: &Tensor, from: usize, count: usize) -> Result<Tensor> {
     Ok(t.with_layout(t.layout.narrow("image", 0, from, count)?))
 }
@@ -182,7 +182,7 @@ pub(crate) fn to_image(x: &Tensor) -> Result<Option<Image>> {
     four.map(|_| single_use_image(cl, x)).transpose()
 }
 
-/// Copies an image back to a tensor.
+/// Copies the elements of an image to the tensor `out`.
 pub(crate) fn from_image(image: &Image, out: &Tensor) -> Result<()> {
     capture::refuse_while_capturing(
         out.device(),

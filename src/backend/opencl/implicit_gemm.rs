@@ -49,7 +49,7 @@ const MAX_PHASES: usize = 4;
 /// The minimum number of taps of a phase, unless channels are innermost. With fewer taps, the im2col matrix is hardly larger than the images.
 const MIN_TAPS_PER_PHASE: usize = 2;
 
-/// A convolution by implicit GEMM.
+/// A convolution that is computed by implicit GEMM.
 pub(crate) struct ImplicitGemm {
     windows: Windows,
     groups: usize,
@@ -354,7 +354,7 @@ impl Convolution for ImplicitGemm {
         let (phases, whole) = self.phases_with_taps();
         let out = empty_result([n, channels, h, w], last, !whole, y)?;
         let step = |d: usize| out.strides()[d].unsigned_abs();
-        // All phases read the same images.
+        // All phases read the same images, so the images are copied at most once.
         let strided = Strided::images(y, self.groups);
         let narrow = phases.iter().flatten().all(|phase| phase.taps <= MAX_TAPS_WITH_PADDING);
         let shared = narrow.then(|| channels_last(y, strided, [0, 0], self.windows.grid)).transpose()?;

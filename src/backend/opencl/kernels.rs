@@ -64,7 +64,7 @@ impl<T: Define + Hash + Copy + 'static, R: KernelConfig> KernelConfig for (Macro
 
 /// A value that is passed to a template as one or more macros.
 pub(crate) trait Define {
-    /// Appends the definition of macro `name`.
+    /// Appends the definition of the macro (or macros) for this value, named `name`.
     fn define(&self, name: &str, out: &mut String);
 }
 

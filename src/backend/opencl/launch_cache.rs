@@ -57,7 +57,7 @@ pub(crate) struct Key<'a> {
     pub(crate) tensors: &'a [&'a Tensor],
 }
 
-/// A launch plan and the owned form of its key.
+/// A launch plan, and an owned copy of its key.
 pub(crate) struct CachedPlan {
     kind: OpKind,
     device: Device,
@@ -94,7 +94,7 @@ struct PlanCache {
 #[derive(Default)]
 struct CacheWay {
     hash: u64,
-    /// The value of [`PlanCache::insertions`] at the entry's last use.
+    /// The value of [`PlanCache::insertions`] when the entry was last used.
     last_used: Cell<usize>,
     entry: Option<Rc<CachedPlan>>,
 }

@@ -32,7 +32,7 @@ pub(crate) struct KernelLaunch {
     /// The list indices of the tensors whose buffers are passed to the kernel. [`Argument`]s and [`DeferredWord`]s index into this vector.
     buffers: Vec<usize>,
     arguments: Vec<Argument>,
-    /// The words of the structs that are passed by value.
+    /// The words of all structs that are passed to the kernel by value.
     words: Vec<i64>,
     /// Words that each call fills in, as pairs of an index into `words` and the value to fill in.
     deferred: Vec<(usize, DeferredWord)>,
@@ -58,7 +58,7 @@ enum Argument {
     Seeds(u32),
     /// The buffer in which kernels record faults.
     Faults,
-    /// The buffer that counts finished work-groups.
+    /// The buffer with the counters of finished work-groups.
     Arrivals,
     /// The index of the current stream's first counter in the buffer that [`Arrivals`](Self::Arrivals) passes.
     FirstArrival,
@@ -178,7 +178,7 @@ impl KernelLaunch {
         self.arguments.push(Argument::Faults);
     }
 
-    /// Adds the buffer that counts finished work-groups.
+    /// Adds the buffer with the counters of finished work-groups.
     pub(crate) fn push_arrivals(&mut self) {
         self.arguments.push(Argument::Arrivals);
     }

@@ -31,11 +31,11 @@ enum MemoryAccess {
     Element,
     /// As a vector of contiguous elements.
     Vector,
-    /// Element by element through a tile, in local memory on GPUs.
+    /// Element by element, through a tile that is in local memory on GPUs and in private memory on CPUs.
     Tile,
 }
 
-/// An operand of the kernel and how the kernel accesses it.
+/// An operand of the kernel, and how the kernel accesses the operand.
 #[derive(Clone, Copy, Hash)]
 struct MapOperand {
     dtype: DType,
@@ -74,7 +74,7 @@ struct MapConfig {
 enum Form {
     /// Each work-item computes `per_item` elements, one by one.
     Scalar { per_item: usize },
-    /// Each work-item computes `RANDOM_BLOCK_LEN` adjacent elements. Their random numbers are computed together, in vectors. Used on CPUs.
+    /// Each work-item computes `RANDOM_BLOCK_LEN` adjacent elements, whose random numbers are computed together, in vectors. Used on CPUs.
     Drawn,
     /// Each work-item computes a vector of `width` elements.
     Vector {

@@ -133,7 +133,7 @@ impl NormSchedule {
         NormSchedule { width, each: false, lanes: group, group, kept, slices: n.div_ceil(chunk), chunk }
     }
 
-    /// Returns the part of the configuration for GPUs.
+    /// Returns the part of the configuration that only the GPU template needs.
     fn spread(&self, rows: &Normalisation) -> impl KernelConfig + use<> {
         let NormSchedule { lanes, group, kept, each, .. } = *self;
         let (columns, variance, root) = (rows.columns.is_some(), rows.variance.is_some(), rows.variance == Some(true));

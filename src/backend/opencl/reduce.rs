@@ -44,7 +44,7 @@ enum ReduceStage {
     LastGroup,
 }
 
-/// Reduces in one launch, or in two for few results of many elements.
+/// Reduces in one launch, or in two if few results have many elements each.
 pub(crate) fn launch_reduction(reduction: &Reduction) -> Result<()> {
     let Reduction { rule, x, mask, out, number, .. } = *reduction;
     let id = launch_cache::static_id(reduction.rule);
@@ -117,7 +117,7 @@ fn load_width(device: &ClDevice, arg: bool, dtype: DType, plan: &ReductionPlan) 
     }
 }
 
-/// How a launch is distributed over the device.
+/// How a launch is distributed over the work-items of the device.
 struct ReduceSchedule {
     /// The number of elements that a work-item loads at once.
     width: usize,

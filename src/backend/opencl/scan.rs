@@ -27,7 +27,7 @@ enum Phase {
     Finish,
 }
 
-/// The operands and the schedule of a scan, which is launched in phases.
+/// The operands and the schedule of a scan, which takes one launch per phase.
 struct ScanLaunches<'a> {
     kind: Scan,
     x: &'a Tensor,

@@ -75,7 +75,7 @@ pub(crate) fn prepare(device: &'static ClDevice, scatter: &Scatter) -> Result<Op
 
 /// The maximum number of indices of a column for which one work-item computes the whole column.
 const MAX_INDICES_PER_COLUMN: usize = 8;
-/// The number of columns that occupy a compute unit.
+/// The number of columns that are needed to occupy a compute unit.
 const COLUMNS_PER_UNIT: usize = 1024;
 
 /// How a scatter in which each element has its own index is divided among work-groups.
@@ -174,7 +174,7 @@ impl ScatterLaunch<'_> {
         Tiling { strided, side, tiles, parts: size.div_ceil(span), span, tags, held }
     }
 
-    /// Makes the plan that writes element by element.
+    /// Makes the plan that writes element by element, for a scatter in which each element has its own index.
     fn plan_tiles(&self, tiling: &Tiling) -> Result<LaunchPlan> {
         let (g, &Tiling { ref strided, side, tiles, parts, span, tags, held }) = (self.g, tiling);
         let (columns, rank) = (self.shape.numel(), strided.dims.len().max(1));

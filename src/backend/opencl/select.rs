@@ -35,7 +35,7 @@ const MIN_LARGE_K_LEN: usize = 1 << 14;
 enum Query<'a> {
     /// The first k elements, in order, selected from up to `hold` candidates in local memory.
     First { k: usize, descending: bool, hold: usize },
-    /// The element of one rank.
+    /// The element of one rank, or of one rank per line.
     RankQuery(RankQuery<'a>),
 }
 

@@ -93,7 +93,7 @@ impl SoftmaxSchedule {
         }
     }
 
-    /// Returns the schedule for rows that are read several times instead of kept in registers.
+    /// Returns the schedule for rows that do not stay in registers but are read several times.
     fn for_repeated_reads(self, device: &ClDevice) -> SoftmaxSchedule {
         let group = default_group_size(device);
         SoftmaxSchedule { width: 1, lanes: self.lanes.min(group), group, kept: 0, ..self }

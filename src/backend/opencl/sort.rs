@@ -243,7 +243,7 @@ impl Define for DigitBits {
     }
 }
 
-/// Searches each value in its line by bisection.
+/// Finds the insertion index of each value in its line by binary search.
 pub(crate) fn searchsorted(search: &Search) -> Result<()> {
     let &Search { sorted: x, lines, step, values: v, right, out } = search;
     let device = out.cl_device()?;

@@ -73,7 +73,7 @@ impl Program {
     }
 }
 
-/// Returns the OpenCL C type of random numbers of this kind.
+/// Returns the OpenCL C type of random numbers of the given kind: bits, uniform or normal.
 pub(crate) fn draw_type(kind: &str) -> &'static str {
     if kind == "bits" { "uint" } else { "float" }
 }

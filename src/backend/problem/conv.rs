@@ -34,7 +34,7 @@ pub(crate) trait Convolution: Send + Sync {
     fn has_image_gradient(&self) -> bool {
         self.has_transposed(false)
     }
-    /// True if [`weight_gradient`](Self::weight_gradient) can write to `slot`, a tensor with the weight's shape.
+    /// True if [`weight_gradient`](Self::weight_gradient) can write its result to `slot`, a tensor with the weight's shape.
     fn accepts(&self, slot: &Tensor) -> bool {
         slot.is_contiguous()
     }

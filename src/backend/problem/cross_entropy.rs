@@ -8,7 +8,7 @@ pub enum LossReduction {
     /// The mean over rows that are not ignored.
     #[default]
     Mean,
-    /// The sum of all rows' losses.
+    /// The sum over all rows.
     Sum,
     /// The sum divided by the batch size (the first dim). For [`Tensor::kl_div`] this is the mathematical mean (PyTorch's `batchmean`).
     BatchMean,

@@ -142,10 +142,10 @@ pub(crate) static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Exp
 /// relu of the product: without a bias, and with a bias.
 pub(crate) static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
 
-/// The product times the derivative of relu at input 1.
+/// The product times the derivative of relu at input 1, for the backward pass of relu.
 pub(crate) static RELU_GRAD: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
 
-/// The product itself.
+/// The product without further operations.
 pub(crate) static PRODUCT: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Source coordinates of interpolation, in integer arithmetic, so that host and kernels compute the same elements.
+//! The coordinates of interpolation in its input, in integer arithmetic, so that host and kernels compute the same elements.
 
 use crate::{Error, Result, Tensor};
 
@@ -54,7 +54,7 @@ impl Samples {
         }
     }
 
-    /// Returns the first output whose coordinate is at least k, or `to`.
+    /// Returns the first output whose coordinate is at least k, or `to` if there is none.
     pub(crate) fn first_output_at(&self, k: usize) -> usize {
         match (k, self.scale) {
             (0, _) => 0,

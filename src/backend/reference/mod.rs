@@ -15,7 +15,7 @@ mod values;
 
 use super::*;
 
-/// The reference backend.
+/// A backend that computes every problem by its definition.
 struct Reference;
 
 impl Backend for Reference {

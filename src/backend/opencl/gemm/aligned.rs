@@ -8,7 +8,7 @@ use crate::{Result, Shape, Tensor};
 
 /// The minimum m, n and k of a product whose matrices are copied.
 const MIN_SIDE_LEN: usize = 64;
-/// The minimum number of multiplications of a product whose matrices are copied.
+/// The minimum number of multiplications, m * n * k, of a product whose matrices are copied.
 const MIN_MULTIPLICATIONS: usize = 1 << 28;
 
 /// The alignment of rows, in bytes, that tensor cores need: the size of the shortest asynchronous copy.

@@ -1,4 +1,4 @@
-//! Generates the source of a product's kernel: the definitions that precede `kernels/gemm.cl`.
+//! Generates the source of a product's kernel: the definitions in front of `kernels/gemm.cl`.
 
 use std::fmt::Write;
 
@@ -30,7 +30,7 @@ pub(super) struct GemmConfig {
     pub(super) others: SmallVec<[DType; 4]>,
     /// The number of batch dimensions.
     pub(super) batch: usize,
-    /// The number of results; the other operands are extras.
+    /// The number of results. The operands after the results are extras.
     pub(super) outs: usize,
     pub(super) sums: bool,
     pub(super) parts: bool,

@@ -50,7 +50,7 @@ pub(crate) fn convolution(conv: &Conv2d) -> Result<Option<Tensor>> {
         let sizes = [count, c, o].into_iter();
         let pairs = [w.image, w.kernel, w.grid, w.stride, w.padding, w.dilation];
         let words: Vec<i32> = sizes.chain(pairs.into_iter().flatten()).map(|size| size as i32).collect();
-        // The kernel needs a buffer for the bias, even if it does not read the bias.
+        // The kernel needs a buffer argument for the bias even if there is no bias.
         let (bias_or_any, to) = (bias.unwrap_or(&out).device_view()?, out.device_view()?);
         let bias_step = bias.map_or(0, |bias| bias.strides()[0]);
         let args = args![

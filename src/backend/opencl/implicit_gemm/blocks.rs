@@ -9,7 +9,7 @@ use crate::tensor::Layout;
 use crate::tensor::view::reshape_detached;
 use crate::{MemoryFormat, Result, Shape, Tensor};
 
-/// The maximum number of elements of a block: the columns of the narrowest tile.
+/// The maximum number of elements of a block, which is the number of columns of the narrowest tile.
 const MAX_BLOCK_ELEMENTS: usize = 64;
 
 /// The maximum number of channels of an image that is cut into blocks.
@@ -43,7 +43,7 @@ impl Blocks {
         Some(Blocks { sides, first, taps, grid, stride, padding })
     }
 
-    /// Returns the rows, columns and depth of the product for `n` images.
+    /// Returns the sizes of the product for `n` images: rows, columns and depth.
     pub(super) fn sizes(&self, n: usize, inner: usize, outer: usize) -> [usize; 3] {
         let [windows, elements, taps] = [self.grid, self.sides, self.taps].map(|[a, b]| a * b);
         [n * windows, elements * inner, taps * outer]

@@ -18,7 +18,7 @@ const TILE_CHANNELS: usize = 64;
 /// The number of pixels in a tile of the copy, for large and for small images.
 const TILE_PIXELS: [usize; 2] = [64, 16];
 
-/// The bytes of the longest slice along k. If the channels of a tap are a multiple of this size, every slice belongs to one tap.
+/// The size in bytes of the longest slice along k. If the channels of a tap are a multiple of this size, every slice is inside one tap.
 const MAX_SLICE_BYTES: usize = 128;
 
 /// The maximum number of bytes of images. Kernels compute byte offsets in images with 31 bits.
@@ -41,7 +41,7 @@ pub(super) struct ChannelsLast {
     pub(super) inside: usize,
     /// The number of rows and columns of an image.
     pub(super) size: [usize; 2],
-    /// The distance in elements from one pixel to the next.
+    /// The distance from one pixel to the next, in elements.
     pub(super) pixel: usize,
 }
 
@@ -109,7 +109,7 @@ impl Matrix {
 }
 
 impl Strided {
-    /// Returns the view of images `[N, groups * channels, rows, columns]`.
+    /// Returns the view for images `[N, groups * channels, rows, columns]`.
     pub(super) fn images(t: &Tensor, groups: usize) -> Strided {
         let ([n, c, rows, columns], s) = (sizes_4d(t), t.strides());
         let each = c / groups;
@@ -132,7 +132,7 @@ impl Strided {
         Some(self)
     }
 
-    /// Returns the view of a weight `[groups * rows, channels, kernel]` in which each row is an image.
+    /// Returns the view for a weight `[groups * rows, channels, kernel]`, in which each row is treated as an image.
     pub(super) fn weight(t: &Tensor, groups: usize) -> Strided {
         let ([outer, c, kh, kw], s) = (sizes_4d(t), t.strides());
         let rows = outer / groups;
@@ -252,7 +252,7 @@ pub(super) fn matrix(weight: &Tensor, view: Strided, rows: bool) -> Result<Matri
     copied_matrix(weight, view, kw, each.next_multiple_of(PIECE_BYTES / weight.dtype.size()))
 }
 
-/// Copies a strided weight into a matrix whose taps have `columns` columns and `channels` channels.
+/// Copies a strided weight to a matrix in which taps have `columns` columns, and each tap has `channels` channels, including padding.
 fn copied_matrix(weight: &Tensor, view: Strided, columns: usize, channels: usize) -> Result<Matrix> {
     let [count, groups, _, kh, _] = view.dims;
     let row = kh * columns * channels;

@@ -22,7 +22,7 @@ const RANDOM_BLOCKS: &str = include_str!("../../../../kernels/random.cl");
 /// The template of functions that CPU compilers vectorise, unlike the built-in functions.
 const BRANCHLESS_FUNCTIONS: &str = include_str!("../../../../kernels/branchless.cl");
 
-/// Defines a non-temporal store if the compiler has one.
+/// Defines a macro that stores without filling the cache, if the compiler has such a store; otherwise it is a plain store.
 const STORE_NONTEMPORAL: &str = "#ifdef __has_builtin
 #if __has_builtin(__builtin_nontemporal_store)
 #define STORE_PAST(value, to) __builtin_nontemporal_store(value, to)
@@ -222,7 +222,7 @@ impl VectorWords {
         if self.count > 1 { format!("{}{}", self.word, self.count) } else { self.word.into() }
     }
 
-    /// Returns a statement that loads the words of `to` from the address `from`.
+    /// Returns a statement that loads all words of the variable `to` from the address `from`.
     fn load(&self, to: &str, from: &str) -> String {
         let all = self.vector_type();
         let part = |i: usize| if self.count > 1 { format!("{to}_all.s{i}") } else { format!("{to}_all") };
@@ -237,7 +237,7 @@ impl VectorWords {
     }
 }
 
-/// Writes the functions and statements of one kernel.
+/// Writes the generated functions and statements of one kernel.
 struct SourceWriter<'a> {
     launch: &'a Launch<'a>,
     operands: &'a [MapOperand],

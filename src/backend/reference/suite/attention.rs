@@ -10,7 +10,7 @@ use crate::{DType, Result};
 /// The batch size, the number of heads that share keys, of queries and of keys, the width of keys and the width of values.
 type Sizes = [usize; 6];
 
-/// The parameters of a case besides its sizes.
+/// The parameters of a case, besides its sizes.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     dtype: DType,

@@ -126,7 +126,7 @@ fn specials(random: &mut Random) -> f64 {
     if random.next_below(4) == 0 { special[random.next_below(5)] } else { numbers(random) }
 }
 
-/// The cases of one method.
+/// The cases for one method of [`Backend`], and their failures.
 struct Suite {
     method: &'static str,
     sides: Vec<Side>,
