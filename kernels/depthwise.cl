@@ -94,7 +94,7 @@ __kernel void depthwise(const __global CAT(A, _t) *y, ulong y_at, const __global
         const ulong y_row = y_at + (long)i * s.y[0] + o * s.y[1], taps = w_at + o * s.w[0];
         #pragma unroll
         for (int kh = 0; kh < KH; ++kh) {
-            // A tap reads this row only for windows, which begin at multiples of the stride.
+            // The windows that read this element begin at multiples of the stride, so h must be a multiple of SH.
             const int h = (int)row + (int)s.padding[0] - kh * DH;
             const int u0 = (int)first + (int)s.padding[1] - (KW - 1) * DW - SKIP;
             const bool in = h >= 0 && h % SH == 0 && h / SH < s.grid[0];

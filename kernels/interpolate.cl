@@ -30,8 +30,8 @@ static inline INT position(const Samples *p, INT o) {
 
 // Returns the input before the position of element o (-1 if the position is below 0), and in *rest the distance from that input, in 1 / unit.
 static inline INT before(const Samples *p, INT o, INT *rest) {
-    // One unit is added to the position and one input subtracted from the result, because positions are above -1 and the division
-    // needs numbers that are not negative.
+    // One input's width (`unit`) is added before the division and subtracted afterwards, because positions are above -1 and the
+    // division needs numbers that are not negative.
     const INT unit = (INT)p->unit, at = (INT)p->scale * o + (INT)p->shift + unit, behind = at / unit;
     *rest = at - behind * unit;
     return behind - 1;

@@ -59,7 +59,7 @@ pub(crate) trait Backend: Sync {
     fn one_hot(&self, op: &'static str, x: &Tensor, out: &Tensor) -> Result<()>;
     /// Returns the indices of the nonzero elements of x, for a tensor with the sizes `dims`. `mask` converts x to a contiguous bool tensor.
     fn nonzero(&self, x: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor>;
-    /// Returns the elements of x where the mask, a tensor of the same shape, is true. Returns None if other methods are faster.
+    /// Returns the elements of x where the mask, a tensor of the same shape, is true. Returns None to decline.
     fn masked_select(&self, x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>>;
 
     /// Computes softmax, log-softmax, logsumexp or a gradient of these over the rows along one dim.
@@ -71,7 +71,7 @@ pub(crate) trait Backend: Sync {
     fn norm_forward(&self, norm: &NormForward) -> Result<()>;
     /// Allocates the partial sums of the gradients of weight and bias, for rows of n elements. None if the device does not compute these sums.
     fn alloc_column_sums(&self, x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>>;
-    /// Computes `(x - mean) * scale + shift`, with one mean, scale and shift per channel. Returns None if other methods are faster.
+    /// Computes `(x - mean) * scale + shift`, with one mean, scale and shift per channel. Returns None to decline.
     fn normalise_channels(&self, x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>>;
     /// True if [`variance`](Self::variance) may be called on this device.
     fn has_variance(&self) -> bool;

@@ -36,7 +36,7 @@ fn launch_indexed(
     numbers.extend([launch_cache::static_id(g.op.as_ptr()), g.size as u64, g.step as u64, g.wraps.into()]);
     numbers.extend([relative_offset(&g.x_layout, g.x) as u64, relative_offset(&g.index_layout, g.index) as u64]);
     numbers.extend_from_slice(others);
-    // `g.x_layout` and `g.index_layout` differ from the layouts of the tensors, so the launch-cache key includes both.
+    // `g.x_layout` and `g.index_layout` may differ from the layouts of the tensors, so the launch-cache key includes both.
     numbers.extend(g.x_layout.shape.dims().iter().map(|&n| n as u64));
     numbers.extend(g.x_layout.strides.iter().chain(&g.index_layout.strides).map(|&s| s as u64));
     let tensors = [g.x, g.index, out];
@@ -203,8 +203,7 @@ pub(crate) fn one_hot(op: &'static str, x: &Tensor, out: &Tensor) -> Result<()> 
     launch_over_indices(op, ["one_hot", "ONE_HOT"], x, out, out.shape().dims()[x.rank()], [])
 }
 
-/// Launches the kernel `name`, which the macro `define` selects, with a work-item for each element of `out`. The indices are into a dim of `size`
-/// elements.
+/// Launches the kernel `name`, which the macro `define` selects, with a work-item for each element of `out`. Indices are into a dim of `size`.
 fn launch_over_indices(
     op: &'static str,
     [name, define]: [&'static str; 2],

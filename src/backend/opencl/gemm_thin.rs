@@ -70,7 +70,7 @@ impl ThinReads {
         ThinReads { along_k, width: if wide { width } else { 1 }, size: b.dtype.size(), both }
     }
 
-    /// Returns the elements of one load: along k, and along the columns.
+    /// Returns the number of elements of one load: along k, and along the columns.
     fn load_extent(&self) -> (usize, usize) {
         if self.along_k { (self.width, 1) } else { (1, self.width) }
     }

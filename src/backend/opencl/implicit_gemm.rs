@@ -86,8 +86,8 @@ impl Steps {
     }
 }
 
-/// A phase of the image gradient: the rows (or columns) of an image that are a stride apart. All rows of a phase receive the same
-/// taps, so their gradient is a convolution over the windows' gradient.
+/// A phase of the image gradient: the rows (or columns) of an image that are a stride apart. All rows of a phase are read by the
+/// same taps, so the gradient of these rows is a convolution over the output's gradient.
 #[derive(Clone, Copy)]
 struct Phase {
     /// The first row of the phase, and the number of its rows.
@@ -404,7 +404,7 @@ impl Convolution for ImplicitGemm {
         slot.is_contiguous() || slot.is_contiguous_in(MemoryFormat::ChannelsLast)
     }
 
-    /// Computes the transposed gradient of the windows times the windows: sums over all pixels.
+    /// Multiplies the transposed gradient of the output by the windows, which gives sums over all pixels.
     fn weight_gradient(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| describe("conv2d weight gradient", [x, y]));
         let ([n, o, rows, columns], groups, inner, outer) = (sizes_4d(y), self.groups, self.inner, self.outer);

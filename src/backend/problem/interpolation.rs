@@ -126,7 +126,7 @@ mod tests {
     }
 }
 
-/// The mode of [`Tensor::interpolate`](crate::Tensor::interpolate).
+/// The mode of interpolation for [`Tensor::interpolate`](crate::Tensor::interpolate).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Interpolation {

@@ -169,9 +169,9 @@ pub(crate) enum Combination {
     Mul,
     Max,
     Min,
-    /// The index of the maximum, instead of a combined value.
+    /// The index of the maximum; the result is an index instead of a combined value.
     ArgMax,
-    /// The index of the minimum, instead of a combined value.
+    /// The index of the minimum; the result is an index instead of a combined value.
     ArgMin,
 }
 

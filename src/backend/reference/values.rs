@@ -37,7 +37,7 @@ impl Memory {
     }
 }
 
-/// Returns the position in the storage of the element with this index.
+/// Returns the position in the storage of the element with the given index.
 pub(super) fn storage_index(layout: &Layout, index: &[usize]) -> isize {
     layout.offset as isize + index.iter().zip(&layout.strides).map(|(&i, &stride)| i as isize * stride).sum::<isize>()
 }

@@ -1,5 +1,5 @@
 //! The image gradient for few channels. Images are cut into blocks of pixels, and the elements of a block are the output channels
-//! of a convolution over the windows' gradient. The weight holds zeros for taps that a pixel does not have, so an infinity or NaN
+//! of a convolution over the output's gradient. The weight holds zeros for taps that a pixel does not have, so an infinity or NaN
 //! in that gradient can reach all pixels of a block.
 
 use crate::backend::opencl::implicit_gemm::channels_last::{Matrix, Strided, padded};
