@@ -5,7 +5,7 @@
 #define TILES (2 * BYTES(OTHER, DK) + 2 * BYTES(OTHER, DV)) // bytes of local memory: two buffers for both kinds of tiles that a group iterates over
 #define LOG2_E 1.4426950408889634f
 
-// Starts copying `lines` rows of `width` elements, from row `first` on. Rows from `rows` on, and columns from `width` on, become zeros.
+// Starts copying `lines` rows of `width` elements, from row `first` on, to the tile at `to`. Rows from `rows` on and columns from `width` on are 0.
 INLINE void fetch(uint to, const uint lines, const uint length, In x, ulong at, const Strides *s, uint first, uint rows,
                          uint period, uint width, uint t)
 {

@@ -15,7 +15,7 @@
 #define B_CHUNKS (B_LENGTH * BYTES / 16)
 #define A_COPIES (A_LINES * A_CHUNKS / THREADS)
 #define B_COPIES (B_LINES * B_CHUNKS / THREADS)
-// The number of halves with the same size as n multiplied elements (which are bf16 if f32 is split into planes), and the halves of a line.
+// HALVES(n) is the number of halves with the size of n multiplied elements (bf16 if f32 is split into planes). LINE is the halves of a line.
 #define HALVES(n) ((n) * (PLANES == 1 ? BYTES : 2) / 2)
 #define A_LINE HALVES(A_LENGTH)
 #define B_LINE HALVES(B_LENGTH)

@@ -250,7 +250,7 @@ impl<'a> AttentionLaunches<'a> {
         }
     }
 
-    /// Returns the kernel for the best tile that can be launched. A kernel that needs too many registers allows only small work-groups.
+    /// Returns the kernel for the best tile that can be launched. Tiles whose kernel needs too many registers for their work-group are skipped.
     fn kernel(&self, entry: AttentionKernel) -> Result<(Tile, Arc<ClKernel>)> {
         let mut made = None;
         for tile in self.tiles(entry) {

@@ -24,7 +24,7 @@ pub(crate) struct LaunchPlan {
     indices: Option<(usize, u64)>,
 }
 
-/// The launch of one kernel.
+/// The launch of one kernel, without its buffers, offsets and scalars, which each call fills in.
 pub(crate) struct KernelLaunch {
     kernel: Arc<ClKernel>,
     global: usize,
