@@ -1,11 +1,11 @@
-// Attention on tensor cores; follows attention.cl, mma.cl and attention_products.cl. A group iterates over tiles of OTHER rows: one tile is
-// multiplied while the next is copied to local memory. Scores stay in registers: the accumulator of one product, rounded for halves, is the
-// left operand of the next product. COPY bytes are copied at once. With OUT_WIDE two halves or four f32 are stored at once.
+// Attention on tensor cores; follows attention.cl, mma.cl and attention_products.cl. A group iterates over tiles of OTHER rows: while it multiplies one
+// tile, the next is copied to local memory. Scores stay in registers: the accumulator of one product (rounded if dtype is a half) is the left operand
+// of the next product. A copy instruction copies COPY bytes. With OUT_WIDE, a store writes two halves or four f32.
 
-#define TILES (2 * BYTES(OTHER, DK) + 2 * BYTES(OTHER, DV)) // bytes of two buffers for both kinds of tiles that a group iterates over
+#define TILES (2 * BYTES(OTHER, DK) + 2 * BYTES(OTHER, DV)) // bytes of local memory: two buffers for both kinds of tiles that a group iterates over
 #define LOG2_E 1.4426950408889634f
 
-// Starts the copy of `lines` rows of `width` elements, from row `first` on, with zeros past row `rows` and past the width.
+// Starts copying `lines` rows of `width` elements, from row `first` on, to the tile at `to`. Rows from `rows` on and columns from `width` on are 0.
 INLINE void fetch(uint to, const uint lines, const uint length, In x, ulong at, const Strides *s, uint first, uint rows,
                          uint period, uint width, uint t)
 {
@@ -36,7 +36,7 @@ INLINE float shuffle_xor(float x, const int distance)
     asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=f"(y) : "f"(x), "r"(distance));
     return y;
 }
-// Reductions over the four lanes that share a row.
+// Reductions over the four lanes that share a row of a fragment.
 INLINE float row_max(float x)
 {
     x = fmax(x, shuffle_xor(x, 1));
@@ -48,7 +48,7 @@ INLINE float row_sum(float x)
     return x + shuffle_xor(x, 2);
 }
 
-// True if x is true in any lane of the warp.
+// True if x is true in at least one lane of the warp.
 INLINE bool any_lane(bool x)
 {
     uint any;
@@ -63,10 +63,10 @@ INLINE float power_of_two(float x)
     return y;
 }
 
-// HIDE applies the mask to products s[i][c][r] of queries and key COLUMN: keys from `visible` on become -inf. WEIGHT turns a
-// product into its weight, given BASE_OF the log-sum-exp. An additive mask may hide keys by the smallest number of a dtype.
-// Products are therefore scaled before the mask is added, and clamped to stay finite. A row in which all keys are hidden like
-// this then has equal weights, as the definition says.
+// HIDE applies the mask to the products s[i][c][r] of queries and key COLUMN: keys from `visible` on become -inf. WEIGHT converts a
+// product to its weight; BASE_OF is the log-sum-exp of the row. An additive mask may hide keys with the lowest number of a dtype,
+// so products are scaled before the mask is added, and clamped to stay finite. If such a mask hides all keys of a row, its weights
+// are equal, as the definition of attention requires.
 #if MASK == 2
 #define UNDER_MASK(x, at) finite(MASKED((x) * scale, at))
 #define WEIGHT(x, base) power_of_two(((x) - (base)) * LOG2_E)
@@ -86,7 +86,7 @@ INLINE float finite(float x) { return x < -1e38f && x != -INFINITY ? -1e38f : x;
         const uint column = COLUMN;                                                                                               \
         s[i][c][r] = column < (visible) ? UNDER_MASK(s[i][c][r], (mask_row) + (long)column * mask_by.column) : -INFINITY;            \
     }
-// For each row of a tile of queries: the number of keys that the row attends to, and the offset of its row of the mask.
+// Declares for each row of a tile of queries: the number of keys that the row attends to, and the offset of the row in the mask.
 #define VISIBLE_KEYS                                                                                                                  \
     uint visible[MT][2];                                                                                                             \
     ulong mask_row[MT][2];                                                                                                        \
@@ -98,7 +98,7 @@ INLINE float finite(float x) { return x < -1e38f && x != -INFINITY ? -1e38f : x;
     /* Keys that all rows attend to. */                                                                                                 \
     const uint visible_to_all = MASK ? 0 : !n.causal ? keys : one_head ? min(first % queries + 1, keys) : 1;
 
-// STORE_ROWS writes rows of sums to `out`: row 16 i + 8 h of the warp is multiplied by SCALE(i, h).
+// STORE_ROWS writes rows of sums to `out`. Row 16 i + 8 h of the warp is multiplied by SCALE(i, h).
 #if SIZE == 4
 #define PIECE 4 // adjacent columns in a lane
 #define PIECES(length) ((length) / 16)
@@ -135,8 +135,8 @@ INLINE void store_piece(Out out, ulong to, long step, int columns, const float x
         }                                                                                                                         \
     }
 
-// A kernel iterates over its tiles between TRY and UNTIL(POISON(sum, columns) ..). In f32 the loop runs twice if one of these sums is not
-// finite; `exact` is true in the second run.
+// A kernel iterates over its tiles between TRY and UNTIL(POISON(sum, columns) ..). In f32, if any of these sums is not finite, the loop
+// runs a second time with `exact` true.
 #if SIZE == 4
 #define TRY                                                                                                                       \
     __local uint not_finite;                                                                                                      \
@@ -168,12 +168,12 @@ INLINE bool any_item(bool x, __local uint *any, uint t)
 #define LANES const uint t = get_local_id(0), lane = t % 32, m = t / 32 * (MT * 16);
 #define RANDOM float scale, float dropped, float rescale, ulong key, ulong stream
 
-// Waits until the copied tile is in local memory and all work-items have finished with the previous tile.
+// Waits until the tile that was copied is in local memory and all work-items have finished with the previous tile.
 #define NEXT_TILE                                                                                                                 \
     WAIT_BUT(0);                                                                                                                  \
     FENCE_WGMMA;                                                                                                                         \
     barrier(CLK_LOCAL_MEM_FENCE);
-// Starts the copies of the tiles of keys and values that begin at key `j`.
+// Starts copying the tiles of keys and values that begin at key `j` to buffer `slot`.
 #define FETCH_KEYS(slot, j)                                                                                                       \
     {                                                                                                                             \
         fetch(k_tiles + (slot) * BYTES(OTHER, DK), OTHER, DK, k, k0, &k_by, j, keys, ONE_HEAD, width, t);                         \
@@ -214,7 +214,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
             HIDE(s, visible[i][r / 2], mask_row[i][r / 2], j0 + 8 * c + COLUMN_OF(r))
         WEIGHTS(weights);
         EACH(i, MT) EACH(h, 2) {
-            // fmax may drop a NaN, but the NaN still reaches the sum.
+            // fmax may drop a NaN, but the NaN still reaches the sum of exponentials.
             float next = top[i][h];
             EACH(c, NT) next = fmax(next, fmax(s[i][c][2 * h], s[i][c][2 * h + 1]));
             next = row_max(next);
@@ -335,7 +335,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
        Rows lse, ulong lse_at, Rows delta, ulong delta_at, const Sizes n, RANDOM)
 {
     SHARED(BYTES(OWN, DK) + BYTES(OWN, DV) + TILES);
-    __local float stats[2][2][OTHER] __attribute__((aligned(8))); // the log-sum-exp, base 2, and delta of a tile's queries
+    __local float stats[2][2][OTHER] __attribute__((aligned(8))); // for each query of a tile: the log-sum-exp in base 2, and delta
     #define LESS(r) ((r) < rows ? delta[delta_at + (ulong)b * rows + (r)] : 0)
     const uint own = (uint)(ulong)shared, values = own + BYTES(OWN, DK);
     const uint q_tiles = values + BYTES(OWN, DV), grad_tiles = q_tiles + 2 * BYTES(OTHER, DK);
@@ -369,11 +369,11 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
             COMMIT_COPIES;
         }
         const uint q_tile = q_tiles + slot * BYTES(OTHER, DK), grad_tile = grad_tiles + slot * BYTES(OTHER, DV);
-        // The index of a row's query in its head, without a division if the tile belongs to one head.
+        // The index of a row's query within its head. No division is needed if the whole tile belongs to one head.
         const uint head = r0 / queries * queries;
         const bool one_head = r0 + OTHER <= head + queries;
         #define QUERY(row) (one_head ? (row) - head : (row) % queries)
-        // No masking is needed if the first query attends to the last key of this tile.
+        // If the first query of the tile attends to the last key of the group's tile, nothing needs to be masked.
         const uint visible_to_all = !n.causal ? keys : one_head ? min(QUERY(r0) + 1, keys) : 0;
         const bool whole = !MASK && r0 + OTHER <= rows && first + OWN <= visible_to_all;
         float s[MT][NT][4];

@@ -1,8 +1,8 @@
-// Matrix products for attention on tensor cores, of tiles in local memory; follows attention.cl and mma.cl, precedes attention_mma.cl.
-// Each of WARPS warps has MT x 16 rows of the group's tile, and multiplies these by tiles of OTHER rows. Elements have SIZE bytes: 2 (f16
-// or bf16) or 4 (f32). Tiles have lines of DK or DV elements, 32 or multiples of 64, in chunks of 16 bytes.
+// Matrix products of tiles in local memory, for attention on tensor cores. Follows attention.cl and mma.cl, precedes attention_mma.cl.
+// Each of WARPS warps has MT x 16 rows of the group's own tile and multiplies them by tiles of OTHER rows. Elements have SIZE bytes: 2
+// (f16 or bf16) or 4 (f32). Tiles have lines of DK or DV elements (32 or a multiple of 64), stored in chunks of 16 bytes.
 //
-// Accumulators: in each fragment of 16 x 8, lane l has rows l / 4 and l / 4 + 8, and columns l % 4 * 2 and l % 4 * 2 + 1.
+// Accumulators: of each 16 x 8 fragment, lane l has rows l / 4 and l / 4 + 8, and columns l % 4 * 2 and l % 4 * 2 + 1.
 
 #define THREADS (32 * WARPS)
 #define OWN (WARPS * MT * 16)
@@ -13,24 +13,24 @@
 
 #define EACH(x, n) _Pragma("unroll") for (uint x = 0; x < n; ++x)
 #define CLEAR(sum, columns) EACH(i, MT) EACH(c, (columns) / 8) EACH(r, 4) sum[i][c][r] = 0
-// The row (of 16) and the column (of 8) of register r of an accumulator fragment.
+// The row (of 16) and the column (of 8) that register r of an accumulator fragment holds.
 #define ROW_OF(r) ((r) / 2 * 8 + lane / 4)
 #define COLUMN_OF(r) (lane % 4 * 2 + (r) % 2)
 
-// MULTIPLY: s = own other^T, of the warp's rows in the tile at `own` and all lines of the tile at `other`, both of `length` elements.
-// ADD_PRODUCT: sum += weights other, where `weights` has rows of OTHER elements and the tile at `other` has lines of `length` elements.
-// After DONE the sums are complete and local memory may be overwritten.
-// WEIGHTS declares weights. SET_WEIGHTS sets the lane's weights of row 16 i + 8 h, in its two columns of fragment c, to x and y.
+// MULTIPLY: s = own other^T, for the warp's rows of the tile at `own` and all lines of the tile at `other`, both of `length` elements.
+// ADD_PRODUCT: sum += weights other, where `weights` has rows of OTHER elements, and the tile at `other` has lines of `length`
+// elements. After DONE, the sums are complete and local memory may be overwritten. WEIGHTS declares a variable for weights. SET_WEIGHTS
+// sets the lane's weights of row 16 i + 8 h, in its two columns of fragment c, to x and y.
 #if SIZE == 4
 #define WEIGHTS(weights) float weights[MT][NT][4]
 #define SET_WEIGHTS(weights, i, c, h, x, y) weights[i][c][2 * (h)] = x, weights[i][c][2 * (h) + 1] = y
 #define DONE(n, sum)
 #define FENCE_WGMMA
 
-// f32 on tensor cores: each x is split into a + b, the nearest number of 11 bits and the remainder. A product is the sum of
-// three products; the product of both remainders is omitted. Errors are as in f32: 11 bits of a remainder leave 2^-23 of x, and
-// sums of 16 products are added up outside the tensor cores, which truncate. Infinities give NaN: if a result is not finite, all
-// results are computed again in f32, with `exact` true.
+// f32 on tensor cores: each x is split into a + b, where a is the closest number with 11 bits and b is the remainder. A product is
+// the sum of three products; the product of both remainders is omitted. Errors are as small as in f32: 11 bits of a remainder leave
+// 2^-23 of x, and sums of 16 products are added up outside the tensor cores, because tensor cores truncate. Infinities give NaN: if
+// a result is not finite, all results are computed again in f32, with `exact` true.
 INLINE void cut(const uint x[4], uint a[4], uint b[4])
 {
     EACH(r, 4) {
@@ -45,8 +45,8 @@ INLINE void mma_tf32(float c[4], const uint a[4], const uint b0, const uint b1)
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// part[i][c] += products over 8 of k for N fragments of columns, the small products first. a and b are the split operands. B(x, c, e) is
-// register e of fragment c of part x of b.
+// part[i][c] += products over 8 of k, for N fragments of columns, the smallest products first. a and b are the split operands. B(x, c,
+// e) is register e of fragment c of x, one of the two terms of b.
 #define ADD_EIGHT(part, N, a, b, B)                                                                                               \
     EACH(i, MT) EACH(c, N) mma_tf32(part[i][c], a##_rest[i], B(b, c, 0), B(b, c, 1));                                              \
     EACH(i, MT) EACH(c, N) mma_tf32(part[i][c], a[i], B(b##_rest, c, 0), B(b##_rest, c, 1));                                       \
@@ -82,12 +82,12 @@ INLINE void mma_tf32(float c[4], const uint a[4], const uint b0, const uint b1)
         }                                                                                                                         \
     }
 
-// Four fragments interleave their 32 columns: a lane loads one column of each fragment at once, which are four adjacent
+// The 32 columns of four fragments are interleaved: with one load, a lane loads a column of each fragment. These are four adjacent
 // columns of the sum.
 #define COLUMN_OF_SUM(c, r) ((c) / 4 * 32 + COLUMN_OF(r) * 4 + (c) % 4)
 #define ACROSS_LINES(b, c, e) b[e][c]
-// Weights have the layout of accumulators, in which lane l holds keys 2 l and 2 l + 1 of eight; tensor cores expect keys l and l + 4 of
-// the left operand. The keys of both operands have the same permuted order, which leaves the sum over keys unchanged.
+// Weights have the layout of accumulators: lane l holds keys 2 l and 2 l + 1 of eight, but in the left operand, tensor cores expect
+// keys l and l + 4. So the keys of both operands are permuted in the same way, which leaves the sum over keys unchanged.
 #define ADD_PRODUCT(sum, weights, other, length)                                                                                  \
     if (exact) {                                                                                                                  \
         EACH(n, NT) _Pragma("unroll 1") for (uint k = 0; k < 8; ++k)                                                              \
@@ -129,7 +129,7 @@ INLINE float of_lane(float x, uint lane)
 #else
 #define WEIGHTS(weights) uint weights[MT][NT][2]
 #define SET_WEIGHTS(weights, i, c, h, x, y) weights[i][c][h] = halves(x, y)
-// Rounds two numbers to halves, in one register.
+// Rounds two numbers to halves, and returns both in one register.
 INLINE uint halves(float low, float high)
 {
     uint both;
@@ -137,7 +137,7 @@ INLINE uint halves(float low, float high)
     return both;
 }
 #ifdef SM_90A
-// Descriptors for wgmma of tiles with 128-byte swizzle: of 16 elements of each line from element d on (ALONG), or of 16 lines from line d
+// wgmma descriptors of tiles with 128-byte swizzle: for 16 elements of each line from element d on (ALONG), or for 16 lines from line d
 // on (ACROSS). Addresses are in units of 16 bytes.
 #define ALONG(tile, lines, d) ((ulong)(64u | 1u << 30) << 32 | ((tile) / 16 + (d) / 64 * (lines) * 8 + (d) % 64 / 8) | 1u << 16)
 #define ACROSS(tile, lines, d) ((ulong)(64u | 1u << 30) << 32 | ((tile) / 16 + (d) * 8) | (uint)(lines) * 8 << 16)

@@ -1,12 +1,12 @@
-// Attention computed in ACC, without tensor cores; follows attention.cl. Each of TX x TY work-items has MI x NI scores. DK and DV are
-// multiples of 4 TX. VEC adjacent elements are loaded at once, as WIDE_T if VEC is above 1.
+// Attention without tensor cores, computed in ACC; follows attention.cl. Each of TX x TY work-items computes MI x NI scores. DK and
+// DV are multiples of 4 TX. A load reads VEC adjacent elements, as WIDE_T if VEC is above 1.
 
 typedef CAT(ACC, 4) FOUR;
 
 #define GROUP (TX * TY)
 #define OWN (TY * MI)
 #define OTHER (TX * NI)
-// Rows in local memory are padded by 4 elements, to avoid bank conflicts.
+// Rows in local memory have 4 elements of padding, to avoid bank conflicts.
 #define PITCH_K (DK + 4)
 #define PITCH_V (DV + 4)
 #define PITCH_W (OTHER + 4)
@@ -14,7 +14,7 @@ typedef CAT(ACC, 4) FOUR;
 #define FOURS_K (DK / 4 / TX)
 #define FOURS_V (DV / 4 / TX)
 
-// Copies `count` of `rows` rows, from row `first` on, each of `width` elements, to local memory, with zeros beyond the edges.
+// Copies `count` rows of `width` elements, from row `first` of `rows` rows on, to local memory. Rows and columns past the edges become zeros.
 INLINE void stage(__local ACC *to, const int pitch, const int count, In x, ulong at, const Strides *s, uint first, uint rows,
                          uint length, uint width, uint t) {
     const uint chunks = (pitch - 4) / VEC;
@@ -34,7 +34,7 @@ INLINE void stage(__local ACC *to, const int pitch, const int count, In x, ulong
     }
 }
 
-// s[i][j] = the product of row ty + i TY of `own` and row tx + j TX of `other`, over `depth` elements, a multiple of 4.
+// s[i][j] = the dot product of row ty + i TY of `own` and row tx + j TX of `other`, over `depth` elements (a multiple of 4).
 INLINE void multiply_rows(ACC s[MI][NI], const __local ACC *own, const __local ACC *other, const int pitch, uint depth, uint tx,
                                  uint ty) {
     #pragma unroll
@@ -60,7 +60,7 @@ INLINE void multiply_rows(ACC s[MI][NI], const __local ACC *own, const __local A
     }
 }
 
-// sum[i][c] += the product of row ty + i TY of `weights` and columns 4 (tx + c TX) to 4 (tx + c TX) + 3 of the rows in `other`.
+// sum[i][c] += row ty + i TY of `weights` times columns 4 (tx + c TX) to 4 (tx + c TX) + 3 of the rows in `other`.
 #define ADD_PRODUCT(sum, fours, pitch)                                                                                  \
     for (int n = 0; n < OTHER; n += 4) {                                                                                \
         FOUR w[MI];                                                                                                     \
@@ -79,7 +79,7 @@ INLINE void multiply_rows(ACC s[MI][NI], const __local ACC *own, const __local A
 #define CLEAR(sum, fours)                                                                                               \
     _Pragma("unroll") for (int i = 0; i < MI; ++i) _Pragma("unroll") for (int c = 0; c < fours; ++c) sum[i][c] = 0;
 
-// Writes rows of sums to `out`, row i multiplied by `scale`.
+// Writes rows of sums to `out`, with row i multiplied by `scale`.
 #define STORE_ROWS(sum, fours, out, at, s, rows, length, width, scale)                                                  \
     for (int i = 0; i < MI; ++i) {                                                                                      \
         const uint r = first + ty + i * TY;                                                                             \
@@ -152,7 +152,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
         stage(others, PITCH_V, OTHER, v, v0, &v_by, j0, keys, ONE_HEAD, value_width, t);
         #pragma unroll
         for (int i = 0; i < MI; ++i) {
-            // fmax may drop a NaN, but the NaN still reaches the sum.
+            // fmax may drop a NaN, but the NaN still reaches the sum of exponentials.
             ACC next = top[i];
             #pragma unroll
             for (int c = 0; c < TX; ++c)
@@ -174,7 +174,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
         ADD_PRODUCT(sum, FOURS_V, PITCH_V)
     }
 
-    // Each work-item has summed the exponentials of its own columns.
+    // Each work-item has summed the exponentials of only its own columns, so the sums of all columns are combined here.
     barrier(CLK_LOCAL_MEM_FENCE);
     #pragma unroll
     for (int i = 0; i < MI; ++i)

@@ -1,13 +1,13 @@
-// pow and log1p of floats without branches, so that compilers for CPUs vectorise them across work-items. The errors against f64 are
+// pow and log1p of floats without branches, so that CPU compilers vectorise calls across work-items. Compared with f64, errors are
 // below one unit in the last place. NaN, infinities and signed zeros follow C99.
 
 #define HORNER_4(x, a, b, c, d) ((((d) * (x) + (c)) * (x) + (b)) * (x) + (a))
 
-// Computes a to the power of b = exp2(b log2(a)), through double.
+// Returns a to the power of b, as exp2(b log2(a)) computed in double.
 static inline float branchless_pow(float a, float b) {
-    const double round = 6755399441055744.0; // 1.5 * 2^52: after adding this, the low bits are an integer
+    const double round = 6755399441055744.0; // 1.5 * 2^52: after this is added to a number, the low bits are the rounded integer
     const float magnitude = fabs(a);
-    // magnitude = 2^e m, m in [0.75, 1.5); log(m) = 2 atanh(s), s = (m - 1) / (m + 1)
+    // magnitude = 2^e m with m in [0.75, 1.5), and log(m) = 2 atanh(s) with s = (m - 1) / (m + 1)
     const ulong bits = as_ulong((double)magnitude) - 0x3FE8000000000000UL;
     const double e = (double)((int)(bits >> 32) >> 20);
     const double m = as_double((bits & 0x000FFFFFFFFFFFFFUL) + 0x3FE8000000000000UL);
@@ -30,7 +30,7 @@ static inline float branchless_pow(float a, float b) {
     return ((a == 1) | (b == 0) | ((magnitude == 1) & (fabs(b) == INFINITY))) ? 1 : y;
 }
 
-// Computes log(1 + x). u = 2^e (1 + z) with 1 + z in [3/4, 3/2).
+// Returns log(1 + x). u = 1 + x is 2^e (1 + z), with 1 + z in [3/4, 3/2).
 static inline float branchless_log1p(float x) {
     const float u = 1 + x;
     const float lost = x > 1 ? 1 - (u - x) : x - (u - 1); // the rounding error of the addition
@@ -40,7 +40,7 @@ static inline float branchless_log1p(float x) {
     const float high = HORNER_4(z, -0.127284288f, 0.116970204f, -0.0910634249f, 0.0376034113f);
     const float middle = -0.166553155f + z * (0.142768025f + z * high);
     const float tail = z * z * z * HORNER_4(z, 0.333333403f, -0.250001639f, 0.199995786f, middle);
-    // ln 2 in two parts, of which the first has 16 bits.
+    // ln 2 is split into two parts. The first part has 16 bits, so its product with e is exact.
     float y = e * 0.69314575f + (z + (tail - 0.5f * z * z + (e * 1.4286068e-6f + lost / u)));
     y = fabs(x) < 1e-7f ? x : y;
     y = x == -1 ? -INFINITY : y;

@@ -1,6 +1,6 @@
-// Declarations, as in clang's header, of the built-in functions that the other files call. PoCL includes that header, of 18,000 lines,
-// twice in every program, unless its include guard _OPENCL_H_ is defined. The crate therefore defines the guard and puts this file
-// ahead of its source. A call of a function that is missing here is a build error, and the program is then built with the header.
+// Declarations of the built-in functions that the other files call, as in clang's header. That header has 18,000 lines, and PoCL includes it twice in
+// every program unless its include guard _OPENCL_H_ is defined. The crate therefore defines the guard and prepends this file to its source. A call of a
+// function that is not declared here is a build error; the program is then built again with clang's header.
 
 #ifdef cl_khr_fp64
 #pragma OPENCL EXTENSION cl_khr_fp64 : enable
@@ -39,7 +39,7 @@ float16 CONST select(float16 a, float16 b, int16 c);
     T FUNCTION atomic_cmpxchg(volatile SPACE T *p, T old, T v);
 ATOMICS_OF(__global, int) ATOMICS_OF(__global, uint) ATOMICS_OF(__local, int) ATOMICS_OF(__local, uint)
 
-// Functions of scalars and of vectors.
+// Functions that take scalars or vectors.
 #define FLOATS_OF(T, I)                                                                                                \
     T CONST exp(T x); T CONST log(T x); T CONST sqrt(T x); T CONST fabs(T x); T CONST fma(T a, T b, T c);              \
     T CONST fmax(T a, T b); T CONST fmin(T a, T b); T CONST min(T a, T b); T CONST max(T a, T b); I CONST isinf(T x);

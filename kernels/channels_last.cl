@@ -1,22 +1,22 @@
-// Channels-last copies of images, for products that read windows of images. The channels of each group are contiguous. They are
-// padded with zeros to a multiple of 16 bytes, or to a number that divides 16 bytes; the image is padded with zeros, too.
+// Channels-last copies of images, for products that read windows of images. The channels of each group are contiguous and padded
+// with zeros, to a multiple of 16 bytes or to a size that divides 16 bytes. The image is padded with zeros as well.
 //
-// The host defines V, an unsigned type as wide as an element, and EACH, the number of elements in 16 bytes. A work-group transposes a tile of
-// CHANNELS channels by TILE pixels: it reads along rows of the image, or with CONTIGUOUS along channels, and writes along channels. If 16
-// bytes hold all channels of their pixels, a work-item reads the elements that it writes, without a tile.
+// The host defines V (an unsigned type of an element's size), and EACH, the number of elements in 16 bytes. A work-group transposes a tile of
+// CHANNELS channels by TILE pixels: it reads along rows of the image (with CONTIGUOUS along channels), and writes along channels. If 16 bytes
+// hold all channels of a pixel, each work-item reads the elements that it writes, without a tile in local memory.
 
 typedef struct {
-    int rows, cols, above, left; // of the copy, and the rows and columns of padding above and to the left of the image
+    int rows, cols, above, left; // the rows and columns of the copy, and the padding rows above and padding columns to the left of the image
     int image_rows, image_cols;
-    int groups, channels, padded; // channels of a group in the image, without and with padding
+    int groups, channels, padded; // the number of channels of a group in the image: without padding, and with padding
     int unused;
-    long from[5]; // strides of the image in elements: images, groups, channels, rows, columns
-    long to[3]; // strides of the copy: images, groups, pixels
+    long from[5]; // strides of the image in elements: between images, groups, channels, rows, columns
+    long to[3]; // strides of the copy in elements: between images, groups, pixels
 } sizes;
 
 #define GROUP 256
 
-// Returns an element of the copy of an image.
+// Returns an element of the copy: an element of the image, or 0 in the padding.
 static inline V element(const __global V* from, const sizes s, uint channel, uint pixel)
 {
     const int row = (int)(pixel / s.cols) - s.above, col = (int)(pixel % s.cols) - s.left;
@@ -40,7 +40,7 @@ void channels_last(const __global V* restrict from, const ulong first, __global 
     to += first_to / EACH + (image * s.to[0] + group * s.to[1]) / EACH;
 
 #if CHANNELS > EACH
-    // Rows are two elements longer than a power of two, so that a column is spread over different banks.
+    // Rows have two more elements than a power of two, so that the elements of a column are in different banks.
     __local V tile[CHANNELS][TILE + 2];
     V got[CHANNELS * TILE / GROUP];
     #pragma unroll

@@ -1,9 +1,9 @@
-// Cross-entropy with class labels on GPUs: the loss and its gradient in one launch, or in up to three if few long rows are cut into
-// slices. Follows row_blocks.cl. The host defines the macros of row_blocks.cl, and A (dtype), B (the losses' dtype), T (the labels'
-// dtype), ACC and ACC_NAME, IDX, GROUP, WITH_GRAD if the gradient is computed, and WHOLE if a block is a whole row. With
-// LAST_GROUP_SUMS the last work-group to arrive adds up the losses of all groups. Slices have `chunk` elements: with SLICES a group
-// writes the maximum and the sum of exponentials of a slice, with COMBINES the lanes of a row combine these, and with GRADIENTS a group
-// writes the gradient of a slice.
+// Cross-entropy with class labels on GPUs: the loss and its gradient in one launch, or in up to three launches if few long rows are cut
+// into slices. Follows row_blocks.cl. The host defines the macros of row_blocks.cl, A (dtype), B (dtype of the losses), T (dtype of the
+// labels), ACC and ACC_NAME, IDX, GROUP, WITH_GRAD if the gradient is computed, and WHOLE if a block is a whole row. With
+// LAST_GROUP_SUMS, the last work-group to finish adds up the losses of all groups. Slices have `chunk` elements. With SLICES, a group
+// writes the maximum and the sum of exponentials of a slice; with COMBINES, the lanes of a row combine the slices; with GRADIENTS, a
+// group writes the gradient of a slice.
 
 #define COUNT_HERE 0
 #define COUNT_ONE 1
@@ -12,14 +12,14 @@
 
 #define STORE_LOSS CAT(CAT(CAT(store_, B), _), ACC_NAME)
 #define LABEL(r) CAT(load_, T)(label, label_at + (long)(r) * label_stride)
-// The sum over the whole group.
+// Adds up v over the whole work-group; every work-item gets the sum.
 #define FOLD_GROUP(v)                                                                                                  \
     {                                                                                                                  \
         const uint lanes = GROUP, lane = lid;                                                                          \
         FOLD(PLUS, v);                                                                                                 \
     }
 
-// Writes a lane's part of the gradient: zeros if `scale` is 0, even if lse is not finite.
+// Writes a lane's part of the gradient. If `scale` is 0, writes zeros, even if lse is not finite.
 static inline void write_gradient(ACC *v, Out grad, ulong at, IDX first, IDX stop, ACC lse, IDX target, ACC scale) {
     #pragma unroll
     for (int k = 0; k < KEPT; ++k) {
@@ -81,11 +81,11 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void row(PARAMETERS)
 }
 #else
 
-// loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count, both 0 if the label is `ignore`.
-// `count` is the number of labels that are not ignored: 1 with COUNT_ONE (no mean), and counted[0] with COUNT_GIVEN. With COUNT_HERE
-// every group counts all labels. With COUNT_ALONG a group counts the labels of its rows, which suffices if one group
-// divides the sum. With
-// `sums`, group g writes the sum of its losses divided by the count to loss[g]; otherwise every row's loss is written.
+// loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count. Both are 0 if the label is `ignore`. `count` is the
+// number of labels that are not ignored: with COUNT_ONE it is 1 (no mean), with COUNT_GIVEN it is counted[0], and with COUNT_HERE
+// every group counts all labels. With COUNT_ALONG, a group counts only the labels of its rows, which suffices if one group divides
+// the sum. With `sums`, group g writes to loss[g] the sum of its losses divided by the count. Otherwise the loss of every row is
+// written.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void
 row(PARAMETERS) {
     const IDX rows = (IDX)rows_, n = (IDX)n_;
@@ -191,7 +191,7 @@ row(PARAMETERS) {
     }
     if (lid == 0)
         STORE_LOSS(loss, loss_at, total / count);
-    barrier(CLK_LOCAL_MEM_FENCE); // see FENCE
+    barrier(CLK_LOCAL_MEM_FENCE); // see FENCE in prelude.cl
 #else
     if (lid == 0)
         STORE_LOSS(loss, loss_at + group, total / count);

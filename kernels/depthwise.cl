@@ -1,19 +1,19 @@
-// Convolutions whose groups have one channel of the image each, without im2col; follows strided_dims.cl. The host defines A (dtype) with
+// Convolutions in which each group has one channel of the image, without im2col. Follows strided_dims.cl. The host defines A (dtype) with
 // ACC and ACC_NAME, IDX, one of WINDOWS, IMAGES, WEIGHT, SUM, the taps KH x KW, the strides SH and SW, the dilations DH and DW, and PER.
-// A work-item has PER adjacent elements of a row. It loads the elements that their taps read in a row of the other tensor once, into
-// `line`, with 0 outside that tensor. VEC elements are loaded at once, starting at a multiple of VEC, SKIP elements before the first that
-// is read. If VEC is above 1, rows begin and end at multiples of VEC, and PER is VEC.
-// WEIGHT is the gradient of the weight: a group of GROUP work-items adds up the taps of one channel over a part of all windows. SUM adds
-// up the parts in their order, so the bits are the same in every run.
+// A work-item computes PER adjacent elements of a row. From each row of the other tensor, it loads the elements for its taps once into
+// `line`, with 0 outside the tensor. A load reads VEC elements from a multiple of VEC on, which is SKIP elements before the first element
+// needed. If VEC is above 1, rows begin and end at multiples of VEC, and PER is VEC. WEIGHT computes the gradient of the weight: a group
+// of GROUP work-items adds up the taps of one channel over a part of all windows. SUM adds up the parts in their order, so the bits are
+// the same in every run.
 
 #define LOAD CAT(load_, A)
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 
-// Images [n, inner, rows, columns] and windows [n, channels, rows, columns], with `multiplier` channels of windows for
+// Images are [n, inner, rows, columns] and windows are [n, channels, rows, columns]. There are `multiplier` channels of windows for
 // each channel of images.
 typedef struct {
     long image[2], grid[2], padding[2], channels, multiplier;
-    long x[4], y[4], w[3]; // strides: of images, of windows, of the weight's channels and taps
+    long x[4], y[4], w[3]; // strides: of images, of windows, and of the weight's channels and taps
 } Sizes;
 
 #if VEC > 1
@@ -38,7 +38,7 @@ typedef struct {
     _Pragma("unroll") for (int p = 0; p < PER; ++p) if ((first) + p < (end)) STORE(out, out_at + p, acc[p]);
 #endif
 
-// Loads the elements of the image that the windows from column `first` of grid row `row` on read with tap row kh.
+// Loads the image elements that the windows of grid row `row`, from column `first` on, read with their tap row kh.
 #define LINE_OF_IMAGE ((PER - 1) * SW + (KW - 1) * DW + 1)
 #define LOAD_IMAGE_LINE(row, first, kh)                                                                                \
     const int h = (int)(row) * SH - (int)s.padding[0] + (kh) * DH, v0 = (int)(first) * SW - (int)s.padding[1] - SKIP;  \
@@ -94,7 +94,7 @@ __kernel void depthwise(const __global CAT(A, _t) *y, ulong y_at, const __global
         const ulong y_row = y_at + (long)i * s.y[0] + o * s.y[1], taps = w_at + o * s.w[0];
         #pragma unroll
         for (int kh = 0; kh < KH; ++kh) {
-            // A window begins at multiples of the stride from the first window.
+            // The windows that read this element begin at multiples of the stride, so h must be a multiple of SH.
             const int h = (int)row + (int)s.padding[0] - kh * DH;
             const int u0 = (int)first + (int)s.padding[1] - (KW - 1) * DW - SKIP;
             const bool in = h >= 0 && h % SH == 0 && h / SH < s.grid[0];
@@ -113,7 +113,7 @@ __kernel void depthwise(const __global CAT(A, _t) *y, ulong y_at, const __global
                 const ACC tap = LOAD(w, taps + kh * s.w[1] + kw * s.w[2]);
                 #pragma unroll
                 for (int p = 0; p < PER; ++p) {
-                    // A tap that may be infinite must not be multiplied by a window that does not exist.
+                    // A position without a window must be skipped: multiplying an infinite tap by 0 would give NaN.
                     const int j = SKIP + p + (KW - 1 - kw) * DW;
                     acc[p] = there[j] ? fma(line[j], tap, acc[p]) : acc[p];
                 }
@@ -127,7 +127,7 @@ __kernel void depthwise(const __global CAT(A, _t) *y, ulong y_at, const __global
 
 #ifdef WEIGHT
 #define ADD(a, b) ((a) + (b))
-// `sums` is [parts, channels, KH, KW]. A part has `each` of the `count` runs of PER windows that a channel has.
+// `sums` is [parts, channels, KH, KW]. Each channel has `count` runs of PER windows, and a part has `each` of these runs.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1)))
 void depthwise(const __global CAT(A, _t) *x, ulong x_at, const __global CAT(A, _t) *y, ulong y_at, __global ACC *sums,
                ulong sums_at, Sizes s, ulong count, ulong each) {

@@ -1,16 +1,16 @@
-// Elementwise formulas. The host defines `compute` (the formulas), ARGUMENTS and PARAMETERS (the operands), INDEX (a type wide enough for
-// every position), and the macros of one of four forms:
-// - scalar: `element` computes one position. PER_ITEM is 1 on CPUs, where compilers vectorise across work-items. On GPUs a work-item
-//   has several elements, a work-group apart, to have more loads in flight.
-// - DRAWN: DRAW computes the random numbers of DRAWN adjacent elements (`random.cl`), and ELEMENT computes one of these elements.
-// - VEC: `elements` computes VEC adjacent elements, with one load and one store per operand. With TAIL `element` computes the rest.
-// - TILE: TRANSPOSED operands are contiguous along another dim than the result. Tiles of TILE elements along that dim by ACROSS elements
-//   along the result's dim go through local memory, so that both sides are accessed in whole lines. On CPUs the side of a tile is a line
-//   of LINE elements, and tiles are in private memory, which stays in the cache.
+// Elementwise formulas. The host defines `compute` (the formulas), ARGUMENTS and PARAMETERS (the operands), INDEX (a type for all
+// positions), and the macros of one of four forms:
+// - scalar: `element` computes one position. PER_ITEM is 1 on CPUs, where compilers vectorise across work-items. On GPUs, a
+//   work-item computes several elements, a work-group apart, to have more loads in flight.
+// - DRAWN: DRAW computes the random numbers for DRAWN adjacent elements (`random.cl`), and ELEMENT computes one of these elements.
+// - VEC: `elements` computes VEC adjacent elements, with one load and one store per operand. With TAIL, `element` computes the rest.
+// - TILE: TRANSPOSED operands are contiguous along a dim in which the result is not. Tiles of TILE elements along that dim by ACROSS
+//   elements along the result's contiguous dim go through local memory, so that both sides are accessed in whole lines. On CPUs, a
+//   side of a tile is a line of LINE elements, and tiles are in private memory, which stays in the cache.
 
 #ifdef TILE
 #ifdef LINE
-// Loads and stores one vector of a line. Stores are non-temporal if the result exceeds the cache: a plain store reads the line first.
+// Copies one vector of a line. If the result exceeds the cache, stores are non-temporal, because a plain store would first read the line.
 #define LOAD_LINE(from, to) CAT(vstore, LINE)(CAT(vload, LINE)(0, from), 0, to)
 #if defined(STREAMED) && defined(__has_builtin)
 #if __has_builtin(__builtin_nontemporal_store)
@@ -31,7 +31,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PAR
     TRANSPOSED
     const INDEX group = get_group_id(0);
 #ifdef LINE
-    // Consecutive groups process consecutive tiles of the transposed operands.
+    // Consecutive groups process tiles that are consecutive in the transposed operands.
     const INDEX row = group % down * TILE, column = group / down % across * TILE;
 #else
     const INDEX column = group % across * ACROSS, row = group / across % down * TILE;
@@ -56,7 +56,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PAR
         }
     }
 #else
-    // The columns of a tile are padded by PAD elements, to avoid bank conflicts in local memory.
+    // Each column of a tile has PAD elements of padding, to avoid bank conflicts in local memory.
     #pragma unroll
     for (uint i = get_local_id(0); i < TILE * ACROSS; i += GROUP) {
         const uint c = i / TILE, r = i % TILE;

@@ -1,19 +1,19 @@
-// Reads and writes through indices. The host defines T (the index's dtype), NK (rank), IDX, and one of GATHER, SCATTER, LINEAR, ONE_HOT.
-// GATHER also needs V (an unsigned type of a unit's size), PER and NEAR. SCATTER needs V (of an element's size), or A (dtype), ACC,
-// ACC_NAME and COMBINE. `code` is the error recorded for an index out of range. With `wraps` negative indices count from the end.
+// Reads and writes through indices. The host defines T (dtype of the index), NK (rank), IDX, and one of GATHER, SCATTER, LINEAR, ONE_HOT. GATHER also
+// needs V (an unsigned type of a unit's size), PER and NEAR. SCATTER needs V (of an element's size), or A (dtype), ACC, ACC_NAME and COMBINE. `code` is
+// the fault that is recorded for an index out of range. With `wraps`, negative indices count from the end.
 
 static inline long wrapped(long index, ulong size, uint wraps) { return wraps && index < 0 ? index + (long)size : index; }
 static inline bool in_range(long at, ulong size) { return at >= 0 && at < (long)size; }
 
 #ifdef GATHER
-// y[p] = x[.., index[p], ..]: x and the index have strides over y's shape, 0 along broadcast dims. A unit, V, is one element, or several
-// adjacent elements of a row that have the same index. A work-item copies one unit on CPUs. On GPUs it copies PER units, interleaved
-// with the units of its group for coalesced access.
+// y[p] = x[.., index[p], ..]. The strides of x and the index are for the shape of y, and 0 along broadcast dims. A unit (V) is one
+// element, or several adjacent elements of a row with the same index. On CPUs, a work-item copies one unit. On GPUs, it copies PER
+// units, interleaved with the units of its group so that accesses are coalesced.
 typedef struct {
     ulong size[NK];
     long x[NK], index[NK];
 } Walk;
-// NEAR is int if strides and sizes fit in int, which GPUs multiply in one instruction. Otherwise it is long.
+// NEAR is int if strides and sizes fit in int, because GPUs multiply int in one instruction. Otherwise NEAR is long.
 #define OFFSET(i, stride) ((long)(NEAR)(i) * (NEAR)(stride))
 __kernel void gather(__global const V *x, ulong x_at, __global const CAT(T, _t) *index, ulong index_at, __global V *y,
                      ulong y_at, volatile __global int *word, uint code, Walk walk, ulong count_, ulong size,
@@ -75,9 +75,9 @@ __kernel void gather(__global const V *x, ulong x_at, __global const CAT(T, _t) 
 #endif
 
 #ifdef SCATTER
-// y[.., index[j], ..] = COMBINE(itself, x[.., j, ..]). A work-item owns one column of y (a position in the other dims), for indices in
-// [part * span, (part + 1) * span), and processes all j in order. This needs no atomics and is reproducible. On CPUs a work-item has
-// `block` adjacent columns, in its inner loop.
+// y[.., index[j], ..] = COMBINE(y[.., index[j], ..], x[.., j, ..]). A work-item owns one column of y (a position in the other dims),
+// for the indices in [part * span, (part + 1) * span), and processes all j in order. So no atomics are needed, and results are
+// reproducible. On CPUs, a work-item processes `block` adjacent columns in its inner loop.
 #ifdef V
 #define PUT(y, at, x, from) (y)[at] = (x)[from]
 typedef V Element;
@@ -125,8 +125,8 @@ __kernel void scatter(__global const Element *x, ulong x_at, __global const CAT(
 #endif
 
 #ifdef LINEAR
-// Linear indices from one index tensor per dim, in a launch each: y[p] += index[p] * step, where y[p] starts as `base`. Negative indices
-// count from the end. y becomes -1 if an index is out of range.
+// Linear indices of one index tensor per dim, in one launch per tensor: y[p] += index[p] * step, where y[p] starts as `base`. Negative
+// indices count from the end. If an index is out of range, y[p] becomes -1.
 typedef struct {
     ulong size[NK];
     long index[NK];

@@ -1,14 +1,14 @@
-// C = epilogue(A B): matrices of any strides, batched, one launch.
+// C = epilogue(A B), for matrices of any strides, batched, in one launch.
 //
-// The host defines the dtypes A and B, and ACC (float, double or ulong, which wraps), in which products are computed and added.
-// For the epilogue it defines OPERANDS, OPERAND_OFFSETS, and FINISH, which computes and stores one element. FINISH_WIDE does so
-// with WIDE adjacent elements at once, in TILED and on tensor cores, if results are contiguous and aligned. STORE_SUM stores the
-// sum of a row of A, if A is not contiguous along k. The host chooses one of three kernels and its sizes:
-//   TILED  GPUs: a work-group of 256 stages tiles of both matrices in local memory; a work-item has MI x NI results.
-//   PANEL  CPUs: a work-item has HEIGHT rows, at most BLOCK, of NV explicit vectors of W elements. It iterates along k in steps of
-//          PANEL_DEPTH, with MR rows at a time in registers, without local memory.
-//   DOT    CPUs, if both matrices are contiguous along k: MR x NR results, each a vector of W partial sums.
-// Every number that the kernel needs (sizes, offsets, strides, in elements) is an entry of p.v.
+// The host defines the dtypes A and B, and ACC (float, double or ulong, which wraps), the type in which products are computed and
+// added. For the epilogue, it defines OPERANDS, OPERAND_OFFSETS, and FINISH, which computes and stores one element. FINISH_WIDE
+// does the same for WIDE adjacent elements, in TILED and on tensor cores, if results are contiguous and aligned. STORE_SUM stores
+// the sum of a row of A, if A is not contiguous along k. The host chooses one of three kernels and its sizes:
+//   TILED  for GPUs: a work-group of 256 stages tiles of both matrices in local memory; a work-item computes MI x NI results.
+//   PANEL  for CPUs: a work-item computes HEIGHT rows (at most BLOCK) of NV explicit vectors of W elements. It iterates along k in steps
+//          of PANEL_DEPTH, with MR rows at a time in registers, without local memory.
+//   DOT    for CPUs, if both matrices are contiguous along k: MR x NR results, each from a vector of W partial sums.
+// All numbers that the kernel needs (sizes, offsets and strides, in elements) are in the array p.v.
 
 typedef struct { long v[PARAMS]; } params;
 
@@ -20,7 +20,7 @@ typedef struct { long v[PARAMS]; } params;
 #define B_ROW p.v[7]
 #define B_COL p.v[8]
 
-// Returns the offset that batch index z adds to an operand whose batch strides start at v[at]. Batch sizes start at v[9].
+// Returns the offset in an operand of the matrix with batch index z. The operand's batch strides start at v[at], and batch sizes start at v[9].
 static inline long batch_offset(const params p, long z, const int at) {
     long offset = 0;
     for (int d = BATCH - 1; d > 0; d--) {
@@ -36,14 +36,14 @@ static inline long batch_offset(const params p, long z, const int at) {
 #define MADD CAT(MADD_, ACC)
 
 #ifdef TILED
-// Two k-slices of a tile, with rows of A and columns of B, stored k by k and padded so that writes along k are spread over the banks.
+// Two k-slices of a tile: rows of A and columns of B, stored k by k, and padded so that writes along k go to different banks.
 #define THREADS 256
 #define FOUR CAT(ACC, 4) // loaded from local memory in one instruction
 #define A_PITCH (TILE_M + 4)
 #define B_PITCH (TILE_N + 4)
 #define TX (TILE_N / NI)
 #define TY (TILE_M / MI)
-#define SPLIT (THREADS / (TX * TY)) // parts of a k-slice, one for each part of the work-group; their sums are added up at the end
+#define SPLIT (THREADS / (TX * TY)) // parts of a k-slice, one for each part of the work-group; the sums of parts are added up at the end
 #define ROW_OF(r) ((r) / 4 * (TY * 4) + ty * 4 + (r) % 4)
 #define COL_OF(c) ((c) / 4 * (TX * 4) + tx * 4 + (c) % 4)
 #define A_LOADS (TILE_M * TILE_K / THREADS)
@@ -51,7 +51,7 @@ static inline long batch_offset(const params p, long z, const int at) {
 #define STAGE (TILE_K * (A_PITCH + B_PITCH))
 #define RESULTS (SPLIT > 1 ? SPLIT * TILE_M * TILE_N : 0)
 
-// Consecutive work-items load consecutive elements along the operand's contiguous direction.
+// Consecutive work-items load elements that are consecutive along the contiguous direction of the operand.
 #if A_ALONG_K
 #define A_M(e) (t / TILE_K + (e) * (THREADS / TILE_K))
 #define A_K(e) (t % TILE_K)
@@ -84,7 +84,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     __local ACC* bs = shared + TILE_K * A_PITCH;
     const int t = get_local_id(0), tx = t % TX, ty = t / TX % TY, part = t / (TX * TY);
 
-    // Bands of 8 tile rows, so that work-groups that run together share the operands that they read.
+    // Tiles are processed in bands of 8 tile rows, so that work-groups that run at the same time share the operands they read.
     const long tiles_m = (ROWS + TILE_M - 1) / TILE_M, tiles_n = (COLS + TILE_N - 1) / TILE_N;
     const long z = get_group_id(0) / (tiles_m * tiles_n), tile = get_group_id(0) % (tiles_m * tiles_n);
     const long band = tile / (8 * tiles_n), in_band = tile % (8 * tiles_n);
@@ -95,7 +95,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 
     ACC acc[MI][NI], next_a[A_LOADS], next_b[B_LOADS];
 #ifdef STORE_SUM
-    ACC row_sum = 0; // the sum of the elements of row t % TILE_M that this work-item fetches
+    ACC row_sum = 0; // the sum of those elements of row t % TILE_M that this work-item fetches
 #endif
     for (int r = 0; r < MI; r++)
         for (int c = 0; c < NI; c++) acc[r][c] = 0;
@@ -110,7 +110,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 #endif
         for (int e = 0; e < B_LOADS; e++) bs[B_K(e) * B_PITCH + B_N(e)] = next_b[e];
         barrier(CLK_LOCAL_MEM_FENCE);
-        // The next slices are fetched while this slice is multiplied.
+        // The next slices are fetched from global memory while this slice is multiplied.
         k0 += TILE_K;
         if (inside && k0 + TILE_K <= DEPTH) { FETCH(false) }
         else if (k0 < DEPTH) { FETCH(true) }
@@ -175,7 +175,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 #endif
 
 #if defined(PANEL) || defined(DOT)
-// 64 bytes of accumulators: explicit vectors, because a CPU's compiler vectorises nothing inside a work-item's loop.
+// An explicit vector of 64 bytes of accumulators, because CPU compilers vectorise no loop inside a work-item.
 #define VEC CAT(ACC, W)
 static inline float16 vector_f32(const __global f32_t* p, ulong i) { return vload16(0, p + i); }
 static inline float16 vector_f16(const __global f16_t* p, ulong i) {
@@ -192,8 +192,8 @@ static inline double8 vector_f64(const __global f64_t* p, ulong i) { return vloa
 #ifdef PANEL
 #define WIDTH (NV * W)
 
-// Multiplies MR rows of the block, from its row `i` on, by `count` rows of B. LEFT is element k of row r, and RIGHT is vector v of row k.
-// Rows past the edge repeat the last row, and are not written.
+// Multiplies MR rows of the block, from row `i` of the block on, by `count` rows of B. LEFT is element k of row r, and RIGHT is vector v
+// of row k. Rows past the edge repeat the last row and are not written.
 #define MULTIPLY(i, count, LEFT, RIGHT)                                                                                \
     {                                                                                                                  \
         long row[MR];                                                                                                  \
@@ -219,9 +219,9 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1)))
 void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* restrict b, const params p OPERANDS) {
     const long tiles_m = (ROWS + HEIGHT - 1) / HEIGHT, tiles_n = (COLS + WIDTH - 1) / WIDTH;
     const long tile = get_global_id(0), z = tile / (tiles_m * tiles_n);
-    // Consecutive work-items have the same rows of A, which stay in the cache.
+    // Consecutive work-items read the same rows of A, which therefore stay in the cache.
     const long i0 = tile / tiles_n % tiles_m * HEIGHT, first = tile % tiles_n * WIDTH;
-    // The last panel is moved left so that it is whole: it computes some columns twice, and writes only its own columns.
+    // The last panel is moved left until it is whole. It computes some columns a second time, but writes only its own columns.
     const long j0 = max(0L, min(first, COLS - WIDTH));
     const long a0 = p.v[3] + batch_offset(p, z, 9 + BATCH);
     const long b0 = p.v[6] + batch_offset(p, z, 9 + 2 * BATCH) + j0 * B_COL;
@@ -238,7 +238,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     } else
 #endif
     for (long k0 = 0; k0 < depth; k0 += PANEL_DEPTH) {
-        // The panel of B is packed, because its rows in memory may be so far apart that they evict each other from the cache.
+        // The panel of B is packed. Unpacked rows may be at distances in memory at which they evict each other from the cache.
         VEC panel[PANEL_DEPTH][NV];
         const int count = min((long)PANEL_DEPTH, depth - k0);
 #if B_UNIT
@@ -257,7 +257,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         }
         for (int i = 0; i < rows; i += MR) {
 #ifdef CONVERT_A
-            // Converted before the inner loop, in which conversions would cost more than the multiplications.
+            // Elements are converted before the inner loop, because in the inner loop conversions would take longer than multiplications.
             ACC left[MR][PANEL_DEPTH];
             for (int r = 0; r < MR; r++) {
                 const long from = a0 + (i0 + min(i + r, rows - 1)) * A_ROW + k0 * a_col;
@@ -292,7 +292,7 @@ __kernel void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, 
     const int rows = min((long)MR, ROWS - i0), cols = min((long)NR, COLS - j0);
     const long depth = DEPTH, whole = depth / W * W;
 
-    long row[MR], col[NR]; // past the edge the last row or column is repeated, and its results are not written
+    long row[MR], col[NR]; // past the edge, the last row or column is repeated, and results are not written
     VEC acc[MR][NR];
     for (int c = 0; c < NR; c++) col[c] = b0 + (j0 + min(c, cols - 1)) * B_COL;
     for (int r = 0; r < MR; r++) {

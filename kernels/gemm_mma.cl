@@ -1,21 +1,21 @@
-// C = epilogue(A B) on tensor cores, for compilers that accept NVIDIA's PTX as inline assembly. Follows gemm.cl, which defines its
-// parameters and epilogue.
+// C = epilogue(A B) on tensor cores, for compilers that accept NVIDIA's PTX as inline assembly. Follows gemm.cl, which defines the
+// parameters and the epilogue.
 //
-// A work-group computes a tile of TILE_M x TILE_N results. Slices of TILE_K of both matrices are copied to local memory by cp.async,
-// AHEAD + 1 slices ahead. Each of WARPS_M x WARPS_N warps multiplies its part of the tile by mma.sync, 16 x 8 x 16 at a time. With SM_90A
-// groups of four warps multiply 64 rows by all columns by wgmma, while the next slices are fetched. The lines of a slice follow the
-// direction that is contiguous in global memory (along k or across). Their chunks of 8 elements are swizzled as wgmma requires, which
+// A work-group computes a tile of TILE_M x TILE_N results. cp.async copies slices of TILE_K of both matrices to local memory, AHEAD + 1
+// slices ahead. Each of WARPS_M x WARPS_N warps multiplies its part of the tile by mma.sync, 16 x 8 x 16 at a time. With SM_90A, groups
+// of four warps multiply 64 rows by all columns by wgmma, while the next slices are fetched. The lines of a slice run in the direction
+// that is contiguous in global memory (along k or across k). The chunks of 8 elements in a line are swizzled as wgmma requires, which
 // avoids bank conflicts. WINDOWS: one of the matrices consists of convolution windows, see windows_mma.cl. ROUNDED ("f16" or "bf16", with
 // RESULT_AT, the address of a result): the epilogue only rounds to this type.
 //
-// PLANES 1: the matrices are f16 or bf16, or with TF32 f32, of which tensor cores read the first 19 bits. PLANES 2 and 3: f32, where each
-// x is split into 2 or 3 bf16 whose sum approximates x (three hold all of its 24 bits). Only the products that matter are computed.
+// PLANES 1: the matrices are f16 or bf16, or with TF32 f32, of which tensor cores read the first 19 bits. PLANES 2 and 3: the matrices are f32, and
+// each x is split into 2 or 3 bf16 whose sum approximates x (the sum of 3 has all 24 bits of x). Only the products that affect the result are computed.
 // Tensor cores truncate their sums, so sums over 16 of k (with wgmma over a slice) are added up outside the tensor cores.
 
 #ifdef MMA
-// Copies this work-item's share of part `part` of `parts` of a slice of matrix X (A_ or B_), of which the first `lines` lines
-// and `length` elements are inside the matrix. Successive copies are `step` bytes apart. Slices of f32 are not swizzled, because
-// each work-item reads only its own copies. Lines that are a multiple of eight apart have the same swizzle.
+// Starts this work-item's copies of part `part` of `parts` of a slice of matrix X (A_ or B_). The first `lines` lines and the first
+// `length` elements of a line are inside the matrix. Successive copies are `step` bytes apart. Slices of f32 are not swizzled,
+// because each work-item reads only its own copies. Lines that are a multiple of eight apart have the same swizzle.
 #define COPY_AT(X, e)                                                                                                  \
     (PLANES > 1 ? ((e) * THREADS + t) * 16                                                                            \
      : X##LINE >= 64 && THREADS / X##CHUNKS % 8 == 0 ? X##FIRST_COPY + (e) * (THREADS / X##CHUNKS) * 128             \
@@ -37,8 +37,8 @@
         }                                                                                                              \
     }
 
-// The source address of copy e; how many of its 16 bytes are inside the matrix (evaluated by all work-items together); a copy without
-// bounds checks; the addresses of the first and next slices.
+// FROM: the source address of copy e. INSIDE: the number of its 16 bytes that are inside the matrix (evaluated by all work-items
+// together). WHOLE: a copy without bounds checks. FIRST and NEXT: the addresses of the first slice and of the next slices.
 #ifndef A_FROM
 #define A_FROM(from, step, e) ((from) + (e) * (step))
 #define A_INSIDE(e) 16
@@ -65,9 +65,9 @@
 #define RESULT_ROW (wm + mi * 16 + r / 2 * 8 + lane / 4)
 #define RESULT_COL (wn + ni * 8 + lane % 4 * 2 + r % 2)
 
-// The number of floats of a part's partial result in global memory: the tile, and sums of rows.
+// The number of floats of one part's partial result in global memory: the tile, and the row sums.
 #define PARTIAL (TILE_M * TILE_N + TILE_M)
-// The number of pieces of four results that a work-item moves, and the index of piece u.
+// The number of pieces (of four results) that a work-item moves, and the index of piece u.
 #define PIECES (TILE_M * TILE_N / 4 / THREADS)
 #define PIECE ((t + u * THREADS) * 4)
 #define PIECE_OF(results) (__local float4*)(results + PIECE / TILE_N * PITCH + PIECE % TILE_N)
@@ -80,7 +80,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     const uint t = get_local_id(0), lane = t % 32, warp = t / 32;
     const uint wm = warp % WARPS_M * (TILE_M / WARPS_M), wn = warp / WARPS_M * (TILE_N / WARPS_N);
 
-    // Bands of tile rows, so that work-groups that run together share the operands that they read.
+    // Tiles are processed in bands of tile rows, so that work-groups that run at the same time share the operands they read.
     const uint tiles_m = (ROWS + TILE_M - 1) / TILE_M, tiles_n = (COLS + TILE_N - 1) / TILE_N;
 #ifdef PARTS
     const uint part = (uint)get_group_id(0) % (uint)PARTS, index = (uint)get_group_id(0) / (uint)PARTS;
@@ -92,7 +92,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     const uint z = BATCH ? index / (tiles_m * tiles_n) : 0, tile = index - z * (tiles_m * tiles_n);
     const uint band = tile / (BAND * tiles_n), in_band = tile % (BAND * tiles_n);
     const uint height = min((uint)BAND, tiles_m - BAND * band);
-    const uint column = height == BAND ? in_band / BAND : in_band / height; // dividing by a constant is faster
+    const uint column = height == BAND ? in_band / BAND : in_band / height; // with a constant divisor, division is faster
     const long i0 = (long)(BAND * band + in_band - column * height) * TILE_M, j0 = (long)column * TILE_N;
     const int rows = min(ROWS - i0, (long)TILE_M), cols = min(COLS - j0, (long)TILE_N);
 #ifdef PARTS
@@ -101,7 +101,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     const int depth = DEPTH;
 #endif
 
-    // Strides in bytes: between lines, between this work-item's copies, and between slices.
+    // Strides in bytes: between lines, between the copies of this work-item, and between slices.
     const long line_a = (A_ALONG_K ? A_ROW : A_COL) * BYTES, line_b = (B_ALONG_K ? B_COL : B_ROW) * BYTES;
     const long step_a = THREADS / A_CHUNKS * line_a, step_b = THREADS / B_CHUNKS * line_b;
     const long next_a = TILE_K * (A_ALONG_K ? BYTES : line_a), next_b = TILE_K * (B_ALONG_K ? BYTES : line_b);
@@ -110,7 +110,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     ulong from_a = start_a, from_b = start_b;
     FIRST_A
     FIRST_B
-    int left = depth; // the part of k that is not yet fetched
+    int left = depth; // the length along k that is not fetched yet
     const uint first_copy_a = chunk_at(t / A_CHUNKS, t % A_CHUNKS, A_LINES, A_LINE);
     const uint first_copy_b = chunk_at(t / B_CHUNKS, t % B_CHUNKS, B_LINES, B_LINE);
 
@@ -150,7 +150,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         #pragma unroll
         for (uint s = 0; s < STEPS; s++) MULTIPLY(acc[0], DESCRIBE(A_, at_a, s * 16), DESCRIBE(B_, at_b, s * 16), 1);
         END_MULTIPLY;
-        // Fetches into the slot of the slice before last, which all warps have finished multiplying.
+        // Fetches to the slot of the slice before the last one, because all warps have finished multiplying that slice.
         FETCH_PART(free, 0, 1)
         NEXT_SLICE
         NEXT_SLOT(free)
@@ -171,7 +171,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     for (int k = 0; k < depth; k += TILE_K) {
         #pragma unroll
         for (uint s = 0; s < STEPS; s++) {
-            // The fragments of the next step are loaded while those of this step are multiplied.
+            // The fragments of the next step are loaded while the fragments of this step are multiplied.
             if (s == STEPS - 1) {
                 WAIT_BUT(AHEAD);
                 barrier(CLK_LOCAL_MEM_FENCE);
@@ -187,18 +187,18 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
             for (uint i = 0; i < MT; i++) {
                 #pragma unroll
                 for (uint j = 0; j < NT; j++) {
-                    const uint c = i % 2 ? NT - 1 - j : j; // back and forth, so that successive products share a fragment
+                    const uint c = i % 2 ? NT - 1 - j : j; // alternating direction, so that successive products share a fragment
                     mma(acc[i][c], fa[s % 2][i], fb[s % 2][c / 2] + c % 2 * 2);
                 }
             }
         }
     }
 #else
-    // Splits copies of this work-item into planes of bf16, in buffer `at` (0 or 1) of the planes.
+    // Splits what this work-item copied into planes of bf16. `at` (0 or 1) selects the buffer of the planes.
 #define CUT_TO(X, e)                                                                                                   \
     chunk_at(t / X##CHUNKS + (e) * (THREADS / X##CHUNKS), t % X##CHUNKS / 2, X##LINES, X##LINE) + t % X##CHUNKS % 2 * 8
 #ifdef STORE_SUM
-    // Sums of the elements that this work-item splits, for each of its four adjacent rows.
+    // The sum of the elements that this work-item splits, for each of its four adjacent rows.
     float row_sum[4] = {0, 0, 0, 0};
 #define ADD_ROWS(e, there) if (e < A_COPIES && (there)) for (uint i = 0; i < 4; i++) row_sum[i] += as_float(x[e][i]);
 #else
@@ -227,7 +227,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         const uint at_a = slices_a + now * (PLANES * PLANE / 16), at_b = slices_b + now * (PLANES * PLANE / 16);
         float sum[NT][4];
         BEGIN_MULTIPLY;
-        // The smallest products first.
+        // The products with the smallest terms are added first.
         #pragma unroll
         for (int order = PLANES - 1; order >= 0; order--) {
             #pragma unroll
@@ -245,7 +245,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         NEXT_SLOT(free)
         NEXT_SLOT(slot)
         WAIT_BUT(AHEAD);
-        // The next slice is split while this slice is multiplied.
+        // The next slice is split into planes while this slice is multiplied.
         CUT_COPIES(0, COPIES, slot, 1 - now, k + TILE_K < depth)
         FENCE_WGMMA;
         MULTIPLIED_BUT(0, sum);
@@ -279,7 +279,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
                 uint fb[PLANES][4];
                 #pragma unroll
                 for (uint q = 0; q < PLANES; q++) load_b(fb[q], at + q * PLANE + A_PLANE, wn + j * 8, s * 16, lane);
-                // The next slice is split while this slice is multiplied.
+                // The next slice is split into planes while this slice is multiplied.
                 const uint group = s * (NT / 2) + j / 2;
                 CUT_COPIES(COPIES * group / GROUPS, COPIES * (group + 1) / GROUPS, slot, 1 - now, k + TILE_K < depth)
                 #pragma unroll
@@ -287,7 +287,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
                     float sum[MT][4];
                     #pragma unroll
                     for (uint i = 0; i < MT; i++) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0;
-                    // The smallest products first.
+                    // The products with the smallest terms are added first.
                     #pragma unroll
                     for (int order = PLANES - 1; order >= 0; order--) {
                         #pragma unroll
@@ -309,7 +309,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     }
 #endif
 
-    // An infinity split into planes, or a sum that overflows, gives NaN where f32 may not. Such tiles are computed again in f32.
+    // An infinity that is split into planes, or a sum that overflows, gives NaN where plain f32 may not. Such tiles are computed again in f32.
     __local uint again;
     float poison = 0;
     EACH_RESULT poison += RESULT * 0;
@@ -349,8 +349,8 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 #endif
 
 #ifdef ROUNDED
-    // Each warp stages its 16 rows in one of the two slots (of four) that do not hold the last slices, without waiting for other warps.
-    // If a slot is too small, all warps wait, and their rows are staged one after another in memory.
+    // Each warp stages its 16 rows in one of the two slots (of four) that do not hold the last slices, so it need not wait for other
+    // warps. If a slot is too small, all warps wait, and the rows of all warps are staged one after another in local memory.
 #if FETCHED < 64 * ROUNDED_PITCH
     barrier(CLK_LOCAL_MEM_FENCE);
     const uint staged = fetched + warp * (16 * ROUNDED_PITCH);
@@ -386,7 +386,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     WAIT_BUT(0);
     barrier(CLK_LOCAL_MEM_FENCE);
 #ifdef STORE_SUM
-    float sum = 0; // the sum of row t
+    float sum = 0; // the sum of row t of the left matrix
     if (j0 == 0) {
         #pragma unroll
         for (uint i = 0; i < 4; i++) results[t * 4 + i] = row_sum[i];
@@ -398,7 +398,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     }
 #endif
 
-    // Results go through local memory, so that adjacent work-items write adjacent columns.
+    // Results are exchanged through local memory, so that adjacent work-items write adjacent columns.
     #pragma unroll
     for (uint mi = 0; mi < MT; mi++) {
         #pragma unroll
@@ -412,7 +412,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     barrier(CLK_LOCAL_MEM_FENCE);
 
 #ifdef PARTS
-    // Split-k: every part goes to global memory. The work-group that arrives last adds up all parts, in their order.
+    // Split-K: every part is written to global memory. The work-group that arrives last adds up all parts, in the order of the parts.
     __local uint others;
     __global float* all = partial + FIRST_PARTIAL + (ulong)index * PARTS * PARTIAL;
     #pragma unroll
@@ -441,7 +441,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     #pragma unroll 4
 #endif
     for (uint s = 0; s < parts; s++) {
-        // Many loads are in flight at once, to hide their latency.
+        // The loop is unrolled, so that many loads are in flight at once, which hides their latency.
         #pragma unroll
         for (uint u = 0; u < PIECES; u++) {
             if (PIECE / TILE_N < rows) total[u] += *(__global float4*)(all + s * PARTIAL + PIECE);

@@ -1,19 +1,19 @@
-// C = epilogue(A B) on GPUs for an A of few rows, MR. Follows gemm.cl. Every element of B is read once, VEC adjacent elements
-// along its contiguous direction at a time, as WIDE_B. With WIDE_A A is read in the same way, if both are contiguous along k.
-// LANES work-items share each of WIDTH columns, or groups of VEC columns, and a tree reduction adds up their partial sums. With
-// PARTS (split-k) PARTS work-groups share a tile, each with PART_DEPTH of k. The last group to arrive adds up the parts.
+// C = epilogue(A B) on GPUs, for an A with few rows (MR). Follows gemm.cl. Every element of B is read once, with loads of VEC elements (WIDE_B) along
+// the contiguous direction of B. With WIDE_A, A is read with such loads too, if both matrices are contiguous along k. LANES work-items share each of
+// WIDTH columns (or groups of VEC columns), and a tree reduction adds up their partial sums. With PARTS (split-K), PARTS work-groups share a tile, each
+// with PART_DEPTH of k. The last group to finish adds up the parts.
 
 #define THREADS (LANES * WIDTH)
-#define OWN (B_ALONG_K ? 1 : VEC) // columns of a work-item
-#define ALONG (B_ALONG_K ? VEC : 1) // elements of a column that a work-item loads at once
+#define OWN (B_ALONG_K ? 1 : VEC) // the number of columns of a work-item
+#define ALONG (B_ALONG_K ? VEC : 1) // the number of elements of a column that a work-item loads at once
 #define COLUMNS (WIDTH * OWN)
 #define LANE (B_ALONG_K ? t % LANES : t / WIDTH)
 #define COLUMN (B_ALONG_K ? t / LANES : t % WIDTH)
 #define NEXT_LANE (B_ALONG_K ? 1 : WIDTH)
-#define AT_ONCE (MR > 1 ? 4 : 8) // loads of B in flight per work-item
+#define AT_ONCE (MR > 1 ? 4 : 8) // the number of loads of B that a work-item has in flight
 
-// Element j of a vector load, as ACC. Halves are extracted from words, because compilers would otherwise split the load
-// into pieces of 8 bytes.
+// Element j of a vector load, as ACC. Halves are extracted from words, because otherwise compilers would split the load into pieces
+// of 8 bytes.
 typedef union { WIDE_B bits; CAT(B, _t) each[VEC]; uint word[(sizeof(WIDE_B) + 3) / 4]; } RightLoad;
 #define OF(T, loaded, j)                                                                                               \
     ((ACC)CAT(from_, T)(sizeof(CAT(T, _t)) == 2 && VEC > 1 ? (CAT(T, _t))((loaded).word[(j) / 2] >> (j) % 2 * 16) : (loaded).each[j]))
@@ -29,7 +29,7 @@ typedef union { WIDE_A bits; CAT(A, _t) each[VEC]; uint word[(sizeof(WIDE_A) + 3
 #define LOAD_LEFT(count, r)
 #endif
 
-// Multiplies `count` loads of B by their elements of A and adds the products to the accumulators.
+// Multiplies `count` loads of B by the matching elements of A, and adds the products to the accumulators.
 #define TAKE(count)                                                                                                    \
     {                                                                                                                  \
         RightLoad right[count];                                                                                        \
@@ -45,7 +45,7 @@ typedef union { WIDE_A bits; CAT(A, _t) each[VEC]; uint word[(sizeof(WIDE_A) + 3
         at_b += count * step_b;                                                                                        \
     }
 
-// Adds up the partial sums `own` of each column's lanes, and runs STORE for each column e of the group and its `sum`.
+// Adds up the partial sums `own` of the lanes of each column, and runs STORE for each column e of the group and its `sum`.
 #define JOIN(own, STORE)                                                                                               \
     {                                                                                                                  \
         barrier(CLK_LOCAL_MEM_FENCE);                                                                                  \
@@ -110,6 +110,6 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
             for (int j = 0; j < OWN; j++) all[j] += parts_of_group[(s * MR + r) * COLUMNS + COLUMN * OWN + j];
         JOIN(all, STORE_RESULT)
     }
-    barrier(CLK_LOCAL_MEM_FENCE); // see FENCE
+    barrier(CLK_LOCAL_MEM_FENCE); // see FENCE in prelude.cl
 #endif
 }

@@ -1,23 +1,23 @@
 // OpenCL images with four channels per pixel. A tensor [n, c, h, w] is an image of ceil(c / 4) * w by n * h pixels, with blocks of four
-// channels side by side (NC4HW4). A filter [1, o, taps, c] is an image of c by ceil(o / 4) * taps pixels: with FILTER blocks are stacked
-// vertically. Channels are padded with zeros. The host defines the name of one kernel and A (f32, f16 or bf16).
+// channels side by side (NC4HW4). A filter [1, o, taps, c] is an image of c by ceil(o / 4) * taps pixels: with FILTER, blocks are
+// stacked vertically. Channels are padded with zeros. The host defines the macro that selects a kernel, and A (f32, f16 or bf16).
 
 #define LOAD CAT(load_, A)
 #define STORE CAT(CAT(store_, A), _F32)
 
-// Unnormalised coordinates. Kernels check bounds themselves, because an image may be larger than the tensor in it.
+// Unnormalised coordinates. Kernels check bounds themselves, because an image may be larger than the tensor that it holds.
 __constant sampler_t PIXEL = CLK_NORMALIZED_COORDS_FALSE | CLK_ADDRESS_NONE | CLK_FILTER_NEAREST;
 
-// Sizes and strides of a tensor.
+// The sizes and strides of a tensor.
 typedef struct {
     int n, c, h, w;
     long strides[4];
 } Tensor4;
 
-// The number of blocks of four channels.
+// The number of blocks of four channels that hold c channels.
 #define BLOCKS(c) (((c) + 3) / 4)
 
-// Returns the index in the innermost dim, of `size`, and makes *i the index in the outer dims.
+// Returns the index in the innermost dim, whose size is `size`, and sets *i to the index in the outer dims.
 static inline int next(int *i, int size)
 {
     const int part = *i % size;
@@ -74,8 +74,8 @@ __kernel void image(__read_only image2d_t x, __global CAT(A, _t) *y, ulong y_at,
 #endif
 
 #ifdef ELEMENTWISE
-// IMAGES declares the inputs' parameters. READ loads their pixels at `at` into x0, x1 .. CALL(q) computes the formula
-// for channel q into `o`.
+// IMAGES declares the parameters of the inputs. READ loads the inputs' pixels at `at` into x0, x1 .. CALL(q) computes the formula
+// for channel q and stores the result in `o`.
 __kernel void image(IMAGES __global CAT(A, _t) *y, ulong y_at, Tensor4 t SCALARS)
 {
     int i = (int)get_global_id(0);
@@ -94,8 +94,8 @@ __kernel void image(IMAGES __global CAT(A, _t) *y, ulong y_at, Tensor4 t SCALARS
 #endif
 
 #ifdef PRODUCT
-// A matrix [m, k] times an image of [1, n, k, 1]. A work-item computes four rows and four columns.
-// EXTRAS and SCALARS are parameters of the epilogue, and CALL(value, i, j) writes its result to `o`.
+// Multiplies a matrix [m, k] by an image of [1, n, k, 1]. A work-item computes four rows and four columns. EXTRAS and SCALARS are
+// parameters of the epilogue, and CALL(value, i, j) stores the result of the epilogue in `o`.
 __kernel void image(__global const CAT(A, _t) *a, ulong a_at, __read_only image2d_t b, __global CAT(Y, _t) *y, ulong y_at,
                     int m, int n, int k, long a_row, long a_col, long y_row, long y_col EXTRAS SCALARS)
 {
@@ -125,17 +125,17 @@ __kernel void image(__global const CAT(A, _t) *a, ulong a_at, __read_only image2
 #endif
 
 #if defined(CONVOLUTION) || defined(DEPTHWISE)
-// Sizes and steps of images, taps and windows, as pairs of rows and columns.
+// Sizes and steps of images, taps and windows. Pairs are rows and columns.
 typedef struct {
     int n, c, o;
     int image[2], taps[2], grid[2], stride[2], padding[2], dilation[2];
 } Conv;
 
-// The number of adjacent windows of a work-item.
+// The number of adjacent windows that a work-item computes.
 #define COLUMNS 4
 
-// Computes channels 4 * block to 4 * block + 3 of four adjacent windows of a row; y is contiguous. The filter is [1, o, taps, c]. For
-// DEPTHWISE, which convolves channels one by one, it is [1, c, taps, 1].
+// Computes channels 4 * block to 4 * block + 3 of four adjacent windows of a row; y is contiguous. The filter is [1, o, taps, c], or
+// with DEPTHWISE, which convolves each channel separately, [1, c, taps, 1].
 __kernel void image(__read_only image2d_t x, __read_only image2d_t filter, __global const CAT(A, _t) *bias, ulong bias_at,
                     int biased, long bias_step, __global CAT(A, _t) *y, ulong y_at, Conv p)
 {

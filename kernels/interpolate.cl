@@ -1,17 +1,17 @@
-// Resizes images: nearest or linear interpolation in rows, columns or both. The host defines A (dtype) with ACC and ACC_NAME,
-// IDX, INT (int if positions fit), ROWS and COLUMNS, which are 1 if rows or columns are interpolated linearly, and TRANSPOSED
-// for gradients. A work-item computes an element of a contiguous result, or without TRANSPOSED VEC adjacent elements of a row.
-// Each element is written once, so there are no atomics and results are reproducible. DENSE: rows of the input are contiguous.
+// Resizes images by nearest or linear interpolation of rows, columns or both. The host defines A (dtype) with ACC and ACC_NAME,
+// IDX, INT (int if positions fit), ROWS and COLUMNS (1 if rows or columns are interpolated linearly), and TRANSPOSED for gradients.
+// A work-item computes one element of a contiguous result, or, without TRANSPOSED, VEC adjacent elements of a row. Each element is
+// written once, so there are no atomics, and results are reproducible. With DENSE, rows of the input are contiguous.
 
-// Element o of `to` results has the position (scale * o + shift) / unit among `from` inputs, at least 0. `whole` is scale / unit, rounded
-// down. Kernels compute with positions in units, which are whole numbers.
+// Element o of `to` results has the position (scale * o + shift) / unit (at least 0) among `from` inputs. `whole` is scale / unit,
+// rounded down. Kernels compute with positions in multiples of 1 / unit, which are integers.
 typedef struct {
     long from, to, scale, shift, unit, whole;
 } Samples;
 
 typedef struct {
     Samples rows, columns;
-    // Channels, and the input's strides: n, c, rows, columns.
+    // The number of channels, and the strides of the input: n, c, rows, columns.
     long c, x[4];
 } Images;
 
@@ -23,26 +23,26 @@ typedef struct {
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 #define TO CAT(CAT(CAT(to_, A), _), ACC_NAME)
 
-// Returns the position of element o, in units.
+// Returns the position of element o, in multiples of 1 / unit.
 static inline INT position(const Samples *p, INT o) {
     return max((INT)p->scale * o + (INT)p->shift, (INT)0);
 }
 
-// Returns the input before the position of element o (-1 if the position is below 0), and the distance from that input in units.
+// Returns the input before the position of element o (-1 if the position is below 0), and in *rest the distance from that input, in 1 / unit.
 static inline INT before(const Samples *p, INT o, INT *rest) {
-    // One is added to the position and subtracted from the result, because positions are above -1 and division needs
-    // non-negative numbers.
+    // One input's width (`unit`) is added before the division and subtracted afterwards, because positions are above -1 and the
+    // division needs numbers that are not negative.
     const INT unit = (INT)p->unit, at = (INT)p->scale * o + (INT)p->shift + unit, behind = at / unit;
     *rest = at - behind * unit;
     return behind - 1;
 }
 
-// Returns the weight of the input after the position.
+// Returns the weight of the input after the position whose preceding input is `low`, at a distance of `rest`.
 static inline ACC weight_behind(const Samples *p, INT low, INT rest) {
     return low < 0 ? (ACC)0 : (ACC)rest / (ACC)(INT)p->unit;
 }
 
-// Swaps a and b if b is nearer, so that both ends are exact, and makes `far_weight` the weight of the farther input.
+// Swaps a and b if b is closer, so that both ends are exact. `far_weight` becomes the weight of the input that is farther away.
 #define NEARER_FIRST(T, a, b, far_weight)                                                                                   \
     if (far_weight >= (ACC)0.5f) {                                                                                          \
         const T nearer = b;                                                                                            \
@@ -55,7 +55,7 @@ static inline ACC lerp(ACC a, ACC b, ACC far_weight) {
     return a + far_weight * (b - a);
 }
 
-// Returns the first element of the result whose position is at least k.
+// Returns the first element of the result whose position is at least k inputs.
 static inline INT first(const Samples *p, INT k) {
     const INT wanted = (INT)p->unit * k - (INT)p->shift, scale = (INT)p->scale;
     if (k <= 0 || (scale != 0 && wanted <= 0))
@@ -63,7 +63,7 @@ static inline INT first(const Samples *p, INT k) {
     return scale == 0 ? (INT)p->to : min((wanted + scale - 1) / scale, (INT)p->to);
 }
 
-// Returns the weight of input j, which is one of the two inputs around element o, in element o.
+// Returns the weight that input j, one of the two inputs around the position of element o, has in element o.
 static inline ACC weight_of(const Samples *p, INT o, INT j) {
     const INT unit = (INT)p->unit, beside = position(p, o) - j * unit;
     if (beside > 0 && j == (INT)p->from - 1)
@@ -71,7 +71,7 @@ static inline ACC weight_of(const Samples *p, INT o, INT j) {
     return (ACC)min(unit - beside, unit + beside) / (ACC)unit;
 }
 
-// Computes the column v, row h and channel c of a work-item's element in a contiguous [n, c, rows, columns] result.
+// Computes the column v, row h and channel c of a work-item's element in a contiguous result [n, c, rows, columns].
 #define POSITION(height, width)                                                                                        \
     const IDX p = (IDX)get_global_id(0);                                                                               \
     if (p >= (IDX)count)                                                                                               \
@@ -95,7 +95,7 @@ __kernel void interpolate(__global const CAT(A, _t) *x, ulong x_at, __global CAT
     }
     STORE(y, y_at + p, sum);
 #else
-    // Divides once, for the first of VEC adjacent elements. The positions of the others follow by additions.
+    // Divides only once, for the first of VEC adjacent elements. The positions of the other elements follow by additions.
     POSITION(w.rows.to, w.columns.to / VEC);
     INT down_rest, rest, low = before(&w.rows, h, &down_rest);
     ACC down = ROWS ? weight_behind(&w.rows, low, down_rest) : 0;
@@ -129,7 +129,7 @@ __kernel void interpolate(__global const CAT(A, _t) *x, ulong x_at, __global CAT
         }
     }
 #if VEC > 1
-    // Stored as words, because compilers split stores of vectors of shorter elements in two.
+    // Stored as words, because compilers split a store of a vector of shorter elements in two.
     *(__global uint4 *)(y + y_at + (ulong)p * VEC) = (uint4)(made.word[0], made.word[1], made.word[2], made.word[3]);
 #else
     y[y_at + p] = made.each[0];

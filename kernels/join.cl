@@ -1,10 +1,10 @@
-// Concatenation. Inputs and result have the same number of rows. An input's rows are contiguous and become some of the result's columns.
-// Elements are copied in units of type T; all numbers count units. The host defines COUNT, the number of inputs, INPUTS, their
-// parameters, and CHOOSE_ALL, which is CHOOSE(k) for each input except the first.
+// Concatenation. Inputs and result have the same number of rows. The rows of an input are contiguous and become some columns of the
+// result. Elements are copied in units of type T, and all sizes are in units. The host defines COUNT (the number of inputs), INPUTS (the
+// parameters of the inputs), and CHOOSE_ALL, which is CHOOSE(k) for each input except the first.
 
 typedef struct {
     long items, width, columns;
-    // For each input: the column where it starts, and the step between its rows.
+    // For each input: the column of the result where its rows start, and the step from row to row.
     struct {
         long start, step;
     } of[COUNT];
@@ -17,7 +17,7 @@ typedef struct {
         step = p.of[k].step;                                                                                           \
     }
 
-// Writes `width` columns of the result, whose rows are `columns` long.
+// Writes `width` columns of the result. Rows of the result have `columns` columns.
 __kernel void join(const join_params p, __global T *out, ulong out_at INPUTS) {
     const IDX item = (IDX)get_global_id(0), width = (IDX)p.width;
     if (item >= (IDX)p.items)

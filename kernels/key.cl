@@ -1,14 +1,12 @@
-// Unsigned keys that have the same order as the elements. Precedes sort.cl and select.cl. -0 equals 0, and NaN is
-// greater than everything.
-// The host defines KEY_F32, KEY_F64, KEY_I64 or KEY_I32 (the type in which A is computed; I32 for integers of at most
-// four bytes) and LOWEST
-// (the smallest of these integers, as uint). KEY_OF needs `flip` in its scope: all bits for descending order, or none.
-// On CPUs KEY16_OF computes the keys of sixteen elements.
+// Unsigned sort keys with the same order as the elements. Precedes sort.cl and select.cl. -0 equals 0, and NaN is greater than
+// every number. The host defines KEY_F32, KEY_F64, KEY_I64 or KEY_I32 (the type in which A is computed; I32 for integers of at most
+// four bytes), and LOWEST, the smallest of these integers as a uint. KEY_OF needs a variable `flip`: all bits set for descending
+// order, otherwise 0. On CPUs, KEY16_OF computes the keys of sixteen elements.
 
 #ifdef KEY_F32
 typedef uint Key;
 static inline Key ascending(float v) {
-    const uint u = as_uint(v + 0.0f); // -0 + 0 is 0
+    const uint u = as_uint(v + 0.0f); // -0 becomes 0
     return v != v ? UINT_MAX : u ^ ((uint)(as_int(u) >> 31) | 0x80000000u);
 }
 #define KEY_T uint

@@ -1,4 +1,4 @@
-// Fills and copies memory, sixteen bytes per work-item.
+// Fills and copies memory. Each work-item handles sixteen bytes.
 
 // Fills `count` units of sixteen bytes with the pattern, from unit `first` on.
 __kernel void fill(__global uint4* y, const ulong first, const uint4 pattern, const ulong count)
@@ -7,7 +7,7 @@ __kernel void fill(__global uint4* y, const ulong first, const uint4 pattern, co
     if (i < count) y[first + i] = pattern;
 }
 
-// Copies `bytes` bytes; both ranges begin at units of sixteen bytes.
+// Copies `bytes` bytes. Both ranges begin at multiples of sixteen bytes.
 __kernel void copy(__global const uint4* x, const ulong x_first, __global uint4* y, const ulong y_first,
                    const ulong bytes)
 {

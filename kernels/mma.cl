@@ -1,7 +1,7 @@
 // Tensor core instructions as inline PTX: cp.async fills tiles in local memory, ldmatrix loads fragments, mma.sync multiplies fragments.
-// Precedes the kernels that use them. MMA is the type of the matrices, "f16", "bf16" or "tf32". With "tf32", for which TF32 is defined,
-// elements are f32 whose last 13 bits are ignored. TF32 tiles are described as if each element were two halves: an instruction multiplies
-// 32 bytes of k.
+// Precedes the kernels that use these instructions. MMA is the type of the matrices: "f16", "bf16" or "tf32". With "tf32", TF32 is
+// defined, and elements are f32 whose last 13 bits are ignored. TF32 tiles are described as if each element were two halves, because an
+// instruction multiplies 32 bytes of k.
 
 #ifdef MMA
 #ifdef TF32
@@ -15,14 +15,14 @@
 #define TEXT(x) TEXT_(x)
 #define WAIT_BUT(n) asm volatile("cp.async.wait_group " TEXT(n) ";")
 
-// Returns the swizzled offset in bytes of a chunk of 8 halves. Lines of more than 64 halves are cut into slabs of 64.
+// Returns the swizzled offset, in bytes, of a chunk of 8 halves. Lines of more than 64 halves are cut into slabs of 64 halves.
 static inline uint chunk_at(uint line, uint chunk, const uint lines, const uint length)
 {
     if (length >= 64) return (chunk / 8 * lines * 8 + line * 8 + (chunk % 8 ^ (line & 7))) * 16;
     return (line * (length / 8) + (chunk ^ (length == 32 ? line >> 1 & 3 : line >> 2 & 1))) * 16;
 }
 
-// Copies 16 bytes to local memory, in pieces of `size`.
+// Copies 16 bytes to local memory, in copies of `size` bytes.
 static inline void copy_whole(uint to, ulong from, const int size)
 {
     if (size == 16) {
@@ -36,13 +36,13 @@ static inline void copy_whole(uint to, ulong from, const int size)
     }
 }
 
-// Copies the first `bytes` of 16 bytes in one instruction, and writes zeros after them.
+// Copies the first `bytes` of 16 bytes in one instruction, and fills the rest with zeros.
 static inline void copy_inside(uint to, ulong from, int bytes)
 {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
 
-// Like copy_inside, `size` bytes at a time. Used at edges, because it takes three times as many instructions.
+// Like copy_inside, but `size` bytes at a time. Used only at edges, because it takes three times as many instructions.
 static inline void copy_part(uint to, ulong from, const int size, int bytes)
 {
     #pragma unroll
@@ -59,7 +59,7 @@ static inline void copy_part(uint to, ulong from, const int size, int bytes)
                  : "=r"((f)[0]), "=r"((f)[1]), "=r"((f)[2]), "=r"((f)[3])                                              \
                  : "r"(from))
 
-// c += a b. The operands are read-write, because separate input operands would be read before an unrolled loop.
+// c += a b. c is a read-write operand, because separate input operands would be read before an unrolled loop.
 static inline void mma(float c[4], const uint a[4], const uint b[2])
 {
     asm volatile("mma.sync.aligned.m16n8k" MMA_DEPTH ".row.col.f32." MMA "." MMA ".f32 "
@@ -69,8 +69,8 @@ static inline void mma(float c[4], const uint a[4], const uint b[2])
 }
 
 #ifdef SM_90A
-// wgmma: four warps multiply 64 rows by N columns, directly from local memory. OpenCL's compiler targets an architecture without this
-// instruction. The instruction is therefore in PTX comments ("//@"), which the host uncomments in the compiled PTX.
+// wgmma: four warps multiply 64 rows by N columns, directly from local memory. The OpenCL compiler targets an architecture without
+// this instruction. So the instruction is written in PTX comments ("//@"), which the host uncomments in the compiled PTX.
 #define TEN(tens) "%" tens "0, %" tens "1, %" tens "2, %" tens "3, %" tens "4, %" tens "5, %" tens "6, %" tens "7, %" tens "8, %" tens "9, "
 #define NAMES_64 TEN("") TEN("1") TEN("2") "%30, %31"
 #define NAMES_128 TEN("") TEN("1") TEN("2") TEN("3") TEN("4") TEN("5") "%60, %61, %62, %63"
@@ -83,8 +83,8 @@ static inline void mma(float c[4], const uint a[4], const uint b[2])
 #define REGISTERS_64(d) F32(d, 0)
 #define REGISTERS_128(d) F64(d, 0)
 #define REGISTERS_256(d) F64(d, 0), F64(d, 16)
-// The operands after the accumulators: whether to add to the accumulators, then both matrices as descriptors, or the
-// left one as registers.
+// The operands after the accumulators: whether to add to the accumulators, then both matrices as descriptors, or the left matrix in
+// registers.
 #define ADD_64 "%32"
 #define ADD_128 "%64"
 #define ADD_256 "%128"

@@ -1,6 +1,6 @@
 // Loads and stores of VEC adjacent elements at once: 16 bytes, or one element if VEC is 1. The host defines A (dtype), ACC and ACC_NAME,
-// and WIDE_T if VEC is above 1. A Raw takes four registers, but VEC converted halves take eight. Kernels that load far ahead therefore
-// keep the Raw until they compute.
+// and WIDE_T if VEC is above 1. A Raw (the loaded bytes) takes four registers, but VEC halves converted to float take eight. Kernels
+// that load far ahead therefore keep the Raw until they compute.
 
 typedef __global const CAT(A, _t) *In;
 typedef __global CAT(A, _t) *Out;

@@ -1,8 +1,8 @@
-// The nonzero elements of a strided tensor, in row-major order. The host defines A (its dtype), NK (rank), IDX, and one of
-// COUNT, ROWS and ELEMENTS. COUNT counts the nonzero elements in every chunk. The sum of the counts before a chunk is the offset
-// of its results. ROWS writes the indices of each nonzero element (a row of RANK, for a tensor of `sizes`). ELEMENTS writes the
-// element of another tensor (rank NV, elements of the size of V) at the same position. A chunk belongs to a work-item on CPUs,
-// and to a group of GROUP work-items on GPUs.
+// The nonzero elements of a strided tensor, in row-major order. The host defines A (its dtype), NK (rank), IDX, and one of COUNT,
+// ROWS and ELEMENTS. COUNT counts the nonzero elements of every chunk. The sum of the counts of all earlier chunks is the offset of
+// a chunk's results. ROWS writes the indices of each nonzero element (a row of RANK indices, for a tensor of `sizes`). ELEMENTS
+// writes the element of another tensor (rank NV, elements of the size of V) at the same position. A chunk is processed by a
+// work-item on CPUs, and by a group of GROUP work-items on GPUs.
 
 STRIDED_DIMS(Rest, NK)
 
@@ -14,9 +14,9 @@ typedef struct {
     ulong size[RANK];
 } Sizes;
 #define RESULTS , __global long *y, ulong y_at, Sizes sizes, ulong most
-// PUT writes row `to`: the indices of element i.
+// PUT writes row `to` of the result: the indices of element i.
 #if RANK == 2
-// One store of both indices, because a new tensor is aligned to sixteen bytes.
+// Both indices are stored at once, because a new tensor is aligned to sixteen bytes.
 #define PUT(to, i)                                                                                                     \
     {                                                                                                                  \
         const IDX element = i, row = element / (IDX)sizes.size[1];                                                     \
@@ -43,7 +43,7 @@ STRIDED_DIMS(From, NV)
 #define IS_TRUE(at) (CAT(load_, A)(x, x_at + (at)) != 0)
 
 #ifdef IS_CPU
-// The length of a run, whose nonzero elements are all found, without branches, before they are written.
+// The length of a run. Without branches, all nonzero elements of a run are found before they are written.
 #define RUN_LEN 256
 
 __kernel void count(PARAMETERS) {
@@ -63,7 +63,7 @@ __kernel void count(PARAMETERS) {
     uint found[RUN_LEN];
 #endif
     while (i < end) {
-        // A run along the innermost dim.
+        // A run of elements along the innermost dim.
         IDX len = min(inner - i % inner, end - i);
         const long at = at_Rest(&rest, i);
 #ifdef COUNT
@@ -96,7 +96,7 @@ __kernel void count(PARAMETERS) {
 #endif
 }
 #else
-// The number of elements of a work-item in a tile.
+// The number of elements of a tile that each work-item processes.
 #define PER 16
 #define TILE (GROUP * PER)
 #define PLUS(a, b) ((a) + (b))
@@ -129,7 +129,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void count(PARAMETER
         before += counts[counts_at + k];
     FOLD(PLUS, before);
     for (IDX tile = first; tile < end; tile += TILE) {
-        // Work-items read interleaved elements, for coalesced loads, and then process consecutive elements.
+        // Work-items read interleaved elements, so that loads are coalesced, and then process consecutive elements.
         #pragma unroll
         for (uint k = 0; k < PER; ++k) {
             const IDX i = tile + k * GROUP + lid;

@@ -1,16 +1,15 @@
-// Norm layers: rows are normalised to mean 0 and variance 1, or to a mean square of 1, then scaled and shifted. A row is two
-// dims of a view of four, [rows, inner rows | outer, inner], so a channel of a batch can also be a row. Follows
-// norm_arguments.cl. The host defines A (dtype), ACC and ACC_NAME, IDX, FLAT if rows have one outer index, and RMS if the mean
-// is not subtracted. CPUs: one work-item per row. GPUs: LANES work-items of a group of GROUP keep a row in registers, CACHED
-// times VEC adjacent elements each (loaded as WIDE_T if VEC is above 1), so that the row is read once. Longer rows are cut into
-// `slices` of `chunk` elements, which go through registers block by block: a launch with PARTS writes the sums of the slices,
-// and a launch with APPLY combines these, always in the same order, and writes the result.
-// EACH: every element has its own weight. COLUMNS: a lane's rows are consecutive, and the lane writes its sums for the gradients of weights.
-// VARIANCE: only the sum of squared deviations divided by eps is computed, or with ROOT its square root.
+// Norm layers: rows are normalised to mean 0 and variance 1, or to a mean square of 1, then scaled and shifted. A row is two dims of a view
+// with four dims, [rows, inner rows | outer, inner], so one channel of a batch can also be a row. Follows norm_arguments.cl. The host
+// defines A (dtype), ACC and ACC_NAME, IDX, FLAT if rows have one outer index, and RMS if the mean is not subtracted. CPUs: one work-item
+// per row. GPUs: LANES work-items of a group of GROUP keep a row in registers, each CACHED times VEC adjacent elements (loaded as WIDE_T if
+// VEC is above 1), so that the row is read once. Longer rows are cut into `slices` of `chunk` elements, which go through registers block by
+// block: a launch with PARTS writes the sums of the slices, and a launch with APPLY combines the sums, always in the same order, and writes
+// the result. EACH: every element has its own weight. COLUMNS: the rows of a lane are consecutive, and the lane writes its sums for the
+// gradients of weights. VARIANCE: only the sum of squared deviations divided by eps is computed, or with ROOT its square root.
 
 typedef struct {
     ulong inner_rows, outer, inner;
-    // Strides of the input, of the result, and of the forward pass's input, weight and bias if they exist.
+    // Strides of the input, of the result, and, if they exist, of the input of the forward pass (z), the weight and the bias.
     long x[4], y[4], z[4], w[4], b[4];
 } Rows;
 
@@ -25,8 +24,8 @@ typedef struct {
 #define AT(base, s) ((base) + ELEMENT_OFFSET((s)[2], (s)[3]))
 #define ROW(base, s) ((base) + (long)(r / (IDX)d.inner_rows) * (s)[0] + (long)(r % (IDX)d.inner_rows) * (s)[1])
 
-// Forward: the statistics of each row are written. Backward: x is the gradient of the result and z the input of the forward
-// pass. For each row the sum of the gradient, and of its products with the normalised input, is written too, unweighted.
+// Forward: the statistics of each row are written. Backward: x is the gradient of the result, and z is the input of the forward
+// pass. Also written are two unweighted sums for each row: of the gradient, and of the gradient times the normalised input.
 #define PARAMETERS                                                                                                     \
     In x, ulong x_at, Out y, ulong y_at, FORWARDS_INPUT ITS_WEIGHT ITS_BIAS __global ACC *statistics,                   \
         ulong statistics_at, ITS_SUMS Rows d, ulong count_, ACC eps
@@ -35,7 +34,7 @@ typedef struct {
 #define KEPT (CACHED * VEC)
 #define BLOCK (LANES * KEPT)
 #define PLUS(a, b) ((a) + (b))
-// Folds of `pairs` alternate with those of `scratch`, except if no mean is computed.
+// Uses of `pairs` and of `scratch` alternate, so no extra barrier is needed, except if no mean is computed.
 #ifdef RMS
 #define FOLD_PAIRS(s)                                                                                                  \
     barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
@@ -44,7 +43,7 @@ typedef struct {
 #define FOLD_PAIRS(s) FOLD_IN(PLUS, s, pairs)
 #endif
 
-// Loads the factors of VEC adjacent elements, or the numbers that are added to them.
+// Loads the weights or the biases of VEC adjacent elements.
 static inline void factors(ACC *v, Weights w, ulong at) {
 #ifdef EACH
     get(v, w, at);
@@ -56,7 +55,7 @@ static inline void factors(ACC *v, Weights w, ulong at) {
 #endif
 }
 
-// Loads a lane's part of a block that ends at `stop`; e is its first element. Elements past the end are `other`.
+// Loads a lane's part of a block that ends at `stop`. e is the first element of the lane. Elements past the end are set to `other`.
 static inline void block_of(ACC *v, In x, ulong at, long s2, long s3, IDX inner, IDX e, IDX stop, ACC other) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
@@ -78,7 +77,7 @@ static inline ACC sum_of(const ACC *v) {
     return s;
 }
 
-// Returns the sums of the elements' deviations from `mean`, and of the squares of these deviations.
+// Returns two sums over the elements: of the deviations from `mean`, and of the squares of these deviations.
 static inline Two sums_above(const ACC *v, ACC mean, IDX e, IDX stop) {
     Two s = 0;
     #pragma unroll
@@ -157,7 +156,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
 #elif defined(APPLY)
     const IDX r = group, slice = 0, chunk = (IDX)chunk_;
 #elif !defined(COLUMNS)
-    // Work-items past the last row have an empty row, so that they reach every barrier.
+    // Work-items past the last row get an empty row, so that they reach every barrier as well.
     const IDX mine = group * (GROUP / LANES) + lid / LANES, r = min(mine, count - 1), stop = mine < count ? n : 0;
     const IDX first = lane * VEC, slice = mine < count ? 0 : 1;
 #endif
@@ -165,7 +164,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
 #ifndef BACKWARD
     __local ACC scratch[GROUP];
     __local Two pairs[GROUP];
-    // The mean is `mean + low`, of elements multiplied by the factor.
+    // The mean is stored as the sum `mean + low`. All statistics are of elements multiplied by `factor`.
     ACC factor = 1, mean, low, squares;
 #ifdef VARIANCE
 #define LEAST_OF_VARIANCE 0
@@ -206,7 +205,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
             break;
         factor = needed;
     }
-    // The root of the mean square is in range, because the elements are.
+    // The square root of the mean square is in the range of ACC, because the elements are.
     if (lane == 0)
         parts[parts_at + (ulong)r * slices + slice] = (Two)((mean + low) / factor, sqrt(squares / (ACC)(stop - start)) / factor);
 #else
@@ -260,7 +259,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
             break;
         factor = factor_for(mean, squares, LEAST_OF_VARIANCE);
 #if LANES < GROUP
-        // Rows of a group continue together, because every work-item must reach every barrier.
+        // All rows of a group are repeated together, because every work-item must reach every barrier.
         if (factor != 1)
             again = 1;
         barrier(CLK_LOCAL_MEM_FENCE);
@@ -369,7 +368,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
 #else
         ACC weight = 1;
 #ifdef WEIGHTED_ROWS
-        // One weight for the whole row: its gradient needs the same sums.
+        // One weight for the whole row: the gradient of the weight needs the same sums.
         if (lane == 0 && slice == 0) {
             sums[sums_at + r] = s.x;
             sums[sums_at + count + r] = s.y;

@@ -1,7 +1,7 @@
-// Optional arguments of norms, and the statistics for the backward pass. Follows neighbours.cl. The host defines W (dtype of
-// weights; A unless a weight belongs to a whole row), BACKWARD for the gradient, WEIGHT and BIAS if they exist, and
-// WEIGHTED_ROWS if the backward pass writes the sums of whole rows. Statistics are means, 1 / sqrt(var + eps) and, in the
-// forward pass only, variances.
+// Optional arguments of norms, and the statistics for the backward pass. Follows neighbours.cl. The host defines W (dtype of the
+// weights; A unless there is one weight per row), BACKWARD for the gradient, WEIGHT and BIAS if they exist, and WEIGHTED_ROWS if
+// the backward pass writes sums of whole rows. The statistics of a row are the mean, 1 / sqrt(var + eps), and, in the forward pass
+// only, the variance.
 
 typedef __global const CAT(W, _t) *Weights;
 typedef CAT(ACC, 2) Two;
@@ -28,15 +28,15 @@ typedef CAT(ACC, 2) Two;
 #define ITS_SUMS
 #endif
 
-// Returns the factor for a row's elements if the row's plain moments (the mean, and the sum of squared deviations) left the range of ACC,
-// otherwise 1. Squares that vanish do not matter beside `eps`. LARGEST, LEAST, DOWN and UP are those of reductions.
+// Returns the factor for a row's elements if the mean or the sum of squared deviations of the unscaled elements left the range of ACC,
+// otherwise 1. Squares that underflow to 0 do not matter compared to `eps`. LARGEST, LEAST, DOWN and UP are as in reductions.
 static inline ACC factor_for(ACC mean, ACC squares, ACC eps) {
     const bool overflow = !(fabs(mean) <= LARGEST) | !(squares <= LARGEST);
     return overflow ? DOWN : (squares < LEAST) & (eps < LEAST) ? UP : 1;
 }
 
-// Returns the sum of squared deviations of n elements from their mean, given the sums of deviations from a number near
-// it and of their squares.
+// Returns the sum of squared deviations of n elements from their mean. `sums` holds the sum of the elements' deviations from a
+// number close to the mean, and the sum of the squares of these deviations.
 static inline ACC squares_about_mean(Two sums, ACC n) {
     const ACC squares = sums.y - sums.x * (sums.x / n);
     return squares < 0 ? 0 : squares;

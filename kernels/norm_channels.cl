@@ -1,23 +1,23 @@
-// Batch norm of channels-last tensors: rows of `channels` adjacent elements. Each channel has a mean and a variance over all
-// rows. Follows norm_arguments.cl. The host defines IDX. A work-item has VEC adjacent channels, and LANES of a group's GROUP
-// work-items share a row, so a group has a block of LANES * VEC channels, no more than it has work-items. Each slice of `chunk`
-// rows has its own groups: a launch with PARTS writes the sums of the slices, and a launch with APPLY combines these and writes
-// the result. Without either macro, a group has all rows. Sums have the same order in every run.
+// Batch norm of channels-last tensors: rows of `channels` adjacent elements. Each channel has a mean and a variance over all rows.
+// Follows norm_arguments.cl. The host defines IDX. A work-item has VEC adjacent channels, and LANES of the GROUP work-items of a
+// group share a row. So a group has a block of LANES * VEC channels, and at most one channel per work-item. Each slice of `chunk` rows
+// is processed by separate groups: a launch with PARTS writes the sums of the slices, and a launch with APPLY combines the sums and
+// writes the result. Without either macro, a group processes all rows. Sums have the same order in every run.
 
 #define BLOCK (LANES * VEC)
 #define ROWS (GROUP / LANES)
-// The rows from one iteration of a work-item to the next. A work-item loads AT_ONCE rows of x, and of z, before it computes.
+// The number of rows from one iteration of a work-item to the next. A work-item loads AT_ONCE rows of x (and of z) before it computes.
 #define TURN (ROWS * AT_ONCE)
 
-// Loads rows r, r + ROWS and so on of this work-item's channels. Rows past the end repeat the last row, so loads need no conditions.
+// Loads rows r, r + ROWS and so on of this work-item's channels. Past the end, the last row is loaded again, so that loads need no conditions.
 static inline void fetch(Raw *raw, In x, ulong at, long step, IDX r, IDX last) {
     #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k)
         raw[k] = raw_at(x, at + (ulong)((long)min(r + k * ROWS, last) * step));
 }
 
-// Makes v of work-item t of the first BLOCK the sum over all work-items whose number is t modulo BLOCK. A macro, because PoCL
-// shares local memory that is passed to functions between groups.
+// Sets v of work-item t < BLOCK to the sum over all work-items whose number is t modulo BLOCK. This is a macro, because in PoCL,
+// groups share local memory that is passed to functions.
 #define OVER_BLOCK(v)                                                                                                  \
     barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
     scratch[lid] = v;                                                                                                  \
@@ -27,8 +27,8 @@ static inline void fetch(Raw *raw, In x, ulong at, long step, IDX r, IDX last) {
         _Pragma("unroll") for (int k = 0; k < GROUP / BLOCK; ++k) v += scratch[lid + k * BLOCK];                       \
     }
 
-// Like OVER_BLOCK for VEC channels per work-item: `sum` of work-item t becomes the sum of channel t of the block, over all rows.
-#define PITCH (GROUP + 32 / VEC) // so that a column of work-items reads from different banks
+// Like OVER_BLOCK, for VEC channels per work-item: `sum` of work-item t becomes the sum over all rows of channel t of the block.
+#define PITCH (GROUP + 32 / VEC) // padded so that a column of work-items reads from different banks
 #define OVER_ROWS(v, sum)                                                                                              \
     ACC sum = 0;                                                                                                       \
     _Pragma("unroll") for (int j = 0; j < VEC; ++j) all[j * PITCH + lid] = v[j];                                       \
@@ -45,26 +45,26 @@ static inline void fetch(Raw *raw, In x, ulong at, long step, IDX r, IDX last) {
 
 typedef struct {
     ulong rows, channels, chunk, slices;
-    // Strides between rows of the input, of the result, and of the forward pass's input; strides between channels of the
-    // weight and the bias.
+    // Strides between rows of the input, of the result and of the forward pass's input, and strides between channels of the weight
+    // and the bias.
     long x, y, z, w, b;
 } Sizes;
 
-// Forward: x is normalised. Backward: x is the gradient of the result, and z the input of the forward pass.
+// Forward: normalises x. Backward: x is the gradient of the result, and z is the input of the forward pass.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     In x, ulong x_at, Out y, ulong y_at, FORWARDS_INPUT ITS_WEIGHT ITS_BIAS __global ACC *statistics, ulong statistics_at,
     ITS_SUMS Sizes d, ACC eps SLICED) {
-    // Four numbers of each channel, for all of its rows.
+    // Four numbers for each channel of the block, which all rows use.
     __local ACC scratch[GROUP], of_block[4 * BLOCK];
     const IDX rows = (IDX)d.rows, channels = (IDX)d.channels, chunk = (IDX)d.chunk;
     const uint lid = get_local_id(0), lane = lid % LANES, row = lid / LANES;
     const IDX blocks = (channels + BLOCK - 1) / BLOCK, group = (IDX)get_group_id(0), slice = group / blocks;
     const IDX first = group % blocks * BLOCK, c = first + lane * VEC;
-    // The channel of the block whose parts this work-item combines. The first work-item of each channel writes the channel's results.
+    // The channel whose partial results this work-item combines. The first work-item of each channel writes the channel's results.
     const IDX own = first + lid % BLOCK;
     const bool counts = own < channels, writes = counts & (lid < BLOCK);
     __global ACC *means = statistics + statistics_at, *scales = means + channels;
-    // Work-items past the last channel have no rows.
+    // Work-items past the last channel get no rows.
     const IDX start = slice * chunk, stop = c < channels ? min(start + chunk, rows) : start, last = stop - 1;
     x_at += c;
 #ifdef BACKWARD
@@ -72,8 +72,8 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
 #endif
 
 #ifndef BACKWARD
-    // The mean is `sum_a + low`; squares are of elements multiplied by the factor. If one channel needs another factor,
-    // all work-items repeat.
+    // The mean is stored as the sum `sum_a + low`, and squares are of elements multiplied by the factor. If one channel needs
+    // another factor, all work-items repeat the sums.
     ACC low = 0, own_factor = 1;
     __local uint needed[3];
     if (lid < 3)
@@ -98,7 +98,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     }
 #endif
 #ifdef APPLY
-    // Combines the parts of all slices. Means are added up relative to one of them, so that no digits are lost if they are far from 0.
+    // Combines the partial results of all slices. Means are summed relative to one slice's mean, so that no digits are lost if they are far from 0.
     ACC sum_a = 0, sum_b = 0;
     parts += parts_at + own;
     const IDX slices = counts ? (IDX)d.slices : 0;
@@ -141,7 +141,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     for (int j = 0; j < VEC; ++j)
         of_a[j] = of_b[j] = mean[j] = 0;
 #ifdef BACKWARD
-    // Sums of the gradient, and of its products with the normalised input without the scale.
+    // The sums of the gradient, and of the gradient times the normalised input (without the weight).
     if (start < stop) {
         #pragma unroll
         for (int j = 0; j < VEC; ++j)
@@ -169,8 +169,8 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     if (writes)
         sum_b *= scales[own];
 #else
-    // The mean and the squared deviations so far, of elements multiplied by the factor. The mean is moved by the sum of deviations whenever
-    // the number of elements has doubled. At most half of the squares is then subtracted, and there are few moves that round.
+    // The mean and the squared deviations so far, of elements multiplied by the factor. Whenever the number of elements has doubled, the
+    // mean is moved by the mean deviation. So at most half of the squares is subtracted, and few moves cause rounding errors.
     ACC sum_a = 0, sum_b = 0;
     FOR_EACH_FACTOR
         ACC n = 0, moved_at = 0;
@@ -202,7 +202,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
                 moved_at = n;
                 #pragma unroll
                 for (int j = 0; j < VEC; ++j) {
-                    // The sum keeps the rounding error of the new mean.
+                    // The rounding error of the new mean stays in the sum of deviations.
                     const ACC to = mean[j] + of_a[j] / n, moved = to - mean[j];
                     of_b[j] = fma(moved, fma(n, moved, -2 * of_a[j]), of_b[j]);
                     of_a[j] = fma(-n, moved, of_a[j]);
@@ -231,7 +231,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
         #pragma unroll
         for (int j = 0; j < VEC; ++j) {
             const ACC apart = mean[j] - of_block[lane * VEC + j] - of_block[BLOCK + lane * VEC + j];
-            // A work-item without rows has no mean.
+            // A work-item without rows has no mean, so its sum is 0.
             sums[j] = n > 0 ? fma(apart, fma(n, apart, 2 * of_a[j]), of_b[j]) : 0;
         }
         OVER_ROWS(sums, squares);
@@ -245,12 +245,12 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
 #ifdef BACKWARD
         parts[parts_at + (ulong)slice * channels + own] = (Two)(sum_a, sum_b);
 #else
-        // The root of the mean square is in range, because the elements are.
+        // The square root of the mean square is in the range of ACC, because the elements are.
         parts[parts_at + (ulong)slice * channels + own] =
             (Two)(sum_a, sqrt(sum_b / (ACC)(min(start + chunk, rows) - start)) / own_factor);
 #endif
 #else
-    // Forward, results are (x - first) * second + third. Backward, results are x * first + (z - fourth) * second + third.
+    // Four numbers per channel. Forward: (x - first) * second + third. Backward: x * first + (z - fourth) * second + third.
     barrier(CLK_LOCAL_MEM_FENCE);
     if (writes) {
         ACC weight = 1;
@@ -296,7 +296,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
         fourth_of[j] = of_block[3 * BLOCK + lane * VEC + j];
 #endif
     }
-    // Iterates from the last row to the first, because the rows that were read last may still be in a cache.
+    // Iterates from the last row to the first, because the rows that were read last may still be cached.
     for (IDX turn = (stop - start + TURN - 1) / TURN; turn > 0; --turn) {
         const IDX r = start + row + (turn - 1) * TURN;
         Raw of_x[AT_ONCE];

@@ -1,8 +1,8 @@
 // Norms on CPUs: one work-item per row. Follows norm.cl.
 
 #ifdef IS_CPU
-// The sum of `term` over the row, in blocks, because thousands of additions in one chain would round too often. The rounding
-// error of adding a block is carried into the next block.
+// Adds up `term` over the row, in blocks, because a chain of thousands of additions would round too often. The rounding error of
+// adding one block is carried into the next block.
 #define SUM(result, term)                                                                                              \
     {                                                                                                                  \
         ACC block = 0;                                                                                                 \
@@ -19,7 +19,7 @@
         result += block;                                                                                               \
     }
 
-// The sums of `term`, and of its squares, in such blocks.
+// Adds up `term` and the square of `term` in such blocks.
 #define SUMS(result, term)                                                                                             \
     {                                                                                                                  \
         Two block = 0;                                                                                                 \
@@ -57,7 +57,7 @@ __kernel void norm(PARAMETERS) {
 #define PLUS_BIAS
 #endif
 #ifndef BACKWARD
-    // The mean is `mean + low`, of elements multiplied by the factor.
+    // The mean is stored as the sum `mean + low`. All statistics are of elements multiplied by `factor`.
 #define X (LOAD(x, AT(xa, d.x)) * factor)
     ACC factor = 1, mean, low, squares;
     for (uint attempt = 0; attempt < 2; ++attempt) {
@@ -90,7 +90,7 @@ __kernel void norm(PARAMETERS) {
 #define NORMAL ((LOAD(z, AT(za, d.z)) - mean) * scale)
     ACC sum, product;
 #ifdef WEIGHTED_ROWS
-    // One weight for the whole row: its gradient needs the same sums.
+    // One weight for the whole row: the gradient of the weight needs the same sums.
     SUM(sum, LOAD(x, AT(xa, d.x)));
     SUM(product, LOAD(x, AT(xa, d.x)) * NORMAL);
     sums[sums_at + r] = sum;

@@ -1,5 +1,5 @@
-// The beginning of every kernel's source: storage types, conversions, the primitives of formulas, random numbers.
-// The host defines HAS_F64 if the device computes in double.
+// The first part of every kernel's source: storage types, conversions, primitives of formulas, and random numbers. The host defines
+// HAS_F64 if the device computes in double.
 
 #ifdef HAS_F64
 #pragma OPENCL EXTENSION cl_khr_fp64 : enable
@@ -9,17 +9,17 @@
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)
 
-// A fence for global memory between work-groups of a launch. OpenCL 1.2 has none; compilers that accept NVIDIA's PTX have one,
-// and so have those of CPUs with BUILTIN_FENCE. If only the last group continues after a barrier, a kernel must end with another
-// barrier: between the last barrier and the end, PoCL's compiler makes all work-items take the branch that the first takes.
+// A fence for global memory between the work-groups of a launch. OpenCL 1.2 has no such fence, but compilers that accept NVIDIA's PTX do, and so do CPU
+// compilers with BUILTIN_FENCE. If only the last group continues after a barrier, a kernel must end with another barrier: between the last barrier and
+// the end, PoCL's compiler makes all work-items take the branch that the first work-item takes.
 #ifdef BUILTIN_FENCE
 #define FENCE __sync_synchronize()
 #else
 #define FENCE asm volatile("fence.acq_rel.gpu;" ::: "memory")
 #endif
 
-// Records an error for the host, which reads it at its next wait: {code, low half of the index, high half, size of the dimension}.
-// The host defines the codes FAULT_... Only the first error is kept.
+// Records an error that the host reads at its next wait: {code, low half of the index, high half of the index, size of the
+// dimension}. The host defines the codes as FAULT_... Only the first error is kept.
 static inline void fault_record(volatile __global int* fault, int code, long index, ulong size)
 {
     if (atomic_cmpxchg(fault, 0, code) == 0) {
@@ -29,7 +29,7 @@ static inline void fault_record(volatile __global int* fault, int code, long ind
     }
 }
 
-// ---- storage types: f16 and bf16 are bits, bool is a byte of 0 or 1 ----
+// ---- storage types: f16 and bf16 are stored as bits, bool as a byte of 0 or 1 ----
 
 typedef float f32_t;
 typedef ushort f16_t;
@@ -40,14 +40,14 @@ typedef uchar u8_t;
 typedef uint u32_t;
 typedef uchar bool_t;
 
-// Rounds to nearest, ties to even. A NaN remains a NaN although its payload is cut.
+// Rounds to nearest, ties to even. A NaN stays a NaN, although its payload is truncated.
 static inline ushort bf16_from_float(float v)
 {
     uint u = as_uint(v);
     return v != v ? (ushort)((u >> 16) | 0x40) : (ushort)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// Core OpenCL converts halves only in memory. This memory is private, so that compilers keep it in registers.
+// Core OpenCL converts halves only in memory. Here the memory is private, so compilers keep the value in registers.
 static inline ushort f16_from_float(float v)
 {
     ushort bits;
@@ -61,7 +61,7 @@ static inline long long_from_float(float v)
     return v != v ? 0 : v >= 9223372036854775808.0f ? LONG_MAX : v <= -9223372036854775808.0f ? LONG_MIN : (long)v;
 }
 
-// from_T: the value of stored bits, in the compute type.
+// from_T returns the value of stored bits of dtype T, in the compute type.
 static inline float from_f32(f32_t x) { return x; }
 static inline float from_f16(f16_t x) { return vload_half(0, (const half*)&x); }
 static inline float from_bf16(bf16_t x) { return as_float((uint)x << 16); }
@@ -71,7 +71,7 @@ static inline long from_u8(u8_t x) { return x; }
 static inline long from_u32(u32_t x) { return x; }
 static inline long from_bool(bool_t x) { return x != 0; }
 
-// to_T_C: the stored bits of a value computed in C. f64 is converted to the half types through f32, as on the CPU.
+// to_T_C returns the bits of dtype T for a value computed in C. f64 is converted to f16 and bf16 through f32, as on the CPU.
 #define BITS_OF_FLOAT(C, T, TO_LONG)                                                                                 \
     static inline f32_t to_f32_##C(T v) { return (float)v; }                                                         \
     static inline f16_t to_f16_##C(T v) { return f16_from_float((float)v); }                                         \
@@ -93,7 +93,7 @@ static inline u8_t to_u8_I64(long v) { return (uchar)v; }
 static inline u32_t to_u32_I64(long v) { return (uint)v; }
 static inline bool_t to_bool_I64(long v) { return v != 0; }
 
-// load_T and store_T_C: the same conversions from and to memory.
+// load_T and store_T_C do the same conversions from and to memory.
 #define LOAD_OF(D, T) static inline T load_##D(const __global D##_t* p, ulong i) { return from_##D(p[i]); }
 #define STORE_OF(D, C, T) static inline void store_##D##_##C(__global D##_t* p, ulong i, T v) { p[i] = to_##D##_##C(v); }
 #define STORES_OF(C, T)                                                                                              \
@@ -108,7 +108,7 @@ static inline bool_t to_bool_I64(long v) { return v != 0; }
 
 LOAD_OF(f32, float)
 #if defined(IS_CPU) && defined(__F16C__)
-// One instruction; PoCL's vload_half of a single element is a subroutine.
+// This takes one instruction; PoCL's vload_half of a single element calls a subroutine.
 static inline float load_f16(const __global f16_t* p, ulong i) { return __builtin_load_halff((const __global half*)p + i); }
 #else
 static inline float load_f16(const __global f16_t* p, ulong i) { return vload_half(i, (const __global half*)p); }
@@ -142,7 +142,7 @@ STORE_OF(f64, F64, double)
 STORE_OF(f64, I64, long)
 #endif
 
-// ---- primitives that are not built in ----
+// ---- primitives that are not built into OpenCL C ----
 
 #define FLOAT_PRIMITIVES(T)                                                                                          \
     static inline T max_##T(T a, T b) { return a > b || a != a ? a : b; }                                            \
@@ -158,7 +158,7 @@ FLOAT_PRIMITIVES(float)
 FLOAT_PRIMITIVES(double)
 #endif
 
-// Integers wrap. The arithmetic is unsigned, because signed overflow is undefined.
+// Integers wrap around. The arithmetic is unsigned, because signed overflow is undefined.
 static inline long max_long(long a, long b) { return a > b ? a : b; }
 static inline long min_long(long a, long b) { return a < b ? a : b; }
 static inline long neg_long(long x) { return (long)(0UL - (ulong)x); }
@@ -193,7 +193,7 @@ static inline long gcd_long(long a, long b)
     return (long)x;
 }
 
-// Computes powers by squaring. A negative power is 0 unless the base is 1 or -1.
+// Computes powers by squaring. For a negative exponent, the result is 0 unless the base is 1 or -1.
 static inline long pow_long(long a, long b)
 {
     if (b < 0) return a == 1 ? 1 : a == -1 ? 1 - 2 * (b & 1) : 0;
@@ -205,7 +205,7 @@ static inline long pow_long(long a, long b)
     return (long)power;
 }
 
-// ---- random numbers: bit for bit as in expr/philox.rs ----
+// ---- random numbers, with exactly the bits of expr/philox.rs ----
 
 static inline uint4 philox_block(ulong key, ulong stream, ulong block)
 {
@@ -258,7 +258,7 @@ static inline float random_normal(ulong key, ulong stream, ulong index)
     for (int i = 0; i < 3; i++) y = y * (1.5f - half_t * y * y);
     float r = t * y;
 
-    // cosine for the even element of a pair, sine for the odd
+    // cosine for the even element of a pair, sine for the odd element
     uint n = pair.y >> 8;
     uint quarter = (n + 0x00200000u) >> 22;
     float x = (float)(int)(n - (quarter << 22)) * 0x1.921fb6p-22f;

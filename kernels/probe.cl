@@ -1,7 +1,7 @@
-// Tests whether the compiler accepts NVIDIA's tensor core instructions and the device computes them correctly: cp.async to the end of
-// LOCAL bytes of local memory, ldmatrix and mma.sync, or with SM_90A wgmma, in f16 and bf16. The kernel runs on four warps.
+// Tests whether the compiler accepts NVIDIA's tensor core instructions, and whether the device computes them correctly: cp.async to the end of LOCAL
+// bytes of local memory, and ldmatrix and mma.sync, or with SM_90A wgmma, in f16 and bf16. The kernel runs on four warps.
 //
-// a: two matrices [64, 16] (f16, bf16); b: two matrices [8, 16]; c: two matrices [64, 8], each a times b transposed.
+// a: two matrices [64, 16] (one f16, one bf16); b: two matrices [8, 16]; c: two matrices [64, 8], which are a times b transposed.
 
 static inline void multiply(const uint a[4], const uint b[2], float c[4], const bool bf16)
 {
@@ -29,7 +29,7 @@ static inline void multiply_group(ulong a, ulong b, float c[4], const bool bf16)
 }
 #endif
 
-// The offset of the first or second half of a row of 16 elements.
+// The offset in bytes of the first half (side 0) or the second half (side 1) of a row of 16 elements.
 #define HALF_AT(row, side) ((row) * 32 + (((side) ^ ((row) >> 2 & 1)) * 16))
 
 __kernel __attribute__((reqd_work_group_size(128, 1, 1)))
@@ -42,7 +42,7 @@ void probe(const __global ushort* a, const __global ushort* b, __global float* c
     for (uint bf16 = 0; bf16 < 2; bf16++) {
         const ulong from_a = (ulong)(a + bf16 * 1024 + t * 8), from_b = (ulong)(b + bf16 * 128 + t % 16 * 8);
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at_a + HALF_AT(t / 2, t % 2)), "l"(from_a));
-        // The first 16 work-items copy a chunk of b each. The others copy nothing and write zeros behind b.
+        // The first 16 work-items copy one chunk of b each. The other work-items copy nothing and write zeros after b.
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(t < 16 ? at_b + HALF_AT(t / 2, t % 2) : at_b + 512),
                      "l"(from_b), "r"(t < 16 ? 16 : 0));
         asm volatile("cp.async.commit_group;");

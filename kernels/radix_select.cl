@@ -1,14 +1,13 @@
 // Radix selection from few long lines, which are cut into slices: the element of one rank, or the first k elements in the order of their
-// indices. Follows key.cl. The host defines A (dtype), V (an unsigned type of the element's size), NK (rank), IDX, GROUP
-// (1 on CPUs), BITS
-// (of a digit), BINS (the values of a digit), FLOATS if elements may be NaN, and one of:
-//   COUNT   the histogram of a digit, bits `low` to `high` of the keys, in each slice. If `low` equals `high`: how many keys are less
-//           than the found key, and how many are equal. The last bin counts NaN.
-//   NARROW  finds the digit of the element of the rank
-//   COLLECT writes the elements: with TOP all elements less than the found key and the first of the equal ones, otherwise the element of
-//           the rank
-//   WHOLE   all stages for the element of one rank, on CPUs: a line belongs to a work-item
-// The state of a line: the digits found so far, the rank (from 1) among the elements that have these digits, and the last digit.
+// indices. Follows key.cl. The host defines A (dtype), V (an unsigned type of the element's size), NK (rank), IDX, GROUP (1 on CPUs),
+// BITS (the number of bits of a digit), BINS (the number of values of a digit), FLOATS if elements may be NaN, and one of:
+//   COUNT   the histogram of a digit (bits `low` to `high` of the keys) of each slice. If `low` equals `high`, the number of keys that
+//           are less than the found key, and the number of equal keys. The last bin counts NaN.
+//   NARROW  finds the digit that the element of the rank has
+//   COLLECT writes the elements: with TOP, all elements less than the found key and the first of the equal elements; otherwise the
+//           element of the rank
+//   WHOLE   all stages for the element of one rank, on CPUs: each work-item searches one line
+// The state of a line: the digits found so far, the rank (from 1) among the elements with these digits, and the last digit.
 
 STRIDED_DIMS(Rest, NK)
 
@@ -16,8 +15,8 @@ STRIDED_DIMS(Rest, NK)
 #define NEED state[state_at + 4 * line + 1]
 #define LAST_DIGIT state[state_at + 4 * line + 2]
 
-// The rule that determines the rank; NaN ranks last. PLAIN: the k-th, counted from 1. OR_NAN: the k-th, or the first NaN if there is any.
-// NAN_MEDIAN: the middle of the elements that are not NaN. Otherwise the rank, counted from 0, is read from `ranks`.
+// The rule for the rank; NaN ranks last. PLAIN: the k-th element, counted from 1. OR_NAN: the k-th element, or the first NaN if there is
+// any. NAN_MEDIAN: the median of the elements that are not NaN. Otherwise the rank, counted from 0, is read from `ranks`.
 #define PLAIN 0
 #define OR_NAN 1
 #define NAN_MEDIAN 2
@@ -29,7 +28,7 @@ STRIDED_DIMS(Rest, NK)
         uint high, ulong flip_
 #define KEY(i) KEY_OF(CAT(load_, A)(x, (ulong)(start + (long)(i) * stride)))
 #define COUNT_AT(slice, bin) (counts_at + ((ulong)line * slices + (slice)) * (BINS + 1) + (bin))
-// The slice of a CPU's work-item, or of a group.
+// The slice of a CPU work-item, or of a GPU work-group.
 #define SLICE                                                                                                          \
     const IDX n = (IDX)n_, line = (IDX)get_group_id(0) / slices, slice = (IDX)get_group_id(0) % slices;                 \
     const IDX share = n / slices, rest_of = n % slices;                                                                \
@@ -38,14 +37,14 @@ STRIDED_DIMS(Rest, NK)
     const Key flip = (Key)flip_, found = begins ? 0 : (Key)FOUND;                                                      \
     const uint lid = get_local_id(0)
 
-// MATCHES: whether a key has the digits found so far. DIGIT: its next digit.
+// MATCHES: whether a key has the digits found so far. DIGIT: the next digit of a key.
 #define MATCHES(key) (classes || ((key) >> (high - 1)) >> 1 == found)
 #define DIGIT(key) (classes ? (uint)((key) >> low > found) + (uint)((key) >> low >= found) : (uint)((key) >> low) & mask)
 #define CLASSES const int classes = low == high; const uint mask = (1u << (high - low)) - 1
 
 #ifdef IS_CPU
-// Adds elements `first` to `end` of a line to two histograms: adjacent elements often have the same digit, and one count
-// would wait for the other.
+// Counts the digits of the elements `first` to `end` of a line in two alternating histograms. Adjacent elements often have the same
+// digit, so with a single histogram, each count would wait for the previous count.
 static inline void count_digits(uint (*bins)[BINS + 1], __global const CAT(A, _t) *x, long start, long stride, IDX first, IDX end,
                                 int begins, Key found, uint low, uint high, Key flip) {
     CLASSES;
@@ -131,7 +130,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_count(PA
 }
 #endif
 
-// The rank, from 1, in a line with `nans` NaN.
+// The rank, counted from 1, in a line that contains `nans` NaN.
 #define RANK(nans)                                                                                                     \
     (rule == PLAIN || (rule == OR_NAN && (nans) == 0) ? k_                                                             \
      : rule == OR_NAN                                 ? n_ - (nans) + 1                                                \
@@ -173,7 +172,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_narrow(P
 }
 #endif
 
-// PUT writes element i of the line as result p of RESULTS.
+// PUT writes element i of the line as result p of the RESULTS results of the line.
 #ifdef TOP
 #define RESULTS k_
 #else
@@ -185,7 +184,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_narrow(P
         y[y_at + put_at] = ((__global const V *)x)[start + (long)(i) * stride];                                        \
         indices[indices_at + put_at] = (long)(i);                                                                      \
     }
-// PUT_EQUAL writes an element after `less` smaller and `same` equal elements of its line.
+// PUT_EQUAL writes an element that is preceded by `less` smaller and `same` equal elements of its line.
 #ifdef TOP
 #define IS_LESS(key) ((key) >> low < found)
 #define EQUAL_BIN 1
@@ -201,7 +200,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_narrow(P
 #endif
 
 #ifdef WHOLE
-// A work-item of a CPU selects from a whole line.
+// Each CPU work-item selects from one whole line.
 __kernel void select_whole(PARAMETERS) {
     const IDX n = (IDX)n_, line = (IDX)get_global_id(0);
     if (line >= (IDX)lines_)
@@ -273,7 +272,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_collect(
 #define PLUS(a, b) ((a) + (b))
     const uint lane = lid, lanes = GROUP, step = 1;
     __local ulong scratch[GROUP];
-    // 1 for an element that is less, 16 for an equal element.
+    // The flag is 1 for a smaller element and 16 for an equal element.
     __local uchar flags[TILE];
     __local uint sums[2][GROUP];
     for (uint s = lid; s < slice; s += GROUP) {
@@ -287,7 +286,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_collect(
         return;
 #endif
     for (IDX tile = first; tile < end; tile += TILE) {
-        // Work-items read interleaved elements, for coalesced loads, and then process consecutive elements.
+        // Work-items read interleaved elements, so that loads are coalesced, and then process consecutive elements.
         #pragma unroll
         for (uint s = 0; s < PER; ++s) {
             const IDX i = tile + s * GROUP + lid;
@@ -301,7 +300,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_collect(
         barrier(CLK_LOCAL_MEM_FENCE);
         uchar own[PER];
         vstore8(vload8(lid, flags), 0, own);
-        // One sum holds both counts: smaller elements in the low 16 bits, equal elements above.
+        // One sum holds both counts: smaller elements in the low 16 bits, equal elements in the high bits.
         uint count = 0, now = 0;
         #pragma unroll
         for (uint s = 0; s < PER; ++s)

@@ -1,5 +1,5 @@
-// Random numbers of DRAWN adjacent elements at once, for CPUs, whose compilers vectorise only explicit vectors. The numbers are
-// bit for bit those of prelude.cl: element e + k, for e a multiple of DRAWN, has number [k % 4][k / 4].
+// Random numbers of DRAWN adjacent elements at once, for CPUs, whose compilers vectorise only explicit vectors. The numbers have
+// exactly the bits of those in prelude.cl: number [k % 4][k / 4] belongs to element e + k, where e is a multiple of DRAWN.
 
 #define DRAWN 64
 
@@ -9,7 +9,7 @@ static inline void random_multiply(const uint16 x, const uint factor, uint16 *lo
     *high = convert_uint16(product >> 32);
 }
 
-// Computes the words of 16 blocks, starting at `first`, a multiple of 16.
+// Computes the words of 16 blocks, from block `first` (a multiple of 16) on.
 static inline void random_blocks(ulong key, ulong stream, ulong first, uint16 *x) {
     x[0] = (uint16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) + (uint)first;
     x[1] = (uint16)((uint)(first >> 32));
@@ -67,7 +67,7 @@ static inline void draw_normal(ulong key, ulong stream, ulong first, float drawn
         for (int step = 0; step < 3; step++) y = y * (1.5f - half_t * y * y);
         const float16 r = t * y;
 
-        // cosine for the even element of a pair, sine for the odd
+        // cosine for the even element of a pair, sine for the odd element
         const uint16 n = words[i + 1] >> 8;
         const uint16 quarter = (n + 0x00200000u) >> 22;
         const float16 x = convert_float16(as_int16(n - (quarter << 22))) * 0x1.921fb6p-22f;

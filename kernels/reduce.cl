@@ -1,16 +1,16 @@
 // Reductions over any dims of a strided tensor. The host defines A (input dtype), B (output dtype), ACC and ACC_NAME (the accumulator's
-// type: float F32, double F64 or long I64), NK and NR (ranks), IDX, one of OP_SUM OP_PROD OP_MAX OP_MIN, and
+// type: float F32, double F64 or long I64), NK and NR (ranks of kept and reduced dims), IDX, one of OP_SUM OP_PROD OP_MAX OP_MIN, and
 //   ARG       for argmax and argmin
-//   NONZERO   if elements count as 0 or 1
-//   MAPPED    if element_of maps each element (of FROM, the type in which A is computed) before the reduction
-//   FINISHED  if finish_of maps each result (of ACC, over `number` elements)
+//   NONZERO   if nonzero elements count as 1 and other elements as 0
+//   MAPPED    if element_of maps each element (of type FROM, in which A is computed) before the reduction
+//   FINISHED  if finish_of maps each result (of type ACC, over `number` elements)
 //   INTEGERS  if ACC is long
-//   RESCALED  if a sum that leaves the range of ACC is computed again, of elements times a power of two. UNDO removes the factor from
-//             the result. SQUARES: the sum is of squares, which may also vanish. ROOT: the result is the root of that sum.
-// With several slices, output o of slice s is the partial result o * slices + s. A second launch reduces these (for ARG, PARTIAL writes
-// and PAIRS reads values with indices), or with LAST_GROUP_SUMS the last work-group of an output to arrive does. On GPUs `lanes`
-// work-items share an output. If VEC is above 1, VEC elements are loaded at a time as WIDE_T: adjacent elements of one output, or with
-// COLUMNS one element of each of VEC adjacent outputs.
+//   RESCALED  if a sum that leaves the range of ACC is computed again, from elements times a power of two. UNDO removes the factor from
+//             the result. SQUARES: the sum is of squares, which may also underflow. ROOT: the result is the square root of the sum.
+// With several slices, slice s of output o has the partial result o * slices + s. The partial results are reduced by a second launch
+// (for ARG, PARTIAL writes and PAIRS reads values with indices), or with LAST_GROUP_SUMS by the last work-group of an output to finish.
+// On GPUs, `lanes` work-items share an output. If VEC is above 1, VEC elements are loaded at a time as WIDE_T: adjacent elements of one
+// output, or, with COLUMNS, one element of each of VEC adjacent outputs.
 
 STRIDED_DIMS(Kept, NK)
 STRIDED_DIMS(Reduced, NR)
@@ -34,13 +34,13 @@ STRIDED_DIMS(Reduced, NR)
 #define NEUTRAL HIGHEST
 #define BEATS(a, b) ((a) < (b))
 #endif
-// A NaN beats everything and stays. This also works for vectors, for which ?: selects lane by lane.
+// NaN wins over every number and stays. This also works for vectors, because ?: selects each vector element separately.
 #ifndef COMBINE
 #define COMBINE(a, b) ((BEATS(a, b) | IS_NAN(a)) ? (a) : (b))
 #endif
 
 #ifdef RESCALED
-// The factor that a sum needs: 0 for none, 1 for DOWN after an overflow, 2 for UP if squares may have vanished.
+// The factor that a sum needs: 0 for none, 1 for DOWN after an overflow, 2 for UP if squares may have underflowed.
 #ifdef SQUARES
 #define ATTEMPT_FOR(s) (!((s) <= LARGEST) ? 1 : (s) < LEAST ? 2 : 0)
 #else
@@ -88,7 +88,7 @@ static inline Acc pair(ACC v, long i) {
     return a;
 }
 static inline Acc neutral(void) { return pair(NEUTRAL, LONG_MAX); }
-// Returns the better pair: the first among equals, and the first NaN before everything.
+// Returns the better pair of value and index. Of equal values, the first is better, and the first NaN is better than all numbers.
 static inline Acc combine(Acc a, Acc b) {
     const int a_nan = IS_NAN(a.v), b_nan = IS_NAN(b.v);
     const int equal = (a_nan & b_nan) | (a.v == b.v);
@@ -104,7 +104,7 @@ static inline Acc neutral(void) { return NEUTRAL; }
 static inline Acc combine(Acc a, Acc b) { return COMBINE(a, b); }
 #endif
 
-// GET loads the element at offset `at`, which has index r among the reduced elements; PUT stores result o.
+// GET loads the element at offset `at`, whose index among the reduced elements is r. PUT stores result o.
 #ifdef PAIRS
 typedef Acc In;
 #define GET(at, r) (x[x_at + (at)])

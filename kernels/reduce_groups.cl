@@ -2,11 +2,11 @@
 
 #ifndef IS_CPU
 #if VEC > 1
-// The number of loads in flight per lane; fewer for halves, which need more arithmetic.
+// The number of loads that a lane has in flight. For halves there are fewer, because halves need more arithmetic.
 #define AHEAD (VEC > 4 ? 4 : 8)
 
 #ifdef ARG
-// Returns the best of a lane's elements from r to `end`: first for each position in a vector, then among these.
+// Returns the best of a lane's elements from r to `end`: first the best at each position in a vector, then the best of these.
 static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC factor) {
     if (r >= end)
         return neutral();
@@ -53,7 +53,7 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC fa
     return total;
 }
 #else
-// Combines VEC elements from x on into the accumulators.
+// Adds VEC elements from x on to the accumulators.
 static inline void take(Acc *acc, __global const In *x, ACC factor) {
     In raw[VEC];
     CAT(vstore, VEC)(*(__global const WIDE_T *)x, 0, raw);
@@ -63,7 +63,7 @@ static inline void take(Acc *acc, __global const In *x, ACC factor) {
 }
 
 #ifdef COLUMNS
-// Computes a lane's partial results of VEC adjacent outputs, from its elements r to `end`.
+// Computes a lane's partial results of VEC adjacent outputs, from the lane's elements r to `end`.
 static inline void shares(Acc *total, __global const In *x, const Reduced *reduced, IDX r, IDX end, uint lanes,
                           ACC factor) {
     #pragma unroll
@@ -89,7 +89,7 @@ static inline void shares(Acc *total, __global const In *x, const Reduced *reduc
     }
 }
 #else
-// Returns a lane's partial result, from its elements r to `end`.
+// Returns a lane's partial result, from the lane's elements r to `end`.
 static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC factor) {
     Acc total = neutral();
     while (r < end) {
@@ -97,7 +97,7 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC fa
         #pragma unroll
         for (int k = 0; k < VEC; ++k)
             acc[k] = neutral();
-        // Blocks keep the rounding errors of running sums small.
+        // Sums are computed in blocks, which keeps the rounding errors of running sums small.
         uint blocks = 0;
         for (; blocks < 128 / AHEAD && r + (AHEAD - 1) * lanes * VEC + VEC <= end; ++blocks, r += AHEAD * lanes * VEC) {
             #pragma unroll
@@ -120,12 +120,12 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC fa
 #endif
 #endif
 
-// A group has `lanes` work-items for each of GROUP / lanes outputs. Adjacent work-items are adjacent lanes, or with `by_column` adjacent
-// outputs, so that they read adjacent elements.
+// A group has `lanes` work-items for each of GROUP / lanes outputs. Adjacent work-items are adjacent lanes, or with `by_column` work on
+// adjacent outputs, so that they read adjacent elements.
 #ifdef LAST_GROUP_SUMS
-// Slices write to `partial`. The last work-group of an output to arrive combines the slices, always in the same order.
+// Slices write to `partial`. The last work-group of an output to finish combines the slices, always in the same order.
 #define LAST_GROUP_PARAMETERS , __global Acc *partial, ulong partial_at, volatile __global uint *arrived, uint first_arrived
-// With RESCALED partial results are in range: they are roots of sums of squares, and for a mean already divided by the count.
+// With RESCALED, partial results are in range: they are square roots of sums of squares, or for a mean, already divided by the count.
 #if defined(RESCALED) && defined(SQUARES)
 #ifdef ROOT
 #define PARTIAL_OF(a) FINISH(a)
@@ -187,11 +187,11 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC fa
 #define COMBINE_SLICES(o, there)
 #endif
 
-// Processes all elements once, and with RESCALED again by each factor that a sum of the group needs: every work-item
-// reaches every barrier.
+// Processes all elements, and with RESCALED processes them again with each factor that a sum of the group needs. Work-items that
+// need no factor take part as well, because every work-item must reach every barrier.
 #ifdef RESCALED
-// `wanted` has a bit for each attempt that an output of the group needs. The first FOLD puts a barrier between the zeros of
-// `needed` and the writes to it. The attempts are unrolled, so that the factor of the first is the constant 1.
+// `wanted` has a bit for each attempt that an output of the group needs. The first FOLD puts a barrier between setting `needed` to
+// zero and the writes to it. The attempts are unrolled, so that the factor of the first attempt is the constant 1.
 #define FOR_EACH_FACTOR                                                                                                \
     __local uint needed[2];                                                                                            \
     uint wanted = 0;                                                                                                   \
@@ -272,7 +272,7 @@ void reduce(PARAMETERS, uint by_column, uint lanes LAST_GROUP_PARAMETERS) {
             total = share(x + x_at + base, slice * chunk + lane * VEC, end, lanes, FACTOR_HERE);
 #else
             IDX r = slice * chunk + lane;
-            // Four chains hide the latency of loads. Blocks keep the rounding error of the running sum small.
+            // Four chains of additions hide the latency of loads. Blocks keep the rounding error of the running sum small.
             while (r < end) {
                 Acc a = neutral(), b = neutral(), c = neutral(), d = neutral();
                 uint k = 0;

@@ -1,10 +1,10 @@
-// Reductions on CPUs. Follows reduce.cl. A work-item has one output of one slice, or with `by_column` sixteen adjacent columns. It uses
-// sixteen accumulators and no local memory.
+// Reductions on CPUs. Follows reduce.cl. A work-item computes one slice of one output, or with `by_column` of sixteen adjacent outputs.
+// It uses sixteen accumulators and no local memory.
 #ifdef IS_CPU
 #ifndef PAIRS
 typedef CAT(ACC, 16) Acc16;
 #ifdef ARG
-// For each vector lane: the best element so far and its step (-1 if there is none yet).
+// For each vector lane: the best element so far and the step at which it was read (-1 if there is no element yet).
 typedef struct {
     Acc16 v;
     STEP16 from;
@@ -28,7 +28,7 @@ static inline Wide combine16(Wide w, Acc16 v, long step) { return COMBINE(w, v);
 #endif
 #define GET16(at) ELEMENT16(CAT(load16_, A)(x, x_at + (at)))
 
-// Splits the sixteen lanes of w: step s of lane k has index first + s * by + k * lane.
+// Copies the sixteen lanes of w to `out`. Step s of lane k has the index first + s * by + k * lane.
 static inline void lanes_of(Wide w, long first, long by, long lane, Acc *out) {
 #ifdef ARG
     ACC v[16];
@@ -43,13 +43,13 @@ static inline void lanes_of(Wide w, long first, long by, long lane, Acc *out) {
 }
 #endif
 
-// Reduces n elements `stride` apart, of which the first has index r.
+// Reduces n elements that are `stride` apart. The first element has index r.
 static inline Acc run(__global const In *x, ulong x_at, long at, IDX n, long stride, long r, ACC factor) {
     Acc total = neutral();
     IDX i = 0;
 #ifndef PAIRS
     if (stride == 1 && n >= 32) {
-        // Blocks keep the rounding errors of running sums small.
+        // Sums are computed in blocks, which keeps the rounding errors of running sums small.
         while (i + 32 <= n) {
             const IDX first = i;
             Wide a = neutral16(), b = neutral16();
@@ -83,7 +83,7 @@ static inline Acc run(__global const In *x, ulong x_at, long at, IDX n, long str
     return total;
 }
 
-// Reduces positions [r, end) of one output, in runs along the innermost dim.
+// Reduces the positions [r, end) of one output. A run is a range of positions along the innermost dim.
 static inline Acc line(__global const In *x, ulong x_at, long base, const Reduced *reduced, IDX r, IDX end, ACC factor) {
     const IDX inner = (IDX)reduced->size[NR - 1];
     Acc total = neutral();
@@ -96,7 +96,7 @@ static inline Acc line(__global const In *x, ulong x_at, long base, const Reduce
     return total;
 }
 
-// Stores the result of `made`, a reduction with `factor`; computes it again with another factor if the first result needs one.
+// Stores the result `made`, an expression that contains `factor`. If the first result needs another factor, `made` is computed again.
 #ifdef RESCALED
 #define PUT_MADE(o, made)                                                                                              \
     {                                                                                                                  \
@@ -119,7 +119,7 @@ static inline Acc line(__global const In *x, ulong x_at, long base, const Reduce
 #endif
 
 #ifdef ROW
-// Contiguous rows of ROW elements, 2 to 4: a work-item has sixteen. `column` is a vector of the rows' elements j.
+// Contiguous rows of ROW elements (2 to 4): each work-item reduces sixteen rows. `column` is a vector of element j of each row.
 __kernel void reduce(PARAMETERS, uint by_column) {
     const IDX outs = (IDX)outs_, first = (IDX)get_global_id(0) * 16;
     const ACC factor = 1;

@@ -1,5 +1,5 @@
-// Rounds f32 to bf16 in one instruction instead of six, for compilers that accept NVIDIA's PTX, on devices with tensor cores.
-// A NaN becomes 0x7fff, whatever its sign and payload.
+// Rounds f32 to bf16 in one instruction instead of six, on devices with tensor cores whose compiler accepts NVIDIA's PTX. Every NaN
+// becomes 0x7fff, whatever its sign and payload.
 static inline bf16_t bf16_rounded(float v)
 {
     ushort bits;

@@ -1,6 +1,6 @@
-// Rows that are read into registers block by block: LANES work-items share a row, and each has CACHED groups of VEC adjacent elements of a
-// block (loaded as WIDE_T if VEC is above 1). Precedes cross_entropy.cl and softmax_slices.cl, whose definitions it shares. If there are few
-// rows, each of a row's `slices` of `chunk` elements has its own group, which writes its partial result to `slice_parts`.
+// Rows that are read block by block into registers. LANES work-items share a row, and of each block, each lane has CACHED groups of VEC adjacent
+// elements (loaded as WIDE_T if VEC is above 1). Precedes cross_entropy.cl and softmax_slices.cl, which both use these definitions. If there are few
+// rows, a row is cut into `slices` of `chunk` elements. A separate group processes each slice and writes a partial result to `slice_parts`.
 
 typedef __global const CAT(A, _t) *In;
 typedef __global CAT(A, _t) *Out;
@@ -11,7 +11,7 @@ typedef CAT(ACC, 2) Two;
 #define KEPT (CACHED * VEC)
 #define BLOCK (LANES * KEPT)
 
-// Loads a lane's part of a block, from element i on. Elements from `stop` on are `other`.
+// Loads a lane's part of a block, from element i on. Elements from `stop` on are set to `other`.
 static inline void fetch(ACC *v, In x, ulong at, IDX i, IDX stop, long stride, ACC other) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, i += LANES * VEC) {
@@ -28,7 +28,7 @@ static inline void fetch(ACC *v, In x, ulong at, IDX i, IDX stop, long stride, A
     }
 }
 
-// fmax may drop a NaN, but the NaN still reaches the sum.
+// fmax may drop a NaN, but the NaN still reaches the sum of exponentials.
 static inline ACC largest_of(const ACC *v) {
     ACC m = -INFINITY;
     #pragma unroll
@@ -45,7 +45,8 @@ static inline ACC sum_exp_of(const ACC *v, ACC m) {
     return s;
 }
 
-// Online softmax of a lane's elements from i on: m is their maximum, and s the sum of exp(x - base). The base follows the maximum.
+// Online softmax of a lane's elements from i on: *m is the maximum, *s the sum of exp(x - *base), and *base the maximum, or 0 if *m is
+// infinite.
 static inline void sum_online(In x, ulong at, IDX i, IDX stop, long stride, ACC *m, ACC *base, ACC *s) {
     ACC v[KEPT];
     for (; i < stop; i += BLOCK) {
@@ -57,14 +58,14 @@ static inline void sum_online(In x, ulong at, IDX i, IDX stop, long stride, ACC 
     }
 }
 
-// In a row with an infinity exp(x - m) would contain inf - inf, which is NaN. For logsumexp the result is the infinity.
+// In a row that contains an infinity, exp(x - m) would contain inf - inf, so the result is NaN. Only for logsumexp, it is the infinity.
 #ifdef LOGSUMEXP
 #define IF_INFINITE(s) (s)
 #else
 #define IF_INFINITE(s) NAN
 #endif
 
-// Combines the lanes of a row: `most` is their maximum, and s the sum of exp(x - m).
+// Combines the lanes of a row: `most` becomes the maximum of the row, and s the sum of exp(x - most) over the row.
 #define COMBINE(most)                                                                                                  \
     FOLD(fmax, m);                                                                                                     \
     const ACC most = m;                                                                                                \
@@ -74,12 +75,12 @@ static inline void sum_online(In x, ulong at, IDX i, IDX stop, long stride, ACC 
     s = s == 0 ? 0 : s * exp(base - m);                                                                                \
     FOLD(PLUS, s)
 
-// Loads the partial result of one slice of row r for each lane.
+// Loads the partial results of row r: each lane loads one slice's result.
 #define TAKE_SLICE(r, there)                                                                                           \
     const Two own = there ? slice_parts[of_slices_at + (ulong)(r) * slices + lane] : (Two)(-INFINITY, 0);                \
     ACC m = own.x, s = own.y, base = isinf(m) ? 0 : m
 
-// Stores a lane's part of a block.
+// Stores a lane's part of a block, from element i to before `stop`.
 static inline void write(const ACC *v, Out y, ulong at, IDX i, IDX stop, long stride) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, i += LANES * VEC) {

@@ -1,6 +1,6 @@
-// The offsets of rows in three tensors. Follows strided_dims.cl, precedes softmax.cl and softmax_slices.cl. NK is the rank of the rows.
+// The offsets of rows in three tensors. Follows strided_dims.cl, precedes softmax.cl and softmax_slices.cl. The host defines NK (dims of rows).
 
-// Sizes and strides of rows in the three tensors; at_rows returns a row's offsets.
+// The sizes of the dims of rows, and their strides in the three tensors. at_rows returns the offsets of a row.
 typedef struct {
     ulong size[NK];
     long x[NK], y[NK], z[NK];

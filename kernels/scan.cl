@@ -1,9 +1,9 @@
-// Inclusive scans along a dim of a strided tensor: cumulative sums, products, extremes with their indices, and log-sum-exps. The host
-// defines A (input dtype), B (output dtype), ACC and ACC_NAME (the type of the running value), one of OP_SUM OP_PROD OP_MAX OP_MIN
-// OP_LOG_SUM, ARG for the extremes, INTEGERS if ACC is long, NK (rank), IDX, and PHASE. PHASE 0 scans whole lines. Few lines are cut into
-// slices: PHASE 1 computes each slice's total, PHASE 2 scans the totals of a line, and PHASE 3 scans the slices starting from these
-// totals. SERIAL: a slice belongs to one work-item (on CPUs, or for interleaved lines). Otherwise it belongs to GROUP work-items, each
-// with PER adjacent elements at a time.
+// Inclusive scans along a dim of a strided tensor: cumulative sums, products, maxima and minima with their indices, and log-sum-exps. The
+// host defines A (input dtype), B (output dtype), ACC and ACC_NAME (the type of the running value), one of OP_SUM OP_PROD OP_MAX OP_MIN
+// OP_LOG_SUM, ARG for maxima and minima, INTEGERS if ACC is long, NK (rank), IDX, and PHASE. PHASE 0 scans whole lines. If there are few
+// lines, they are cut into slices: PHASE 1 computes the total of each slice, PHASE 2 scans the totals of a line, and PHASE 3 scans each
+// slice, starting from the total before it. SERIAL: one work-item scans a slice (on CPUs, or for interleaved lines). Otherwise GROUP
+// work-items scan a slice, each PER adjacent elements at a time.
 
 STRIDED_DIMS(Rest, NK)
 
@@ -18,7 +18,7 @@ STRIDED_DIMS(Rest, NK)
 #endif
 
 #ifdef ARG
-// Index -1: no element yet.
+// An index of -1 means that there is no element yet.
 typedef struct {
     ACC v;
     long i;
@@ -30,7 +30,7 @@ static inline Acc pair(ACC v, long i) {
     return a;
 }
 static inline Acc neutral(void) { return pair((ACC)0, -1); }
-// Returns the better pair: the later among equals, and any NaN, of which the last counts.
+// Returns the better pair of value and index. Of equal values, the later is better, and a NaN is better than all numbers, the last NaN the best.
 static inline Acc combine(Acc a, Acc b) {
 #ifdef OP_MAX
     const int reaches = b.v >= a.v;
@@ -77,7 +77,7 @@ static inline Acc combine(Acc a, Acc b) {
 #define PUT(i, a) STORE(i, a)
 #endif
 
-// Line `line` begins at offset `from` in x, and at offset `to` in the results, in which its elements are `inner` apart.
+// Line `line` begins at offset `from` in x and at offset `to` in the results. In the results, elements of a line are `inner` apart.
 #define PARAMETERS                                                                                                     \
     __global const CAT(A, _t) *x, ulong x_at, __global CAT(B, _t) *y, ulong y_at, __global long *indices,               \
         ulong indices_at, __global Acc *totals, ulong totals_at, Rest rest, ulong lines_, ulong n_, long stride,        \
@@ -108,7 +108,7 @@ __kernel void scan(PARAMETERS) {
     SLICE_OF((IDX)get_global_id(0));
     IDX i = first;
     while (i < end) {
-        // Blocks keep the rounding error of the running sum small.
+        // Sums are computed in blocks, which keeps the rounding error of the running sum small.
         const IDX stop = min(i + 64, end);
         Acc own = neutral();
         for (; i < stop; ++i) {

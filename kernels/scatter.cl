@@ -1,6 +1,6 @@
-// Scatter on GPUs; follows strided_dims.cl and gather.cl. y[.., index[j], ..] = COMBINE(itself, x[.., j, ..]), for each element
-// in the order of j, whatever work-item computes it. The result is reproducible and needs no atomics on the elements. The host
-// defines the macros for SCATTER in gather.cl, GROUP, and one of TILES and ROWS.
+// Scatter on GPUs; follows strided_dims.cl and gather.cl. y[.., index[j], ..] = COMBINE(y[.., index[j], ..], x[.., j, ..]). Each
+// element of y is combined in the order of j, whichever work-item computes it. So results are reproducible and need no atomics on
+// the elements. The host defines the macros for SCATTER in gather.cl, GROUP, and one of TILES and ROWS.
 
 #ifdef V
 typedef V Element;
@@ -13,11 +13,11 @@ typedef CAT(A, _t) Element;
 #endif
 
 #ifdef TILES
-// Every element has its own index. A group has SIDE adjacent columns of y (positions in the other dims), in one of `parts`
-// ranges of `span` along the dim. It processes the indices in order, each work-item PER at a time. Conflicts between indices
-// with the same tag are resolved in rounds: the first index in order has the greatest number, wins an atomic_max on the tag, and
-// is done. Numbers decrease within a round and grow from round to round, so that tags need no reset. After ROUNDS, one work-item
-// processes each tag's remaining indices in order. HELD: the range of y is in local memory.
+// Every element has its own index. A group processes SIDE adjacent columns of y (positions in the other dims), in one of `parts`
+// ranges of `span` along the indexed dim. It processes the indices in order, each work-item PER at a time. Conflicts between
+// indices with the same tag are resolved in rounds: the first index in order has the largest number, wins an atomic_max on the tag,
+// and is done. Numbers decrease within a round and increase from round to round, so tags need no reset. After ROUNDS rounds, one
+// work-item processes each tag's remaining indices in order. HELD: the range of y is in local memory.
 typedef struct {
     ulong size[NK];
     long x[NK], index[NK], y[NK];
@@ -135,7 +135,7 @@ scatter_tiles(__global const Element *x, ulong x_at, __global const CAT(T, _t) *
         ++turn;
     }
 #ifdef HELD
-    // Only what an index has changed is written, because the range of a column may contain elements of other columns.
+    // Only elements that an index has changed are written, because the range of a column may contain elements of other columns.
     for (uint t = lid; t < all; t += GROUP)
         if (mine && tag[t] > 0)
             y[ya + (low + t / SIDE) * ys] = held[t];
@@ -144,9 +144,9 @@ scatter_tiles(__global const Element *x, ulong x_at, __global const CAT(T, _t) *
 #endif
 
 #ifdef ROWS
-// One index for a whole row of columns. A group has `span` adjacent destinations, at most 64, and a slab of the columns. The group collects
-// the indices of its destinations, sorts them, and combines the rows of each destination. `lanes` work-items have adjacent units (UNIT)
-// of WIDTH elements of a row.
+// All columns of a row have the same index. A group has `span` adjacent destination rows (at most 64) and a slab of the columns. The group
+// collects the indices of its destination rows, sorts the indices, and combines the source rows of each destination row. `lanes` work-items
+// process adjacent units (UNIT) of WIDTH elements of a row.
 typedef struct {
     ulong size[NK];
     long x[NK], y[NK];
@@ -172,7 +172,7 @@ scatter_rows(__global const UNIT *x, ulong x_at, __global const CAT(T, _t) *inde
     const uint part = get_group_id(0) / slabs, slab = get_group_id(0) % slabs, wide = (columns + slabs - 1) / slabs;
     const uint lane = lid % lanes, end = min((slab + 1) * wide, columns);
     const long low = (long)part * span, high = min(low + (long)span, (long)size);
-    // A key holds a destination in its upper 6 bits, and the position j of the index below.
+    // A key holds a destination row in its upper 6 bits, and in the other bits the position j of the index.
     __local uint found, keys[MOST], sorted[MOST], first[64], last[64];
     if (lid == 0)
         found = 0;

@@ -1,20 +1,19 @@
 // Selection along a dim of a strided tensor on GPUs, without sorting: the first k elements in order (TOP), or the element of one rank in
 // ascending order. Follows key.cl. The host defines A (dtype), V (an unsigned type of the element's size), INDEX_TYPE (uint or ulong), NK
-// (rank), IDX, GROUP, PER (elements that a work-item has in registers at a time), CAP (the capacity of a group's
-// candidates, a multiple of
-// GROUP), DESCENDING (0 or 1, a constant because the search takes a fifth longer with a variable), and FROM if the indices are
-// read from a tensor. Equal keys are ordered by their indices.
-// Functions with barriers are not static, because the inliner of LLVM 15 crashes on them in PoCL 3.1.
+// (rank), IDX, GROUP, PER (the number of elements that a work-item keeps in registers at a time), CAP (the maximum number of candidates
+// of a group, a multiple of GROUP), DESCENDING (0 or 1; a macro, because with a variable the search takes a fifth longer), and FROM if
+// the indices are read from a tensor. Equal keys are ordered by their indices. Functions with barriers are not static, because the
+// inliner of LLVM 15 crashes on them in PoCL 3.1.
 
 STRIDED_DIMS(Rest, NK)
 
-// The histogram of the current digit, sums of eight bins each, and the result of find_digit; `count` is used by `together`.
+// The histogram of the current digit, the sums of eight bins each, and the results of find_digit. `together` uses `count`.
 typedef struct {
     uint bins[256], sums[32], digit, below, inside, count;
 } Digits;
 
-// Digits are the bytes of (key, index): digit 0 is the lowest of the index, which has `low` digits, and digit `low` is
-// the lowest of the key.
+// Digits are the bytes of (key, index). Digit 0 is the lowest byte of the index. The index has `low` digits, and digit `low` is the
+// lowest byte of the key.
 #define DIGIT(key, at, d, low) (((d) >= (low) ? (uint)((key) >> 8 * ((d) - (low))) : (uint)((at) >> 8 * (d))) & 255)
 
 inline int index_digits(ulong n) {
@@ -30,8 +29,8 @@ inline void clear(__local Digits *d, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
 }
 
-// Finds the digit of the need-th smallest element in the bins, the number of elements with a smaller digit, and the
-// number with this digit.
+// Finds the digit of the need-th smallest element in the bins, the number of elements with a smaller digit, and the number of
+// elements with this digit.
 inline void find_digit(__local Digits *d, ulong need, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
     uint own = 0;
@@ -59,7 +58,7 @@ inline void find_digit(__local Digits *d, ulong need, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
 }
 
-// Returns the sum of v over the group.
+// Returns the sum of v over all work-items of the group.
 inline uint together(__local Digits *d, uint v, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
     if (lid == 0)
@@ -82,7 +81,7 @@ inline uint together(__local Digits *d, uint v, uint lid) {
 #else
 #define INDEX(i) (long)(i)
 #endif
-// Writes result j of line `of`: the element at index p.
+// Writes result j of line `of`: the element with index p.
 #define PUT(of, j, p)                                                                                                  \
     {                                                                                                                  \
         const IDX put_at = (of) / inner * inner * k + (of) % inner + (j) * inner;                                      \
@@ -94,7 +93,7 @@ inline uint together(__local Digits *d, uint v, uint lid) {
 #define SLOTS (CAP / GROUP)
 #define ENTRIES (PER + SLOTS)
 
-// Returns an upper bound of the `need` smallest keys. Each work-item that is `alive` has one key.
+// Returns an upper bound for the `need` smallest keys. Each work-item with `alive` set has one key.
 inline Key bound_of(Key key, int alive, uint need, uint lid, __local Digits *d) {
     Key found = 0, mask = 0;
     for (int digit = (int)sizeof(Key) - 1; digit >= 0; --digit) {
@@ -111,8 +110,8 @@ inline Key bound_of(Key key, int alive, uint need, uint lid, __local Digits *d) 
     return found | ~mask;
 }
 
-// Returns, as bits, the `need` smallest of the entries whose bit is set in `alive`. Their keys are at most *bound, which with
-// *exact is the largest of these keys.
+// Selects the `need` smallest of the entries whose bit is set in `alive`, and returns their bits. *bound is an upper bound for the
+// keys of these entries; if *exact is set, *bound is the largest of the keys.
 inline uint least(const Key *key, const INDEX_TYPE *at, uint alive, uint need, int low, uint lid, __local Digits *d, Key *bound,
                   int *exact) {
     uint taken = 0;
@@ -143,8 +142,8 @@ inline uint least(const Key *key, const INDEX_TYPE *at, uint alive, uint need, i
     }
 }
 
-// Every group processes a slice of a line, tile by tile, and holds the candidates for the first k: elements below a limit. If it
-// would hold more than `rule` candidates, it lowers the limit and drops the rest.
+// Each group processes a slice of a line tile by tile, and keeps candidates for the first k: the elements below a limit. When there
+// would be more than `rule` candidates, the group lowers the limit and drops candidates above it.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETERS) {
     const IDX n = (IDX)n_, inner = (IDX)inner_, line = (IDX)get_group_id(0) / slices, slice = (IDX)get_group_id(0) % slices;
     const IDX share = n / slices, rest_of = n % slices;
@@ -173,13 +172,13 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
                 alive |= (uint)(open || key[s] < limit) << s;
             }
         }
-        // One sum holds both counts: candidates in the low 16 bits, work-items with candidates above.
+        // One sum holds both counts: candidates in the low 16 bits, and work-items with candidates in the high bits.
         uint counts = together(&digits, popcount(alive) | (uint)(alive != 0) << 16, lid);
         uint found = counts & 0xffff;
         if (found == 0)
             continue;
         if (held + found > rule && counts >> 16 >= k) {
-            // At least k of the work-items' smallest keys are at most this bound, so larger keys are not among the first k.
+            // Each work-item contributes its smallest key. At least k of these are at most this bound, so larger keys are not among the first k.
             Key best = (Key)-1;
             #pragma unroll
             for (uint s = 0; s < PER; ++s)
@@ -211,7 +210,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
             alive = least(key, at, alive, k, low, lid, &digits, &bound, &exact);
             held = 0;
             found = k;
-            // Later elements have larger indices, so an element that equals the k-th key comes after it.
+            // Later elements have larger indices, so an element whose key equals the k-th key is ordered after the k-th element.
             limit = exact ? bound : bound + 1;
             open = !exact && bound == (Key)-1;
         }
@@ -231,7 +230,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
         }
         held += found;
     }
-    // Sorts the candidates by a bitonic network (Batcher).
+    // Sorts the candidates with a bitonic network (Batcher).
     uint size = 1;
     while (size < held)
         size *= 2;
@@ -262,8 +261,8 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
         PUT(line * slices + slice, j, held_at[j]);
 }
 #else
-// The rule that determines the rank; NaN ranks last. PLAIN: the k-th, counted from 1. OR_NAN: the k-th, or the first NaN if there is any.
-// NAN_MEDIAN: the middle of the elements that are not NaN. Otherwise the rank, counted from 0, is read from `from`.
+// The rule for the rank; NaN ranks last. PLAIN: the k-th element, counted from 1. OR_NAN: the k-th element, or the first NaN if there is
+// any. NAN_MEDIAN: the median of the elements that are not NaN. Otherwise the rank, counted from 0, is read from `from`.
 #define PLAIN 0
 #define OR_NAN 1
 #define NAN_MEDIAN 2
@@ -274,7 +273,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
 #define KEY_AT(s, i) KEY(i)
 #endif
 
-// A group finds the key of that rank digit by digit, then its index.
+// A group finds the key of the element with that rank digit by digit, then the index of that element.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETERS) {
     const IDX n = (IDX)n_, inner = (IDX)inner_, line = (IDX)get_group_id(0), k = 1;
     const long start = (long)x_at + at_Rest(&rest, line);

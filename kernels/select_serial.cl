@@ -1,14 +1,14 @@
-// The first k elements in order, at most CAP, along a dim of a strided tensor on CPUs. A work-item processes a slice of a line. Follows
-// key.cl. The host defines A (dtype), V (an unsigned type of the element's size), INDEX_TYPE (uint or ulong), NK (rank), IDX, CAP (8 or
-// 32), and FROM if the indices are read from a tensor. Equal keys are ordered by their indices.
+// The first k elements in order (k at most CAP) along a dim of a strided tensor, on CPUs. A work-item processes a slice of a line.
+// Follows key.cl. The host defines A (dtype), V (an unsigned type of the element's size), INDEX_TYPE (uint or ulong), NK (rank), IDX,
+// CAP (8 or 32), and FROM if the indices are read from a tensor. Equal keys are ordered by their indices.
 
 STRIDED_DIMS(Rest, NK)
 
 #define LANES (2 * CAP)
-// The number of elements from which the first bound is computed.
+// The number of elements from which the first bound for the k-th key is computed.
 #define SAMPLE 4096
 
-// Inserts a key, after equal keys, into the first `held` of at most k keys.
+// Inserts a key behind equal keys into the first `held` keys, and keeps at most k keys. Returns the new number of keys.
 static inline uint insert(Key *kept, INDEX_TYPE *at, uint held, uint k, Key key, INDEX_TYPE index) {
     if (held == k && kept[k - 1] <= key)
         return held;
@@ -36,11 +36,11 @@ __kernel void choose(__global const CAT(A, _t) *x, ulong x_at, __global V *y, ul
     Key kept[CAP], keys[LANES];
     INDEX_TYPE at[CAP];
     uint held = 0;
-    // Keys above `last` are not among the first k.
+    // Keys above `last` are not among the first k keys.
     Key last = (Key)-1;
     IDX i = first;
     if (stride == 1 && end - first >= 4 * LANES) {
-        // The k-th of the smallest keys of LANES lanes: at least k keys are at most this bound.
+        // The bound is the k-th smallest of the smallest keys of LANES lanes. At least k keys are at most this bound.
         const IDX stop = min(first + SAMPLE, end);
         CAT(KEY_T, 16) best[LANES / 16];
         for (uint lane = 0; lane < LANES / 16; ++lane)
@@ -71,7 +71,7 @@ __kernel void choose(__global const CAT(A, _t) *x, ulong x_at, __global V *y, ul
             if (key > last)
                 continue;
             held = insert(kept, at, held, k, key, (INDEX_TYPE)i);
-            // Later elements have larger indices, so an element that equals the k-th key comes after it.
+            // Later elements have larger indices, so an element whose key equals the k-th key is ordered after the k-th element.
             if (held == k)
                 last = kept[k - 1] - (kept[k - 1] > 0);
         }

@@ -1,12 +1,12 @@
-// Values of arange and linspace. The host defines T (the dtype), PER_ITEM, and FLOAT if values are computed in double.
+// The values of arange and linspace. The host defines T (the dtype), PER_ITEM (elements per work-item), and FLOAT if values are computed in double.
 
 #ifdef FLOAT
-// No fused multiply-add, because the host rounds the product as well.
+// Fused multiply-add is off, because the host rounds the product as well.
 #pragma OPENCL FP_CONTRACT OFF
 typedef double Value;
 #define PUT(at, v) CAT(CAT(store_, T), _F64)(y, y_at + (at), v)
 #else
-typedef ulong Value; // wraps
+typedef ulong Value; // wraps on overflow
 #define PUT(at, v) CAT(CAT(store_, T), _I64)(y, y_at + (at), (long)(v))
 #endif
 

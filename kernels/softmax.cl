@@ -1,10 +1,10 @@
-// Softmax, log-softmax, logsumexp and their gradients along any dim; on CPUs also cross-entropy, with loss and gradient in one
-// launch (on GPUs see cross_entropy.cl). The host defines A (dtype), ACC and ACC_NAME (float F32, double F64), NK (rank of the
-// rows), IDX, and one of SOFTMAX LOG_SOFTMAX LOGSUMEXP SOFTMAX_GRAD LOG_SOFTMAX_GRAD CROSS_ENTROPY; for the last also T (the
-// labels' dtype) and WITH_GRAD. On CPUs a work-item has one row, or several. On GPUs `lanes` work-items share a row, as in
-// reduce.cl. With CACHED the whole row is in registers: each lane has CACHED groups of VEC elements (loaded as WIDE_T if VEC is
-// above 1), and LANES and BY_COLUMN are constants. SOFTMAX with MASK is masked. If `causal` (rows of a matrix) is not 0, row r
-// of a matrix has elements up to `first` + r. With MASK 1 only elements where z (dtype Z) is true count; with MASK 2 z is added.
+// Softmax, log-softmax, logsumexp and their gradients along any dim. On CPUs also cross-entropy, with loss and gradient in one launch (for GPUs see
+// cross_entropy.cl). The host defines A (dtype), ACC and ACC_NAME (float F32, double F64), NK (number of dims of rows), IDX, and one of SOFTMAX
+// LOG_SOFTMAX LOGSUMEXP SOFTMAX_GRAD LOG_SOFTMAX_GRAD CROSS_ENTROPY; for the last also T (dtype of the labels) and WITH_GRAD. On CPUs, a work-item
+// processes one row or several. On GPUs, `lanes` work-items share a row, as in reduce.cl. With CACHED, the whole row is in registers: each lane has
+// CACHED groups of VEC elements (loaded as WIDE_T if VEC is above 1), and LANES and BY_COLUMN are macros. SOFTMAX with MASK is masked. If `causal` (the
+// number of rows of a matrix) is not 0, row r of a matrix keeps the elements 0 to `first` + r. With MASK 1, only elements where z (dtype Z) is true
+// count. With MASK 2, z is added.
 
 typedef __global const CAT(A, _t) *In;
 typedef __global CAT(A, _t) *Out;
@@ -76,9 +76,9 @@ static inline ACC sum_exp(In x, ulong at, IDX n, long stride, ACC m, uint lane, 
 #define COUNT_ONE 1
 #define COUNT_GIVEN 2
 
-// loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count, both 0 if the label is `ignore`. `count` is the number of
-// labels that are not ignored: 1 with COUNT_ONE (no mean), counted[0] with COUNT_GIVEN, otherwise counted by every work-item. With `sums`,
-// work-item g writes the sum of its losses divided by the count to loss[g]; otherwise every row's loss is written.
+// loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count. Both are 0 if the label is `ignore`. `count` is the number of labels
+// that are not ignored: with COUNT_ONE it is 1 (no mean), with COUNT_GIVEN it is counted[0], and otherwise every work-item counts. With `sums`,
+// work-item g writes to loss[g] the sum of its losses divided by the count. Otherwise the loss of every row is written.
 __kernel void
     row(In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long label_stride, Out grad, ulong grad_at,
         __global CAT(B, _t) *loss, ulong loss_at, __global const long *counted, ulong counted_at, volatile __global int *word,
@@ -130,7 +130,7 @@ __kernel void
         WIDE(stride == 1) STORE16(grad, to + i, exp(LOAD16(x, at + i) - lse) * scale);
         for (; i < n; ++i)
             STORE(grad, to + i, (exp(LOAD(x, at + (long)i * stride) - lse) - (ACC)(i == target)) * scale);
-        // The vector loop has not subtracted the label's 1.
+        // The vector loop has not subtracted 1 at the label.
         if (scale != 0)
             STORE(grad, to + target, (exp(LOAD(x, at + target * stride) - lse) - 1) * scale);
 #endif
@@ -141,7 +141,7 @@ __kernel void
 #else
 
 #ifdef CACHED
-// A lane's part of a row, in registers: every loop over these is unrolled.
+// The number of elements of a lane's part of a row. They stay in registers, because every loop over them is unrolled.
 #define KEPT (CACHED * VEC)
 
 static inline ACC largest_of(const ACC *v) {
@@ -194,7 +194,7 @@ static inline void scale_all(ACC *v, ACC by) {
         v[k] *= by;
 }
 
-// Loads a lane's part of a row. Elements past the row's end are `other`.
+// Loads a lane's part of a row. Elements past the end of the row are set to `other`.
 static inline void fetch(ACC *v, In x, ulong at, uint lane, uint lanes, IDX stop, long stride, ACC other) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k) {
@@ -269,7 +269,7 @@ __kernel
     const IDX r = (IDX)get_group_id(0) * per + (by_column ? lid % per : lid / lanes);
     __local ACC scratch[GROUP];
 #endif
-    // Work-items past the last row have an empty row, so that they reach every barrier.
+    // Work-items past the last row get an empty row, so that they reach every barrier as well.
     const IDX stop = r < count ? n : 0;
     const At at = at_rows(&rows, r < count ? r : 0);
     const ulong xa = x_at + at.x, ya = y_at + at.y, za = z_at + at.z;
@@ -286,11 +286,11 @@ __kernel
 #else
     fetch(v, x, xa, lane, lanes, stop, xs, -INFINITY);
 #endif
-    // fmax may drop a NaN, but the NaN still reaches the sum.
+    // fmax may drop a NaN, but the NaN still reaches the sum of exponentials.
     ACC m = largest_of(v);
     FOLD(fmax, m);
 #ifdef LOGSUMEXP
-    // An infinite maximum is the result, because inf - inf would be NaN.
+    // Subtracts 0 instead of an infinite maximum. The result is then that infinity, instead of NaN from inf - inf.
     if (isinf(m))
         m = 0;
 #elif defined(MASK)
@@ -303,7 +303,7 @@ __kernel
     ACC s = sum_of(v);
     FOLD(PLUS, s);
 #ifdef MASK
-    // A row with all elements masked gives zeros.
+    // A row in which all elements are masked gives zeros.
     scale_all(v, s == 0 ? 0 : 1 / s);
 #else
     scale_all(v, 1 / s);
@@ -321,7 +321,7 @@ __kernel
 #endif
 #endif
 #else
-    // x is the result of the forward pass, z its gradient.
+    // x is the result of the forward pass, and z is the gradient of that result.
     ACC g[KEPT];
     fetch(v, x, xa, lane, lanes, stop, xs, 0);
     fetch(g, z, za, lane, lanes, stop, zs, 0);
@@ -377,7 +377,7 @@ __kernel
     ACC m = largest(x, xa, stop, xs, lane, lanes);
     FOLD(LARGER, m);
 #ifdef LOGSUMEXP
-    // An infinite maximum is the result, because inf - inf would be NaN.
+    // Subtracts 0 instead of an infinite maximum. The result is then that infinity, instead of NaN from inf - inf.
     if (isinf(m))
         m = 0;
 #endif
@@ -401,7 +401,7 @@ __kernel
         STORE(y, ya + (long)i * ys, RESULT(LOAD(x, xa + (long)i * xs)));
 #endif
 #else
-    // x is the result of the forward pass, z its gradient.
+    // x is the result of the forward pass, and z is the gradient of that result.
     ACC s = 0;
 #ifdef SOFTMAX_GRAD
 #define TERM(v, g) ((g) * (v))

@@ -1,7 +1,7 @@
 // Softmax, log-softmax, logsumexp and their gradients for rows that are too long for registers, in two launches with a group for
-// each slice of a row. With SLICES a group writes the partial sums of its slice. Without SLICES a group combines the partial
-// sums of the whole row, always in the same order, and writes the results of its slice, or LOGSUMEXP of the row. Follows rows.cl
-// and row_blocks.cl, and needs softmax.cl's definitions.
+// each slice of a row. With SLICES, a group writes the partial sums of its slice. Without SLICES, a group combines the partial sums
+// of the whole row, always in the same order, and writes the results of its slice (for LOGSUMEXP the result of the row). Follows
+// rows.cl and row_blocks.cl. The host defines the same macros as for softmax.cl.
 
 #if defined(SOFTMAX_GRAD)
 #define TERM(v, g) ((g) * (v))
@@ -30,7 +30,7 @@ row(In x, ulong x_at, Out y, ulong y_at, In z, ulong z_at, Rows rows, ulong n_, 
     const ulong xa = x_at + at.x, ya = y_at + at.y, za = z_at + at.z;
     __local ACC scratch[GROUP];
 #ifdef TERM
-    // x is the result of the forward pass, z its gradient.
+    // x is the result of the forward pass, and z is the gradient of that result.
     ACC v[KEPT], g[KEPT];
 #ifdef SLICES
     ACC s = 0;

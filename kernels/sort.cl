@@ -1,13 +1,12 @@
-// Stable sorting along a dim of a strided tensor, and binary search in sorted lines (SEARCH, which needs no key.cl; the
-// others follow it).
-// The host defines A (dtype), V (an unsigned type of the element's size), INDEX_TYPE (uint or ulong), NK (rank), IDX, FIRST if the launch
-// reads the elements, FINAL if it writes the results, FROM if indices are read from a tensor, and one of:
-//   BLOCKS  sorts every block of BLOCK elements, with RADIX by the digits from bit FROM_BIT to TO_BIT
-//   MERGE   merges pairs of sorted runs of `run` elements
-//   COUNT   the histogram of each tile: how many of its keys have each value of the byte that starts at bit `run`
-//   SCATTER moves whole lines into the order of that byte; `counts` has the running sums of the histograms
-// The keys and indices of line l are elements [l * n, l * n + n) of `keys` and `at`; results go to `keys_b` and `at_b`. Equal keys stay
-// in the order of their indices.
+// Stable sorting along a dim of a strided tensor (follows key.cl), and binary search in sorted lines (SEARCH, which needs no key.cl). The
+// host defines A (dtype), V (an unsigned type of the element's size), INDEX_TYPE (uint or ulong), NK (rank), IDX, FIRST if the launch
+// reads the elements, FINAL if it writes the results, FROM if the indices are read from a tensor, and one of:
+//   BLOCKS  sorts every block of BLOCK elements, with RADIX by the digits from bit FROM_BIT to bit TO_BIT
+//   MERGE   merges pairs of sorted runs of `run` elements each
+//   COUNT   computes the histogram of each tile: for each value of the byte that starts at bit `run`, the number of keys with this value
+//   SCATTER moves the elements of whole lines into the order of that byte; `counts` holds the running sums of the histograms
+// The keys and indices of line l are the elements [l * n, l * n + n) of `keys` and `at`; results are written to `keys_b` and `at_b`.
+// Equal keys stay in the order of their indices.
 
 #ifndef SEARCH
 STRIDED_DIMS(Rest, NK)
@@ -26,7 +25,7 @@ STRIDED_DIMS(Rest, NK)
 #else
 #define INDEX(line, p) (long)(p)
 #endif
-// Writes element i of the sorted line: the element that had index p.
+// Writes element i of the sorted line: the element with index p in the unsorted line.
 #define PUT(line, i, p)                                                                                                \
     {                                                                                                                  \
         const long put_from = (long)x_at + at_Rest(&rest, line) + (long)(p) * stride;                                  \
@@ -35,8 +34,8 @@ STRIDED_DIMS(Rest, NK)
         indices[indices_at + put_at] = INDEX(line, p);                                                                 \
     }
 
-// The tile of a group, or of a CPU's work-item: tile `segment` of the `segments` of a line, with `len` elements from element `first` on.
-// KEY_AT(s) is the key of the tile's element s.
+// The tile of a group, or of a CPU work-item: tile `segment` of the `segments` tiles of a line, with `len` elements from element `first`
+// on. KEY_AT(s) is the key of element s of the tile.
 #ifdef IS_CPU
 #define TILE_ID get_global_id(0)
 #else
@@ -53,7 +52,7 @@ STRIDED_DIMS(Rest, NK)
 #else
 #define KEY_AT(s) keys[keys_at + line * n + first + (s)]
 #endif
-// The index in `counts` of this tile's count of a byte. Running sums are ordered by byte, and within a byte by tile.
+// The position in `counts` of this tile's count of a byte value. Running sums are ordered by byte value, and for each value by tile.
 #define COUNT_AT(byte) (line * 256 * segments + (byte) * segments + segment)
 #endif
 
@@ -83,7 +82,7 @@ __kernel void sort_tiles(PARAMETERS) {
     }
 }
 #elif defined(IS_CPU)
-// A work-item merges its block bottom up, alternating between the two pairs of buffers.
+// Each work-item sorts a block by bottom-up merging, alternating between the two pairs of buffers.
 __kernel void sort_blocks(PARAMETERS) {
     NUMBERS;
     const IDX segments = (n + BLOCK - 1) / BLOCK, item = (IDX)get_global_id(0);
@@ -121,24 +120,24 @@ __kernel void sort_blocks(PARAMETERS) {
 #endif
 }
 #elif defined(RADIX)
-// Radix sort of one tile in local memory by digits of four bits, the lowest first. A work-item has ITEMS consecutive elements, and counts
-// its elements of each digit. The running sum of the counts, ordered by digit and then by work-item, is the new position of each
-// element, so that equal digits stay in order. SCATTER sorts by one byte, and then moves each run of equal bytes to its final position.
+// Radix sort of one tile in local memory by digits of four bits, the lowest digit first. Each work-item has ITEMS consecutive elements, and counts its
+// elements with each digit. The running sum of the counts, ordered by digit and then by work-item, is the new position of each element, so equal digits
+// stay in order. SCATTER sorts a tile by one byte, and then moves each run of equal bytes to its final position in the line.
 #define ITEMS (TILE / GROUP)
 #define DIGIT(key, bit) ((uint)((key) >> (bit)) & 15)
-// Padding: without it, accesses a power of two apart conflict in one bank of local memory. Indices are stored in pairs of 16 bits.
+// Padding: without it, accesses that are a power of two apart would use the same bank of local memory. Indices are stored as pairs of 16 bits.
 #define PADDED(p) ((p) + ((p) >> 5))
 #define PADDED_INDEX(p) ((p) + ((p) >> 6) * 2)
-// The counts of digits d and d + 8 share one word, so that one running sum adds up both. Row d holds the counts of all work-items, with
-// work-item i at SWIZZLED(i). This avoids bank conflicts both when counting and when summing over eight consecutive words.
+// The counts of digits d and d + 8 share one word, so one running sum adds up both. Row d holds the counts of all work-items; the count
+// of work-item i is at SWIZZLED(i). This order avoids bank conflicts both when counting and when summing eight consecutive words.
 typedef union {
     ushort each[2];
     uint both;
 } Counts;
 #define SWIZZLED(i) ((i) ^ ((i) % GROUP >> 3 & 4))
 #define COUNT_OF(digit) counted[((digit) & 7) * GROUP].each[(digit) >> 3]
-// For element i of a work-item: its old position in the tile (12 bits), and the number of the work-item's preceding elements
-// with the same digit (4 bits).
+// For element i of a work-item: its old position in the tile (12 bits), and the number of the work-item's elements before it that
+// have the same digit (4 bits).
 #define OLD_POSITION(i) (packed[(i) / 2] >> (i) % 2 * 16 & 0xfff)
 #define RANK(i) (packed[(i) / 2] >> ((i) % 2 * 16 + 12) & 15)
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARAMETERS) {
@@ -150,7 +149,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
     } a;
     __local uint4 of_digits[2 * GROUP];
     __local uint sums[GROUP], rows[GROUP / 16];
-    // Pointers to a work-item's own elements, so that the offsets from them are constants of the instructions.
+    // Pointers to the first element of a work-item, so that offsets from them are constants in the instructions.
     __local Key *const own_k = k + PADDED(lid * ITEMS);
     __local uint *const own_a = a.two + PADDED_INDEX(lid * ITEMS) / 2;
     __local Counts *const counted = (__local Counts *)of_digits + SWIZZLED(lid);
@@ -159,7 +158,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
     #pragma unroll 8
     for (uint i = 0; i < ITEMS; ++i) {
         const uint s = i * GROUP + lid;
-        // Padding has the largest key and the last positions, so that it stays behind all elements.
+        // Padding elements have the largest key and the last positions, so they stay behind all elements of the tile.
         k[PADDED(s)] = s < len ? KEY_AT(s) : (Key)-1;
         a.each[PADDED_INDEX(s)] = (ushort)s;
     }
@@ -177,7 +176,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
             packed[i / 2] |= (uint)COUNT_OF(DIGIT(key[i], bit))++ << (i % 2 * 16 + 12);
         }
         barrier(CLK_LOCAL_MEM_FENCE);
-        // The running sum over eight words of a work-item, then over sixteen work-items, then over all.
+        // A running sum over eight words of each work-item, then over sixteen work-items, then over all work-items.
         uint4 first_four = *low, last_four = *high;
         first_four.yw += first_four.xz;
         first_four.zw += first_four.y;
@@ -205,8 +204,8 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
         *low = before + (uint4)(0, first_four.xyz);
         *high = before + (uint4)(first_four.w, last_four.xyz);
         barrier(CLK_LOCAL_MEM_FENCE);
-        // Equal to `bit`, because the upper half of run_ is 0, but compilers cannot know this. Otherwise they would keep the
-        // counts' addresses in registers, and fewer groups would run at once.
+        // This equals `bit`, because the upper half of run_ is 0, but compilers cannot know that. If they knew, they would keep the
+        // addresses of the counts in registers, and fewer groups would run at once.
         const uint again = bit + (uint)(run_ >> 32);
         #pragma unroll
         for (uint i = 0; i < ITEMS; ++i) {
@@ -218,7 +217,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
     barrier(CLK_LOCAL_MEM_FENCE);
 #ifdef SCATTER
 #define BYTE(s) ((uint)(k[PADDED(s)] >> (uint)run_) & 255)
-    // For each byte, the number that is added to a position in the tile to get the position in the line.
+    // For each byte value, the number that converts a position in the tile to a position in the line by addition.
     __local INDEX_TYPE moved[256];
     for (uint s = lid; s < len; s += GROUP) {
         if (s == 0 || BYTE(s) != BYTE(s - 1)) {
@@ -246,7 +245,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
     }
 }
 #else
-// A group sorts TILE elements in local memory, TILE / BLOCK blocks side by side, by Batcher's bitonic network.
+// A group sorts the TILE elements of TILE / BLOCK blocks in local memory, with Batcher's bitonic network.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_blocks(PARAMETERS) {
     NUMBERS;
     const IDX segments = (n + BLOCK - 1) / BLOCK, first = (IDX)get_group_id(0) * (TILE / BLOCK);
@@ -256,7 +255,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_blocks(PAR
     for (uint s = lid; s < TILE; s += GROUP) {
         const IDX segment = first + s / BLOCK, line = segment / segments;
         const IDX i = segment % segments * BLOCK + s % BLOCK;
-        // Padding of the last block sorts behind all elements.
+        // Padding elements of the last block are sorted behind all elements.
         k[s] = (Key)-1;
         a[s] = (INDEX_TYPE)-1;
         if (line < lines && i < n) {
@@ -326,8 +325,8 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_count(PARA
 #endif
 
 #ifdef MERGE
-// Merges sorted runs of `run` elements into runs of twice that length. An element's new position is its position in its own run plus the
-// number of elements of the other run that precede it, by binary search.
+// Merges pairs of sorted runs of `run` elements. The new position of an element is its position in its own run plus the number of
+// elements of the other run that precede it, which a binary search finds.
 __kernel void sort_merge(PARAMETERS) {
     NUMBERS;
     const IDX p = (IDX)get_global_id(0), line = p / n, i = p % n, run = (IDX)run_;
@@ -358,8 +357,8 @@ __kernel void sort_merge(PARAMETERS) {
 #endif
 
 #ifdef SEARCH
-// The number of elements of a sorted line that are less than each value, or with RIGHT at most the value. With FINDS: whether
-// the value is an element of the line.
+// For each value, the number of elements of a sorted line that are less than the value, or with RIGHT at most the value. With
+// FINDS, whether the line contains the value.
 #ifdef FINDS
 #define RESULT uchar
 #else

@@ -1,7 +1,7 @@
-// Offsets in strided tensors, 16-wide loads, and FOLD. Follows the prelude, precedes reduce.cl, softmax.cl and gather.cl.
-// IDX is uint if every count fits in 31 bits (64-bit division is slow on GPUs), otherwise ulong.
+// Offsets in strided tensors, loads of 16 elements, and FOLD. Follows prelude.cl, precedes reduce.cl, softmax.cl and gather.cl. IDX
+// is uint if every count fits in 31 bits, otherwise ulong, because 64-bit division is slow on GPUs.
 
-// Returns the index along dim k of the linear position i, which becomes the position in the outer dims. Dim 0 needs no division.
+// Returns the index along dim k of the linear position i, and divides i by the size of dim k. Dim 0 is the outermost and needs no division.
 #define NEXT(i, size, k) ((k) == 0 ? (i) : next_index(&(i), (IDX)(size)[k]))
 static inline IDX next_index(IDX *i, IDX n) {
     const IDX q = *i / n, r = *i - q * n;
@@ -9,7 +9,7 @@ static inline IDX next_index(IDX *i, IDX n) {
     return r;
 }
 
-// Dims with their strides: `at_NAME(d, i)` is the element offset of position i.
+// Declares the struct NAME of N sizes and strides. `at_NAME(d, i)` returns the element offset of position i.
 #define STRIDED_DIMS(NAME, N)                                                                                          \
     typedef struct {                                                                                                   \
         ulong size[N];                                                                                                 \
@@ -22,7 +22,7 @@ static inline IDX next_index(IDX *i, IDX n) {
         return at;                                                                                                     \
     }
 
-// Sixteen adjacent elements in the compute type. Vectors are explicit, because PoCL vectorises no loop inside a work-item.
+// Loads sixteen adjacent elements in the compute type. Vectors are explicit, because PoCL vectorises no loop inside a work-item.
 #ifdef IS_CPU
 #define load16_f32(p, i) vload16(0, (p) + (i))
 #define load16_f64(p, i) vload16(0, (p) + (i))
@@ -43,12 +43,12 @@ static inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
 }
 #endif
 
-// FOLD reduces v over the lanes of a row, `lanes` work-items `step` apart; all lanes get the result. First 256 lanes combine the
-// values of the other lanes, then sixteen lanes combine those of the 256, and finally every lane combines these sixteen. The
-// loops are unrolled by hand, so that loads overlap, because a macro cannot contain a loop pragma. Every work-item of the group
-// must reach FOLD, with lid, lane and scratch[GROUP] in scope; GROUP is at most 1024.
-// FOLD_IN has another array than `scratch`, which no work-item may have read since its last barrier, as if two arrays alternate.
-// On NVIDIA's GPUs, whole warps of 32 adjacent lanes exchange values through registers first.
+// FOLD reduces v over the `lanes` lanes of a row, which are work-items `step` apart; every lane gets the result. First, 256 lanes
+// combine the values of the other lanes, then sixteen lanes combine these 256 values, and finally every lane combines these sixteen
+// values. The loops are unrolled by hand so that loads overlap, because a macro cannot contain a loop pragma. Every work-item of
+// the group must reach FOLD, with lid, lane and scratch[GROUP] in scope; GROUP is at most 1024. FOLD_IN uses another array than
+// `scratch`, which no work-item may have read since its last barrier; alternating between two arrays ensures this. On NVIDIA GPUs,
+// whole warps of 32 adjacent lanes first exchange values through registers.
 #ifndef IS_CPU
 #define TAKE(OP, v, scratch, at, i)                                                                                    \
     if ((i) < lanes)                                                                                                   \
@@ -83,7 +83,7 @@ static inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
     v = scratch[lid - lane * step];                                                                                    \
     TAKE_15(OP, v, scratch, lid - lane * step, 0, 1)
 #ifdef __NV_CL_C_VERSION
-// Returns the value of v in the lane of this warp whose number differs in the bits of `mask`.
+// Returns the value that v has in the lane of this warp whose number is this lane's number XOR `mask`.
 #define EXCHANGE static inline __attribute__((overloadable))
 EXCHANGE uint exchange(uint v, uint mask) {
     uint other;

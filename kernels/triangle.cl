@@ -1,6 +1,6 @@
-// Copies contiguous matrices (triu, tril) with zeros where column - row is in from..to. The host defines T (an unsigned type of the
-// element's size), VEC (the number of elements in 16 bytes, or 1), IDX, and INT, a signed type of the same width. A work-item copies VEC
-// adjacent elements, which may belong to several rows, and reads them only if it keeps at least one.
+// Copies contiguous matrices (triu, tril), with zeros where column - row is in from..to. The host defines T (an unsigned type of the
+// element's size), VEC (the number of elements in 16 bytes, or 1), IDX, and INT (a signed type with the width of IDX). A work-item
+// copies VEC adjacent elements, which may be in several rows. It reads the elements only if at least one is not replaced by zero.
 
 __kernel void triangle(__global const T *x, ulong x_at, __global T *y, ulong y_at, ulong rows_, ulong columns_, long from_,
                        long to_, ulong count_) {
@@ -30,7 +30,7 @@ __kernel void triangle(__global const T *x, ulong x_at, __global T *y, ulong y_a
             uint word[4];
         } v;
         const uint4 all = kept ? *(__global const uint4 *)x : (uint4)(0);
-        // Word by word, because compilers split moves of vectors of shorter elements in two.
+        // Moved word by word, because compilers split moves of vectors of shorter elements in two.
         v.word[0] = all.x;
         v.word[1] = all.y;
         v.word[2] = all.z;

@@ -1,27 +1,27 @@
-// Windows over the last two dims of images: im2col (UNFOLD), col2im (FOLD_WINDOWS), max-pooling (MAX), average pooling (MEAN), and the
+// Windows over the last two dims of images: im2col (UNFOLD), col2im (FOLD_WINDOWS), max pooling (MAX), average pooling (MEAN), and the
 // gradients of pooling (UNMAX, UNMEAN). The host defines one of these names, IDX, V (an unsigned type of the element's size) or A (dtype)
-// with ACC and ACC_NAME, and ADAPTIVE for adaptive pooling. INT is the type of positions in an image: int if they fit, because 64-bit
-// products and divisions cost GPUs more than the windows' elements. All kernels are gathers: a work-item computes one element of a
-// contiguous result (several in UNFOLD and in vectorised pooling), so there are no atomics and results are reproducible.
+// with ACC and ACC_NAME, and ADAPTIVE for adaptive pooling. INT is the type of positions in an image: int if positions fit, because on
+// GPUs 64-bit products and divisions take more time than the elements of the windows. All kernels are gathers: a work-item computes one
+// element of a contiguous result (several in UNFOLD and in vectorised pooling), so there are no atomics and results are reproducible.
 
-// Pairs are rows and columns. `padding` is before an image, `behind` after it.
+// Pairs are rows and columns. `padding` is in front of the image, `behind` is the padding behind the image.
 typedef struct {
     long image[2], taps[2], grid[2], stride[2], padding[2], behind[2], dilation[2];
     long n, c;
-    // Strides of the input: n, c, then rows and columns of an image, or rows and columns of taps and of windows, or of a pool's windows.
+    // Strides of the input: n, c, then either rows and columns of an image, or rows and columns of taps and of windows, or of pooled windows.
     long x[6];
 } Windows;
 
 #ifndef INT
 #define INT long
 #endif
-// Field k of the windows, along direction d.
+// Field k of the windows, along direction d (0: rows, 1: columns).
 #define W(k, d) ((INT)w->k[d])
 
 #define LOAD CAT(load_, A)
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 
-// Computes the elements of the image in window o along direction d: from start to before stop, a dilation apart.
+// Computes the image elements of window o along direction d: from `start` to before `stop`, one dilation apart.
 static inline void span(const Windows *w, int d, INT o, INT *start, INT *stop) {
 #ifdef ADAPTIVE
     *start = o * W(image, d) / W(grid, d);
@@ -33,7 +33,7 @@ static inline void span(const Windows *w, int d, INT o, INT *start, INT *stop) {
 #endif
 }
 
-// Computes the windows, first to last, that may contain element h along direction d.
+// Computes the range of windows, from `first` to `last`, that may contain element h along direction d.
 static inline void windows_containing(const Windows *w, int d, INT h, INT *first, INT *last) {
 #ifdef ADAPTIVE
     *first = h * W(grid, d) / W(image, d);
@@ -46,8 +46,8 @@ static inline void windows_containing(const Windows *w, int d, INT h, INT *first
 }
 
 #ifdef UNFOLD
-// y is [n, c, kh, kw, oh, ow], or with `inside` [c, kh, kw, n, oh, ow]. Taps outside the image are 0. A work-item writes `each`
-// rows of taps of one of the `count` windows of all channels, with one set of divisions.
+// y is [n, c, kh, kw, oh, ow], or with `inside` [c, kh, kw, n, oh, ow]. Taps outside the image give 0. Of the `count` windows over
+// all channels, a work-item processes one window and writes `each` rows of its taps, so that index divisions are done only once.
 __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at, Windows w, ulong count, uint each,
                      uint inside) {
     IDX i = (IDX)get_global_id(0);
@@ -76,8 +76,8 @@ __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at,
 }
 #else
 
-// Computes the indices of a work-item's element p in an [n, c, rows, columns] result, or with LAST in a channels-last result. After
-// neighbours.cl a work-item has VEC adjacent channels.
+// Computes the indices of a work-item's element p in a result [n, c, rows, columns], or with LAST in a channels-last result. If
+// neighbours.cl precedes this file, a work-item has VEC adjacent channels.
 #ifdef LAST
 #define CHANNEL_LAST const long c = (long)next_index(&n, (IDX)w.c / VEC) * VEC;
 #define CHANNEL_FIRST
@@ -102,8 +102,8 @@ __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at,
 #define VEC 1
 #endif
 
-// Returns the divisor of a mean: `divide` if positive, otherwise the number of the window's elements, which includes those in the
-// padding if `divide` is 0.
+// Returns the divisor of a mean: `divide` if positive; otherwise the number of elements of the window, which includes the padding
+// only if `divide` is 0.
 static inline ACC divisor(const Windows *w, INT oh, INT ow, long divide) {
     if (divide > 0)
         return (ACC)divide;
@@ -146,7 +146,7 @@ __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _
 #endif
 
 #ifdef MAX
-// The greatest element and its index in the image: the last NaN if there is one, otherwise the first among equals.
+// Computes the maximum and its index in the image: of the last NaN if there is a NaN, otherwise of the first of equal elements.
 __kernel void window(In x, ulong x_at, Out y, ulong y_at, __global long *index, ulong index_at, Windows w, ulong count) {
     POSITION(w.grid[0], w.grid[1]);
     INT top, bottom, left, right;
@@ -182,7 +182,7 @@ __kernel void window(In x, ulong x_at, Out y, ulong y_at, __global long *index, 
 #if defined(MAX_OF_IMAGE) || defined(MEAN_OF_IMAGE)
 __constant sampler_t PIXEL = CLK_NORMALIZED_COORDS_FALSE | CLK_ADDRESS_NONE | CLK_FILTER_NEAREST;
 
-// MAX and MEAN of an OpenCL image, as in image.cl. A work-item computes four channels of a window.
+// MAX and MEAN of an OpenCL image with the layout of image.cl. A work-item computes four channels of a window.
 __kernel void window(__read_only image2d_t x, __global CAT(A, _t) *y, ulong y_at, __global long *index, ulong index_at, Windows w,
                      ulong count, long divide) {
     IDX n = (IDX)get_global_id(0);
@@ -246,7 +246,7 @@ __kernel void window(In x, ulong x_at, Out y, ulong y_at, __global const long *i
         for (INT ow = left; ow <= right; ++ow) {
             __global const long *of_window = index + (ulong)(oh * (INT)w.grid[1] + ow) * between;
             GET(value, oh, ow);
-            // Whole indices are compared, because compilers would otherwise load halves of them one by one.
+            // Whole indices are compared, because otherwise compilers would load the two halves of an index separately.
 #if VEC > 1
             #pragma unroll
             for (int j = 0; j < VEC; j += 2) {

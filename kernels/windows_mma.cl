@@ -1,10 +1,10 @@
-// Implicit im2col for gemm_mma.cl, which it precedes: the matrix of windows over images is never stored, and its elements are
-// read from the images. A window's elements are ordered by row and column of the tap, then by channel. Images are channels-last,
-// so that a copy of 16 bytes is inside one tap. Taps outside an image read zeros. If rows of a kernel are taps, CHANNELS is the
-// number of elements of a row, and memory behind its first INSIDE elements reads as zeros.
+// Implicit im2col for gemm_mma.cl, which this file precedes: the matrix of windows over images is never stored, and its elements are read from the
+// images. The elements of a window are ordered by row and column of the tap, then by channel. Images are channels-last, so that a copy of 16 bytes is
+// inside one tap. Taps outside an image read zeros. If taps are whole rows of the convolution kernel, CHANNELS is the number of elements of a row, and
+// elements behind the first INSIDE elements of a row read as zeros.
 //
-// Windows are rows of the left matrix (LEFT), or columns (B_ALONG_K) or rows of the right matrix, image after image. WINDOWS is the index
-// in p.v of the first parameter. Sizes and steps of windows are in pixels, strides of images in elements.
+// Windows are rows of the left matrix (LEFT), columns of the right matrix (B_ALONG_K), or rows of the right matrix, in the order of
+// images. WINDOWS is the index in p.v of the first parameter. Sizes and steps of windows are in pixels, strides of images in elements.
 
 #if defined(MMA) && defined(WINDOWS)
 #define CHANNELS (uint)p.v[WINDOWS]
@@ -28,10 +28,10 @@
 #define TAP_ROW (DILATION_ROW * IMAGE_ROW)
 #define TAP_COL (DILATION_COL * PIXEL)
 
-// RESULT_OFFSET(j): the offset of the result of window j, or of element j of a window, in elements of the result. Without APART
-// results of an image are contiguous, and AFTER is the distance that is skipped between images. With APART windows have strides
-// of images, rows and columns, and elements have strides of channels and taps. Elements of the channels and taps that pad to 16
-// bytes are not stored (IS_STORED).
+// RESULT_OFFSET(j): the offset, in elements, of the result of window j, or of element j of a window. Without APART, the results of
+// one image are contiguous, and AFTER is the distance that is skipped between images. With APART, windows have strides for images,
+// rows and columns, and elements have strides for channels and taps. Channels and taps that are only padding to 16 bytes are not
+// stored (IS_STORED).
 #define IS_STORED(j) true
 #if defined(APART) && (LEFT || B_ALONG_K)
 #define RESULT_OFFSET(j) result_offset(p, (uint)(j))
@@ -41,8 +41,8 @@ static inline long result_offset(const params p, uint window)
     return image * AFTER + row * p.v[WINDOWS + 17] + (position - row * GRID_COLS) * p.v[WINDOWS + 18];
 }
 #elif defined(APART)
-#define PADDED (uint)p.v[WINDOWS + 19] // elements of a pixel
-#define FILLER p.v[WINDOWS + 20] // padding pixels of a tap
+#define PADDED (uint)p.v[WINDOWS + 19] // the number of elements of a pixel
+#define FILLER p.v[WINDOWS + 20] // the number of padding pixels of a tap
 #define RESULT_OFFSET(j) ((uint)(j) % PADDED * AFTER + ((uint)(j) / PADDED - (uint)(j) / CHANNELS * FILLER) * p.v[WINDOWS + 18])
 #undef IS_STORED
 #define IS_STORED(j) ((uint)(j) % PADDED < p.v[WINDOWS + 17] && (uint)(j) % CHANNELS < INSIDE)
@@ -50,9 +50,9 @@ static inline long result_offset(const params p, uint window)
 #define RESULT_OFFSET(j) ((j) + (uint)(j) / GRID * AFTER)
 #endif
 
-// Returns the offset of a window in bytes from the first image, negative in the padding. `inside` has a bit for each row of taps that is
-// inside the image, and above these one for each column. Images for windows with more than MOST_TAPS rows or columns are
-// stored with padding.
+// Returns the offset, in bytes, of a window from the first image; it is negative in the padding. `inside` gets a bit for each row of
+// taps that is inside the image, and in higher bits one for each column. Images for windows with more than MOST_TAPS rows or columns are
+// stored with their padding.
 #define MOST_TAPS 16
 static inline int window_at(const params p, uint window, uint* inside)
 {
@@ -65,16 +65,16 @@ static inline int window_at(const params p, uint window, uint* inside)
     *inside = bits;
     return at;
 }
-// Returns the offset in bytes of an element from its window.
+// Returns the offset, in bytes, of an element from the start of its window.
 static inline int element_at(const params p, uint tap_row, uint tap_col, uint channel)
 {
     return ((int)channel + (int)tap_row * TAP_ROW + (int)tap_col * TAP_COL) * BYTES;
 }
-// Returns how many of 16 bytes that begin at an element of a tap are inside the window.
+// Returns the number of bytes that are inside the window, of 16 bytes that begin at an element of a tap.
 static inline int bytes_inside(const params p, uint channel) { return clamp((INSIDE - (int)channel) * BYTES, 0, 16); }
 static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row % MOST_TAPS | 1u << (MOST_TAPS + tap_col % MOST_TAPS); }
 
-// Definitions for the operand that consists of windows.
+// Definitions for the matrix that consists of windows.
 #if LEFT
 #define OF(x) A_##x
 #define FROM from_a
@@ -99,7 +99,7 @@ static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row %
 #define WINDOW_WHOLE(to, from, step, e) copy_inside(to, WINDOW_FROM(from, step, e), WINDOW_INSIDE(e))
 
 #if LEFT || B_ALONG_K
-// Windows along m or n: each copy e of a work-item belongs to one window for the whole loop, and moves from tap to tap.
+// Windows along m or n: each copy e of a work-item is for the same window during the whole loop, and moves from tap to tap.
 #define WINDOW_FROM(from, step, e) ((from) + (long)window[e])
 #define WINDOW_INSIDE(e) ((inside[e] & tap) == tap ? bytes_there : 0)
 #define FIRST_WINDOWS                                                                                                  \
@@ -136,7 +136,7 @@ static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row %
     bytes_there = bytes_inside(p, channel);
 
 #if LEFT && !B_ALONG_K
-// The right matrix is the weight as stored, with strides between its taps. A slice is inside one tap.
+// The right matrix is the weight as stored, with strides between its taps. Each slice is inside one tap.
 #define WEIGHT_ROW p.v[WINDOWS + 19]
 #define WEIGHT_COL p.v[WINDOWS + 20]
 #define NEXT_TAP_COL from_b += (WEIGHT_COL - CHANNELS * B_ROW) * BYTES;
@@ -152,8 +152,8 @@ static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row %
 #define NEXT_TAP_ROW
 #endif
 #else
-// Windows along k: every slice has other windows. Each lane computes the offset of one of the windows that its warp copies, and the lanes
-// exchange these offsets by shuffles.
+// Windows along k: every slice has different windows. Each lane computes the offset of one of the windows that its warp copies, and the
+// lanes exchange these offsets by shuffles.
 #define WINDOWS_AT_ONCE (B_CHUNKS < 32 ? 32 / B_CHUNKS : 1)
 #define LANE_OF_COPY(e) ((e) * WINDOWS_AT_ONCE + lane * WINDOWS_AT_ONCE / 32)
 #define WINDOW_FROM(from, step, e) ((from) + (long)(int)of_lane((uint)window, LANE_OF_COPY(e)))

@@ -1,7 +1,7 @@
 //! The interface between operations and devices.
 //!
-//! An operation checks its operands, allocates its results and describes the work as a problem (see [`problem`]). A [`Backend`] decides how to
-//! tile, vectorise, cache and launch that problem. Apart from the modules of devices and storage, only this file matches on a device's kind.
+//! An operation checks its operands, allocates its results and describes the work as a problem (see [`problem`]). A [`Backend`] decides how to tile,
+//! vectorise, cache and launch that problem. Apart from the modules of devices and storage, this is the only file that matches on the kind of a device.
 
 /// Defines trait methods whose body is one function call.
 macro_rules! methods {
@@ -26,14 +26,14 @@ use crate::expr::program::Program;
 use crate::storage::Image;
 use crate::{DType, Device, Error, Result, Scalar, Shape, Tensor};
 
-/// Computes problems on one kind of device. All tensors of a problem are on the same device, and its results are not empty.
-/// A method that returns `Option` or `bool` may decline; the caller then composes the result from other methods.
+/// Computes problems on one kind of device. All tensors of a problem are on the same device, and the results are not empty. A method that returns
+/// `Option` or `bool` may decline by returning `None` or false; the caller then computes the result with other methods.
 pub(crate) trait Backend: Sync {
     /// Evaluates formulas elementwise over tensors of any strides, with broadcasting.
     fn map(&self, formulas: &Formulas) -> Result<()>;
-    /// Fills the vector `out` with `start + i * step`; declines if the host has to compute the elements.
+    /// Fills the vector `out` with `start + i * step`. Returns false if the host must compute the elements instead.
     fn sequence(&self, values: Sequence, out: &Tensor) -> Result<bool>;
-    /// Concatenates tensors along dim `d` of `out`; declines if copying tensor by tensor is as fast.
+    /// Concatenates tensors along dim `d` of `out`. Returns false if separate copies of the tensors are as fast.
     fn join(&self, out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool>;
     /// Copies a batch of matrices, with zeros where column - row is in `from..to` (`tril` and `triu`).
     fn tril_triu(&self, x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>>;
@@ -45,48 +45,48 @@ pub(crate) trait Backend: Sync {
 
     fn sort(&self, sorting: &Sorting) -> Result<()>;
     fn searchsorted(&self, search: &Search) -> Result<()>;
-    /// Declines if a full sort is the better method.
+    /// Returns None if a full sort is faster.
     fn topk(&self, first: TopK) -> Result<Option<Selected>>;
-    /// Declines if a full sort is the better method.
+    /// Returns None if a full sort is faster.
     fn kth(&self, ranked: RankedElement) -> Result<Option<Selected>>;
 
-    /// Reads elements through an index.
+    /// Copies the elements of the source that an index selects to `out`.
     fn gather(&self, g: &Indexed, out: &Tensor) -> Result<()>;
-    /// Writes elements through an index.
+    /// Writes or combines elements at the positions of the target that an index selects.
     fn scatter(&self, scatter: &Scatter) -> Result<()>;
     fn linear_index(&self, term: &IndexTerm) -> Result<()>;
-    /// Writes 1 at each row's class and 0 elsewhere. The last dim of `out` is the classes.
+    /// Writes 1 at the class of each row and 0 elsewhere. The last dim of `out` has one element for each class. `op` is named in errors.
     fn one_hot(&self, op: &'static str, x: &Tensor, out: &Tensor) -> Result<()>;
-    /// Returns the indices of nonzero elements of x, in a tensor with the sizes `dims`. `mask` converts x to a contiguous bool tensor.
+    /// Returns the indices of the nonzero elements of x, for a tensor with the sizes `dims`. `mask` converts x to a contiguous bool tensor.
     fn nonzero(&self, x: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor>;
-    /// Returns the elements of x at which the mask, a tensor of the same shape, is true.
+    /// Returns the elements of x where the mask, a tensor of the same shape, is true. Returns None to decline.
     fn masked_select(&self, x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>>;
 
-    /// Computes softmax, log-softmax, logsumexp or a gradient over rows along a dim.
+    /// Computes softmax, log-softmax, logsumexp or a gradient of these over the rows along one dim.
     fn softmax(&self, softmax: &Softmax) -> Result<()>;
-    /// Returns the cross-entropy loss of logits and class labels, or partial losses that sum to it, and writes the gradient of the logits if asked.
+    /// Returns the cross-entropy loss of logits and class labels, or partial losses that sum to it. Also writes the gradient of the logits if asked.
     fn cross_entropy(&self, entropy: &LabelEntropy) -> Result<Tensor>;
-    /// Normalises rows, forward or backward.
+    /// Normalises rows in the forward pass, or computes the gradients in the backward pass.
     fn norm(&self, rows: &Normalisation) -> Result<()>;
     fn norm_forward(&self, norm: &NormForward) -> Result<()>;
-    /// Allocates the partial sums of the weight's and bias's gradients, for rows of n elements; None if the device does not accumulate them.
+    /// Allocates the partial sums of the gradients of weight and bias, for rows of n elements. None if the device does not compute these sums.
     fn alloc_column_sums(&self, x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>>;
-    /// Computes `(x - mean) * scale + shift`, with one mean, scale and shift a channel.
+    /// Computes `(x - mean) * scale + shift`, with one mean, scale and shift per channel. Returns None to decline.
     fn normalise_channels(&self, x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>>;
-    /// True if [`variance`](Self::variance) may be called.
+    /// True if [`variance`](Self::variance) may be called on this device.
     fn has_variance(&self) -> bool;
     fn variance(&self, variance: &Variance) -> Result<bool>;
 
-    /// Returns a convolution, forward and gradients, that needs no im2col matrix; None if im2col and a product are faster.
+    /// Returns an algorithm for a convolution and its gradients without an im2col matrix, or None if im2col and a product are faster.
     fn convolution(&self, conv: &Conv2d) -> Option<Box<dyn Convolution>>;
-    /// Computes the forward pass in one launch where that is faster than im2col and a product. The gradients still use products.
+    /// Computes the forward pass in one launch; None if im2col and a product are faster. The gradients still use im2col and products.
     fn forward_convolution(&self, conv: &Conv2d) -> Result<Option<Tensor>>;
-    /// Copies a tensor into an image object; None if the device has no images, or none of this size and format.
+    /// Copies a tensor to an image object. None if the device does not support images, or no image of this size and format.
     fn to_image(&self, x: &Tensor) -> Result<Option<Image>>;
-    /// Fills a tensor from its image object.
+    /// Copies the elements of an image object to a tensor.
     fn read_image(&self, image: &Image, out: &Tensor) -> Result<()>;
     fn im2col(&self, im2col: &Im2col) -> Result<()>;
-    /// Adds the elements of columns to the image elements that they were gathered from: col2im.
+    /// Col2im: adds each element of `columns` to the image element from which im2col would have copied it.
     fn col2im(&self, windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()>;
     fn pool(&self, pooling: &Pooling) -> Result<()>;
     fn interpolate(&self, problem: &Interpolate) -> Result<()>;
@@ -96,11 +96,11 @@ pub(crate) trait Backend: Sync {
     /// Computes the result and the log-sum-exp of each row of scores (see [`AttentionBackward`]). Requires [`has_attention`](Self::has_attention).
     fn attention(&self, a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()>;
     fn attention_backward(&self, a: &FusedAttention, of: &AttentionBackward) -> Result<()>;
-    /// Returns the block sizes for attention's scores; `cheap` is true if blocks also save work.
+    /// Returns the block sizes for the scores of attention. `memory` is the device's memory in bytes; `cheap` is true if blocks take no extra time.
     fn attention_blocking(&self, memory: usize, cheap: bool) -> Blocking;
 }
 
-/// Returns the backend of a device, wrapped in [`Profiled`] while a profiler is on.
+/// Returns the backend of a device. While a profiler is on, the backend is wrapped in [`Profiled`].
 #[inline(always)]
 pub(crate) fn of_device(device: Device) -> &'static dyn Backend {
     match device {
@@ -118,21 +118,21 @@ fn profiled_backend(device: Device) -> &'static dyn Backend {
     }
 }
 
-/// Calls `f` with the backend of the outputs' device, and increments the outputs' version counters.
+/// Calls `f` with the backend of the outputs' device, then increments the version counters of the outputs.
 pub(crate) fn launch<'t, R>(
     outputs: impl IntoIterator<Item = &'t Tensor, IntoIter: Clone>,
     f: impl FnOnce(&dyn Backend) -> Result<R>,
 ) -> Result<R> {
     let outputs = outputs.into_iter();
     let launched = f(backend_of_outputs(outputs.clone()));
-    // A kernel that detects a division by zero, and a launch that fails partway, have already written to the outputs.
+    // If a kernel detects a division by zero, or a launch fails partway, the outputs have already been written to.
     if matches!(launched, Ok(_) | Err(Error::DivisionByZero { .. } | Error::Partial { .. })) {
         outputs.for_each(|t| t.storage.bump_version());
     }
     launched
 }
 
-/// Like [`launch`], for new `outputs`: autograd cannot have saved them yet, so their version counters stay unchanged.
+/// Like [`launch`], for new `outputs`. Autograd cannot have saved new tensors, so their version counters stay unchanged.
 #[inline]
 pub(crate) fn fill<'t, R>(
     outputs: impl IntoIterator<Item = &'t Tensor, IntoIter: Clone>,
@@ -144,7 +144,7 @@ pub(crate) fn fill<'t, R>(
     Ok(filled)
 }
 
-/// Allocates a tensor and calls `f` to fill it, unless it is empty.
+/// Allocates a tensor and calls `f` to fill it. `f` is not called if the tensor is empty.
 pub(crate) fn compute(
     shape: impl Into<Shape>,
     dtype: DType,
@@ -158,7 +158,7 @@ pub(crate) fn compute(
     Ok(out)
 }
 
-/// Like [`fill`], for a backend method that allocates the outputs itself or declines.
+/// Like [`fill`], for a backend method that allocates the outputs itself, or returns None to decline.
 pub(crate) fn fill_or_decline(
     x: &Tensor,
     f: impl FnOnce(&dyn Backend) -> Result<Option<Selected>>,
@@ -182,8 +182,8 @@ pub(crate) fn mark_written(made: Tensor) -> Tensor {
     made
 }
 
-/// Returns a closure that computes one primitive into a new result, if the device has a fast path for it.
-/// Requires that all operands have the result's dtype, shape and strides.
+/// Returns a closure that computes one primitive into a new result, or None if the device has no fast path for it. All operands
+/// must have the dtype, shape and strides of the result.
 #[inline]
 pub(crate) fn primitive_fast_path<'a>(
     op: &'static str,

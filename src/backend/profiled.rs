@@ -1,4 +1,4 @@
-//! A backend that records every operation for the profiler; [`of_device`](super::of_device) returns this backend while a profiler is on.
+//! A backend that records every operation for the profiler. While a profiler is on, [`of_device`](super::of_device) returns this backend.
 
 use smallvec::SmallVec;
 
@@ -11,7 +11,7 @@ use crate::device::profiler::{Operation, operation};
 use crate::storage::Image;
 use crate::{Device, Result, Tensor};
 
-/// Records each operation, then calls the wrapped backend.
+/// Records each operation, then calls the wrapped backend to compute it.
 pub(crate) struct Profiled(pub(super) &'static dyn Backend);
 
 /// Describes an operation over `tensors`, which include the results. The first tensor determines the device and the dtype.
@@ -23,7 +23,7 @@ pub(crate) fn describe<'t>(name: &'static str, tensors: impl IntoIterator<Item =
             (described.device, described.dtype) = (t.device(), Some(t.dtype));
         }
         described.shapes.push(SmallVec::from_slice(t.shape().dims()));
-        // A dim with stride 0 repeats one element, which is read once.
+        // A dim with stride 0 repeats a single element, which is counted once.
         let dims = t.shape().dims().iter().zip(t.strides());
         let elements: usize = dims.map(|(&n, &stride)| if stride == 0 { n.min(1) } else { n }).product();
         described.bytes += (elements * t.dtype.size()) as u64;
@@ -31,7 +31,7 @@ pub(crate) fn describe<'t>(name: &'static str, tensors: impl IntoIterator<Item =
     described
 }
 
-/// Like [`describe`], with the number of floating-point operations.
+/// Like [`describe`], with `flops` floating-point operations.
 pub(crate) fn describe_flops<'t>(
     name: &'static str,
     tensors: impl IntoIterator<Item = &'t Tensor>,
@@ -40,14 +40,14 @@ pub(crate) fn describe_flops<'t>(
     Operation { flops: flops as u64, ..describe(name, tensors) }
 }
 
-/// Describes a matrix product; its last operand dim is the depth of each sum.
+/// Describes a matrix product. The last dim of the left matrix is the number of terms of each sum.
 fn describe_gemm(product: &Gemm, outs: &[Tensor]) -> Operation {
     let depth = product.a.shape().dims().last().copied().unwrap_or(0);
     let tensors = [product.a, product.b].into_iter().chain(product.extras.iter().copied()).chain(outs);
     describe_flops(product.op, tensors, 2 * outs[0].numel() * depth)
 }
 
-/// Describes attention that computes `products` matrix products of the size of all scores.
+/// Describes attention that computes `products` matrix products, each over all scores.
 fn describe_attention<'t>(
     name: &'static str,
     a: &FusedAttention<'t>,
@@ -59,14 +59,14 @@ fn describe_attention<'t>(
     describe_flops(name, [a.q, a.k, a.v].into_iter().chain(a.mask).chain(others), flops)
 }
 
-/// Describes a convolution: the whole weight is multiplied once for every window.
+/// Describes a convolution, in which the whole weight is multiplied once for every window.
 pub(crate) fn describe_convolution(name: &'static str, w: &Windows, x: &Tensor, weight: &Tensor) -> Operation {
     let windows: usize = w.grid.iter().product();
     let flops = 2 * x.shape().dims()[0] * windows * weight.numel();
     describe_flops(name, [x, weight], flops)
 }
 
-/// Describes a gather, which reads only the indexed elements of its source.
+/// Describes a gather, which reads only the indexed elements of the source, not the whole source.
 fn describe_gather(g: &Indexed, out: &Tensor) -> Operation {
     let bytes = describe(g.op, [out, g.index, out]).bytes;
     Operation { bytes, ..describe(g.op, [g.x, g.index, out]) }
@@ -115,7 +115,7 @@ fn pool_name(task: PoolTask) -> &'static str {
     }
 }
 
-/// Defines methods that record the described operation and then call the wrapped backend's method of the same name.
+/// Defines methods that record the described operation, and then call the method of the same name of the wrapped backend.
 macro_rules! recorded {
     ($($name:ident($($arg:ident: $t:ty),*) -> $made:ty = $operation:expr;)*) => { $(
         fn $name(&self, $($arg: $t),*) -> $made {
@@ -125,7 +125,7 @@ macro_rules! recorded {
     )* };
 }
 
-/// Like `recorded`, for methods that may decline: a declined call is not recorded.
+/// Like `recorded`, for methods that may decline. A call that declines is not recorded.
 macro_rules! recorded_unless_declined {
     ($($name:ident($($arg:ident: $t:ty),*) -> $made:ty = $operation:expr;)*) => { $(
         fn $name(&self, $($arg: $t),*) -> $made {
@@ -141,7 +141,7 @@ macro_rules! recorded_unless_declined {
     )* };
 }
 
-/// The result of a method that may decline.
+/// The result of a backend method that may decline: false or `None` means declined.
 trait MayDecline {
     fn is_declined(&self) -> bool;
 }
@@ -158,7 +158,7 @@ impl<T> MayDecline for Option<T> {
     }
 }
 
-/// Defines methods that only call the wrapped backend's method of the same name.
+/// Defines methods that only call the method of the same name of the wrapped backend.
 macro_rules! forwarded {
     ($($name:ident($($arg:ident: $t:ty),*) -> $made:ty;)*) => { $(
         fn $name(&self, $($arg: $t),*) -> $made {

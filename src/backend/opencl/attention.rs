@@ -31,7 +31,7 @@ const MMA: &str = concat!(
     include_str!("../../../kernels/attention_mma.cl")
 );
 
-/// The configuration of a kernel. `k` and `v` are the padded widths of keys and values, the other fields are those of [`AttentionLaunches`].
+/// The configuration of a kernel. `k` and `v` are the padded widths of keys and values; [`AttentionLaunches`] describes the other fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct AttentionConfig {
     entry: AttentionKernel,
@@ -72,11 +72,11 @@ impl KernelConfig for AttentionConfig {
     }
 }
 
-/// The minimum number of keys of a group when several groups divide the keys of a tile of queries among them.
+/// The minimum number of keys of a work-group when the keys for a tile of queries are divided among several work-groups.
 const MIN_KEYS_PER_PART: usize = 256;
 
-/// True if these kernels compute the call. Attention by blocked matrix products is faster on CPUs, and for halves on devices with tensor
-/// cores if `attention_mma.cl` cannot handle the call.
+/// True if these kernels should compute the call. Attention by blocked matrix products is faster on CPUs, and also for halves on
+/// devices with tensor cores if `attention_mma.cl` cannot compute the call.
 pub(crate) fn is_supported(a: &FusedAttention) -> Result<bool> {
     let device = a.q.cl_device()?;
     let [heads, queries, keys, width, value_width] = a.sizes();
@@ -95,7 +95,7 @@ pub(crate) fn is_supported(a: &FusedAttention) -> Result<bool> {
             .all(|&entry| Tile::plain(device, a, entry).next().is_some()))
 }
 
-/// Returns queries, keys, values and mask. Without a mask the queries stand in for the mask argument.
+/// Returns queries, keys, values and mask. Without a mask the queries are passed as the mask argument, which the kernel then does not read.
 fn operands<'a>(a: &FusedAttention<'a>) -> [&'a Tensor; 4] {
     [a.q, a.k, a.v, a.mask.unwrap_or(a.q)]
 }
@@ -116,13 +116,13 @@ fn launch_attention(
     launch_cache::launch_cached(&key, params, || prepare(device)).map(drop)
 }
 
-/// Computes the result and the log-sum-exp of each row, in one launch, or in two for few queries and many keys.
+/// Computes the result and the log-sum-exp of each row. Takes one launch, or two if few queries attend to many keys.
 pub(crate) fn forward(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> {
     let [q, k, v, mask] = operands(a);
     let tensors = [q, k, v, mask, out, logsumexp];
     launch_attention(OpKind::Attention, a, &tensors, |device| {
         let mut shape = AttentionLaunches::new(device, a, &tensors[..5]);
-        // If there are fewer tiles of queries than compute units, several groups divide the keys, except on tensor cores, which get many queries.
+        // With fewer query tiles than compute units, several work-groups share the keys of a tile, except on tensor cores (many queries).
         let (units, mut parts) = (device.info().compute_units.max(1), 1);
         let groups = |shape: &AttentionLaunches| {
             shape.groups(AttentionKernel::Forward, shape.tiles(AttentionKernel::Forward)[0])
@@ -167,7 +167,7 @@ pub(crate) fn backward(a: &FusedAttention, of: &AttentionBackward) -> Result<()>
             let groups = shape.groups(entry, tile);
             let mut launch = KernelLaunch::new(kernel, groups * tile.group_size(), tile.group_size());
             operands.iter().for_each(|&i| shape.push_operand(&mut launch, i));
-            // The log-sum-exp, and the scratch tensor `delta`, which the first launch writes for the second.
+            // Arguments: the log-sum-exp, and the scratch tensor `delta`, which the first launch writes and the second reads.
             (9..11).for_each(|i| launch.push_tensor(i));
             shape.push_sizes(&mut launch, 1);
             shape.push_scalars(&mut launch);
@@ -185,17 +185,17 @@ fn staged_operands<'a>(operands: &'a [&'a Tensor]) -> impl Iterator<Item = &'a T
     operands[..3].iter().chain(operands.get(5)).copied()
 }
 
-/// The state that the launches of one call share.
+/// The state that the launches of one attention call share.
 struct AttentionLaunches<'a> {
     device: &'static ClDevice,
     a: &'a FusedAttention<'a>,
-    /// Tensors `[batch.., heads, rows, columns]`: q, k, v, mask and result; in the backward pass also the gradients of result, q, k and v.
+    /// Tensors `[batch.., heads, rows, columns]`: q, k, v, mask and result; in the backward pass also the gradients of the result, q, k and v.
     operands: &'a [&'a Tensor],
-    /// The dims before the heads.
+    /// The dims in front of the heads.
     batch: StridedDims,
     /// The bytes of one asynchronous copy to local memory on tensor cores; None without tensor cores.
     copy: Option<usize>,
-    /// The number of elements that a work-item stores at once on tensor cores, or loads at once elsewhere.
+    /// The number of elements per store of a work-item on tensor cores, or per load elsewhere.
     width: usize,
 }
 
@@ -207,7 +207,7 @@ impl<'a> AttentionLaunches<'a> {
         AttentionLaunches::with_copy(device, a, operands, attention_tile::async_copy_bytes(device, a, &all))
     }
 
-    /// Like [`new`](Self::new), with a given `copy`. Without `copy` tensor cores are not used.
+    /// Like [`new`](Self::new), with a given `copy`. With `None`, the kernels without tensor cores are used.
     fn with_copy(
         device: &'static ClDevice,
         a: &'a FusedAttention<'a>,
@@ -242,7 +242,7 @@ impl<'a> AttentionLaunches<'a> {
         self.batches() * rows.div_ceil(tile.own_rows())
     }
 
-    /// Returns the usable tiles, the best first.
+    /// Returns the tiles that the device can use, the best tile first.
     fn tiles(&self, entry: AttentionKernel) -> Vec<Tile> {
         match self.copy {
             Some(_) => Tile::mma(self.device, self.a, entry, |tile| self.groups(entry, tile)),
@@ -250,7 +250,7 @@ impl<'a> AttentionLaunches<'a> {
         }
     }
 
-    /// Returns the kernel with the best tile that can be launched. The registers that the compiler allocates limit the work-group size.
+    /// Returns the kernel for the best tile that can be launched. Tiles whose kernel needs too many registers for their work-group are skipped.
     fn kernel(&self, entry: AttentionKernel) -> Result<(Tile, Arc<ClKernel>)> {
         let mut made = None;
         for tile in self.tiles(entry) {
@@ -297,7 +297,7 @@ impl<'a> AttentionLaunches<'a> {
         launch.push_words(sizes.chain([usize::from(self.a.causal), parts]).map(|n| n as i64));
     }
 
-    /// Appends the scale, and dropout's probability, factor and seed.
+    /// Appends the scale, and the probability, factor and seed of dropout.
     fn push_scalars(&self, launch: &mut KernelLaunch) {
         launch.push_scalars(3, self.a.q.dtype.compute());
         launch.push_seeds(1);

@@ -5,16 +5,16 @@ use crate::backend::problem::attention::FusedAttention;
 use crate::device::opencl::{ClDevice, MOST_REGISTERS, SM_90A, TuningParameter};
 use crate::{DType, Tensor};
 
-/// The maximum head width. Only a few rows of wider heads would fit in local memory.
+/// The maximum head width. Of wider heads, only a few rows would fit in local memory.
 pub(crate) const MAX_HEAD_WIDTH: usize = 256;
 
-/// The maximum head width on tensor cores, where the gradients stay in registers.
+/// The maximum head width on tensor cores. The gradients stay in registers, and wider heads would need too many.
 const MAX_MMA_HEAD_WIDTH: usize = 128;
 
-/// Up to this number of queries tensor cores are not used, because most of their fragments would be empty.
+/// The maximum number of queries for which tensor cores are not used, because most of their fragments would be empty.
 const MAX_QUERIES_WITHOUT_MMA: usize = 16;
 
-/// The kernels of the template, described in `kernels/attention.cl`.
+/// The kernels that the template can generate; `kernels/attention.cl` describes them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum AttentionKernel {
     Forward,
@@ -27,13 +27,13 @@ pub(crate) enum AttentionKernel {
 /// The part of the score matrix that a work-group computes at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Tile {
-    /// Work-items along rows and columns, and the scores of each work-item along both.
+    /// The work-items along rows (`rows`) and columns (`columns`), and the scores of each work-item along rows (`mi`) and columns (`ni`).
     Plain { columns: usize, rows: usize, mi: usize, ni: usize },
-    /// Tiles on tensor cores: `warps` of `fragments` times 16 rows, against `other` rows. With `wgmma`, four warps multiply together.
+    /// A tile on tensor cores: `warps` warps of `fragments` x 16 own rows each, against `other` rows. With `wgmma`, four warps multiply together.
     Mma { warps: usize, fragments: usize, other: usize, wgmma: bool },
 }
 
-/// The plain tiles, the largest first, because these do the most arithmetic per element read.
+/// The plain tiles, the largest first, because a larger tile does more arithmetic per element read.
 const PLAIN_TILES: [Tile; 9] = [
     plain(16, 4, 4),
     plain(16, 2, 4),
@@ -54,18 +54,18 @@ const fn mma(fragments: usize, other: usize) -> Tile {
     Tile::Mma { warps: 4, fragments, other, wgmma: false }
 }
 
-/// Register limit of a work-item for f32 heads of up to 64 on tensor cores, so that three groups fit on a compute unit.
+/// The register limit of a work-item for f32 heads of at most 64 columns on tensor cores, so that three work-groups run on a compute unit.
 const F32_MAX_REGISTERS: usize = 168;
 
 const WGMMA_TILE: Tile = Tile::Mma { warps: 4, fragments: 1, other: 64, wgmma: true };
 
-/// True if the dtype is f32 or a half, there are enough queries for tensor cores, and the device has tensor cores.
+/// True if the dtype is f32 or a half, the device has tensor cores, and the queries are enough to fill their fragments.
 pub(crate) fn suits_tensor_cores(device: &ClDevice, a: &FusedAttention) -> bool {
     a.q.dtype.size() <= 4 && a.sizes()[1] > MAX_QUERIES_WITHOUT_MMA && device.tensor_cores().local > 0
 }
 
 /// Returns the bytes of one asynchronous copy from the rows of these tensors. None if tensor cores cannot be used: rows are strided or unaligned,
-/// heads are too wide, or the scale is not positive in f32, so that the greatest product need not have the greatest weight.
+/// heads are too wide, or the scale is not positive in f32, so that the largest product need not give the largest weight.
 pub(crate) fn async_copy_bytes(device: &ClDevice, a: &FusedAttention, tensors: &[&Tensor]) -> Option<usize> {
     let [.., width, value_width] = a.sizes();
     let last = |t: &Tensor| t.rank() - 1;
@@ -82,7 +82,7 @@ pub(crate) fn async_copy_bytes(device: &ClDevice, a: &FusedAttention, tensors: &
 }
 
 impl Tile {
-    /// Returns the number of rows that a group keeps (OWN).
+    /// Returns the number of rows that a work-group keeps (OWN in the template).
     pub(crate) fn own_rows(self) -> usize {
         match self {
             Tile::Plain { rows, mi, .. } => rows * mi,
@@ -90,7 +90,7 @@ impl Tile {
         }
     }
 
-    /// Returns the number of rows in the tiles that a group iterates over (OTHER).
+    /// Returns the number of rows in each tile that a work-group iterates over (OTHER in the template).
     fn other_rows(self) -> usize {
         match self {
             Tile::Plain { columns, ni, .. } => columns * ni,
@@ -105,7 +105,7 @@ impl Tile {
         }
     }
 
-    /// Returns the padded width of keys or values in local memory. In plain tiles each work-item has a multiple of four columns.
+    /// Returns the padded width of keys or values in local memory. In plain tiles, the number of columns of each work-item is a multiple of four.
     pub(crate) fn padded_width(self, width: usize) -> usize {
         match self {
             Tile::Plain { columns, .. } => width.next_multiple_of(4 * columns),
@@ -131,7 +131,7 @@ impl Tile {
         elements * dtype.size()
     }
 
-    /// Returns the plain tiles that fit in local memory, without tiles of more than 8 rows that would be more than half empty.
+    /// Returns the plain tiles that fit in local memory, except tiles of more than 8 rows that would be more than half empty.
     pub(crate) fn plain(device: &ClDevice, a: &FusedAttention, entry: AttentionKernel) -> impl Iterator<Item = Tile> {
         let (info, [heads, queries, ..]) = (device.info(), a.sizes());
         let (group, memory) = (info.max_work_group, declarable_local_memory(device));
@@ -140,8 +140,8 @@ impl Tile {
         PLAIN_TILES.into_iter().filter(fits).filter(move |tile| tile.own_rows() <= enough)
     }
 
-    /// Returns the tiles for tensor cores, the fastest on an H200 first. Prefers as many accumulators as registers allow, and
-    /// tiles with at least as many work-groups (`groups` of a tile) as the device has compute units.
+    /// Returns the tiles for tensor cores, the fastest on an H200 first: tiles with as many accumulators as registers allow, and
+    /// tiles with at least as many work-groups as the device has compute units. `groups` counts the work-groups of a tile.
     pub(crate) fn mma(
         device: &ClDevice,
         a: &FusedAttention,
@@ -164,7 +164,7 @@ impl Tile {
         tiles
     }
 
-    /// Returns the tile's definitions for the template.
+    /// Returns the macro definitions of this tile for the template.
     pub(crate) fn defines(self, dtype: DType, widest: usize) -> String {
         match self {
             Tile::Plain { columns, rows, mi, ni } => {

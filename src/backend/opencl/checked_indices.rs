@@ -7,13 +7,13 @@ use crate::Tensor;
 use crate::device::capture::is_capturing;
 use crate::device::opencl::{ClDevice, FaultReads};
 
-/// Returns a unique number for a check.
+/// Returns a check number that no other check has.
 pub(crate) fn new_check_id() -> u64 {
     static LAST: AtomicU64 = AtomicU64::new(0);
     LAST.fetch_add(1, Ordering::Relaxed) + 1
 }
 
-/// Hashes the values that identify a check into its number, for kernels without a cached plan.
+/// Hashes the values that identify a check into a check number, for kernels without a cached plan.
 pub(crate) fn hash_check(parts: impl IntoIterator<Item = u64>) -> u64 {
     let mix = |hash: u64, part: u64| (hash.rotate_left(29) ^ part).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     parts.into_iter().fold(1, mix)
@@ -32,22 +32,22 @@ pub(crate) fn begin_check(device: &ClDevice, index: &Tensor, check: u64) -> Opti
     }
     let (reads, known) = (device.fault_reads(), index.storage.stamp());
     let hash = hash_indices(index, check, reads);
-    // The indices are known if the check's hash matches and a read without faults began after the launch. Counts of reads are compared modulo 2^16.
+    // The indices are known if the check's hash matches and a read that began after the launch found no faults. Read counts are compared modulo 2^16.
     let is_known = known & !BEGUN_READS_MASK == hash && (reads.clean.wrapping_sub(known) as u16 as i16) > 0;
     (!is_known).then_some(PendingCheck(Some(hash)))
 }
 
-/// Notes that the kernel was launched: the indices become known with the next read that finds no faults.
+/// Records that the kernel was launched: the indices become known when the next read finds no faults.
 pub(crate) fn note_launch(device: &ClDevice, index: &Tensor, unknown: PendingCheck) {
     if let PendingCheck(Some(hash)) = unknown {
         index.storage.set_stamp(hash | device.fault_reads().begun & BEGUN_READS_MASK);
     }
 }
 
-/// The bits that hold the number of reads that had begun when the kernel was launched.
+/// The bits for the number of reads that had begun when the kernel was launched.
 const BEGUN_READS_MASK: u64 = u16::MAX as u64;
 
-/// Returns the bits outside [`BEGUN_READS_MASK`]: a hash of everything that the result of the check depends on.
+/// Returns a hash of everything that the result of the check depends on, in the bits outside [`BEGUN_READS_MASK`].
 fn hash_indices(index: &Tensor, check: u64, reads: FaultReads) -> u64 {
     let (version, offset, dtype) = (index.storage.version(), index.layout.offset as u64, index.dtype as u64);
     let hash = hash_check([check, version, offset, dtype, reads.slot, reads.found]);

@@ -15,19 +15,19 @@ use crate::{DType, Error, Result, Tensor};
 
 const GPU_TEMPLATE: &str = include_str!("../../../kernels/cross_entropy.cl");
 
-/// Up to this number of labels, every group counts the labels that are not ignored, which is faster than a separate launch.
+/// The maximum number of labels for which every work-group counts the labels that are not ignored. A separate launch would take longer.
 const MAX_LABELS_COUNTED_PER_GROUP: usize = 1 << 16;
 
-/// How the kernels get the number of labels that are not ignored. The discriminants are the codes in `kernels/cross_entropy.cl`.
+/// How the kernels get the number of labels that are not ignored. The discriminants equal the codes in `kernels/cross_entropy.cl`.
 #[derive(Clone, Copy)]
 enum LabelCount {
-    /// Every group counts all labels.
+    /// Every work-group counts all labels.
     EveryGroup,
     /// The count is 1, because no mean is computed.
     One,
     /// An earlier launch has counted the labels.
     Given,
-    /// Every group counts the labels of its rows, and the last group adds up these counts.
+    /// Every work-group counts the labels of its rows, and the last work-group to finish adds up these counts.
     LastGroup,
 }
 
@@ -37,21 +37,21 @@ struct CrossEntropySchedule {
     width: usize,
     /// The number of work-items that share a row.
     lanes: usize,
-    /// The number of work-items of a group.
+    /// The number of work-items of a work-group.
     group: usize,
-    /// The number of vectors of `width` elements that each work-item keeps in registers: a full row's if `whole`, otherwise a block's.
+    /// The number of vectors of `width` elements that each work-item keeps in registers: for a full row if `whole`, otherwise for a block.
     kept: usize,
     whole: bool,
     groups: usize,
-    /// Whether the last group adds up the losses of all groups.
+    /// Whether the last work-group to finish adds up the losses of all work-groups.
     last_group_sums: bool,
-    /// The number of slices of a row, which separate groups reduce; 0 if one group reduces a row.
+    /// The number of slices into which a row is cut, each reduced by a separate work-group; 0 if one work-group reduces a row.
     slices: usize,
     /// The number of elements of a slice.
     chunk: usize,
 }
 
-/// The part of the work that a launch does if rows are cut into slices; see `kernels/cross_entropy.cl`.
+/// The part of the work that one launch does if rows are cut into slices; see `kernels/cross_entropy.cl`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum CrossEntropyStage {
     Whole,
@@ -74,12 +74,12 @@ impl CrossEntropySchedule {
         let starts = [x.layout.offset as isize, if rows > 1 { x.strides()[0] } else { 0 }, n as isize];
         let starts = starts.into_iter().chain(grad.map(|t| t.layout.offset as isize));
         let width = if x.strides()[1] == 1 { vector_width(device, x.dtype, starts) } else { 1 };
-        // A small batch is computed by one group, all rows at once if they fit.
+        // A small batch is computed by one work-group, with all rows at once if the work-items suffice.
         let alone = rows * n <= 16 * group;
         let most = if alone { 1 << (group / rows).max(1).ilog2() } else { group };
         let lanes = n.div_ceil(4 * width).next_power_of_two().min(most);
         let kept = vectors_per_item(n, width * lanes);
-        // The number of 32-bit registers of a value.
+        // The number of 32-bit registers that one value takes.
         let size = x.dtype.compute().dtype().size() / 4;
         let whole = kept * width * size <= 32;
         let (lanes, kept) = if whole { (lanes, kept) } else { (group, (16 / width / size).max(1)) };
@@ -87,7 +87,7 @@ impl CrossEntropySchedule {
         let slices = if whole || rows >= 2 * units || slices == 1 { 0 } else { slices };
         let sharing = if slices > 0 { slices.next_power_of_two() } else { lanes };
         let rounds = rows.div_ceil(group / sharing);
-        // All groups get the same number of rows, and run on the device at the same time.
+        // All work-groups get the same number of rows and run on the device at the same time.
         let groups = if alone { 1 } else { rounds.div_ceil(rounds.div_ceil(8 * units)) };
         let last_group_sums = !each && groups > 1 && device.has_fence();
         CrossEntropySchedule { width, lanes, group, kept, whole, groups, last_group_sums, slices, chunk }
@@ -98,12 +98,12 @@ impl CrossEntropySchedule {
         if stage == CrossEntropyStage::Combines { self.slices.next_power_of_two() } else { self.lanes }
     }
 
-    /// True if the last group of this launch adds up the losses of all groups.
+    /// True if in this launch the last work-group to finish adds up the losses of all work-groups.
     fn sums_in_last_group(&self, stage: CrossEntropyStage) -> bool {
         self.last_group_sums && matches!(stage, CrossEntropyStage::Whole | CrossEntropyStage::Combines)
     }
 
-    /// Returns the part of the configuration for GPUs.
+    /// Returns the part of the configuration that only the GPU template needs.
     fn spread(&self, dtype: DType, stage: CrossEntropyStage) -> impl KernelConfig + use<> {
         kernel_config! {
             "LANES" => self.lanes_in(stage), "CACHED" => self.kept, "" => Vectors(dtype, self.width),
@@ -118,7 +118,7 @@ impl CrossEntropySchedule {
     }
 }
 
-/// Computes the loss, or a partial sum for each group unless the last group adds up the sums.
+/// Computes the loss. If the last work-group does not add up the sums, the result is one partial sum per work-group.
 pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     let LabelEntropy { logits: x, labels, options, dtype, grad, count } = *entropy;
     let device = x.cl_device()?;
@@ -143,7 +143,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         _ => None,
     };
     let acc = x.dtype.compute().dtype();
-    // The scratch memory has two numbers for each slice, followed by two for each group.
+    // The scratch memory holds two values for each slice, followed by two values for each work-group.
     let of_slices = 2 * rows * schedule.slices;
     let launch = |stage: CrossEntropyStage| {
         let groups = match stage {
@@ -188,7 +188,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         Ok(LaunchPlan::new(device, (scratch > 0).then_some((scratch, acc)), launches).with_index_check(1))
     };
     let numbers = [grad.is_some().into(), options.reduction as u64, options.ignore_index as u64];
-    // Unused kernel arguments still need a buffer.
+    // Kernel arguments that are not used still need a buffer.
     let tensors = [x, labels, grad.unwrap_or(&loss), &loss, counted.as_ref().unwrap_or(&loss)];
     let key = Key { kind: OpKind::CrossEntropy, numbers: &numbers, exprs: &[], tensors: &tensors };
     launch_cache::launch_cached(&key, Params::default(), prepare)?;

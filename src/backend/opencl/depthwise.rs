@@ -1,4 +1,4 @@
-//! Depthwise convolutions, whose groups have one input channel each, without im2col: `kernels/depthwise.cl`.
+//! Depthwise convolutions (with one input channel per group) without im2col: `kernels/depthwise.cl`.
 
 use std::sync::Arc;
 
@@ -20,9 +20,9 @@ const TEMPLATE: &str = include_str!("../../../kernels/depthwise.cl");
 
 /// The maximum number of elements of a row that a work-item reads for its outputs.
 const MAX_LINE_ELEMENTS: usize = 32;
-/// The maximum number of taps of a filter. For the weight gradient a work-item keeps a sum for each tap.
+/// The maximum number of taps of a filter. For the weight gradient, a work-item keeps a sum for each tap in registers.
 const MAX_TAPS: usize = 64;
-/// The number of work-items that occupy a compute unit.
+/// The number of work-items that are needed to occupy a compute unit.
 const ITEMS_PER_UNIT: usize = 2048;
 
 /// A depthwise convolution.
@@ -34,7 +34,7 @@ pub(crate) struct Depthwise {
     per_item: usize,
 }
 
-/// How a work-item accesses a row: its number of outputs, the elements of a load or store, and the elements that the first load skips.
+/// How a work-item accesses a row: the number of its outputs, the elements per load or store, and the elements that the first load skips.
 #[derive(Debug, Clone, Copy)]
 struct RowAccess {
     per_item: usize,
@@ -42,7 +42,7 @@ struct RowAccess {
     skip: usize,
 }
 
-/// The result of a launch; the names are the template's macros.
+/// The result that a launch computes. The names equal the macros of the template.
 #[derive(Debug, Clone, Copy)]
 enum DepthwiseOutput {
     Windows,
@@ -70,8 +70,8 @@ impl Depthwise {
         Some(Depthwise { windows, inner: groups, per_item })
     }
 
-    /// Chooses how rows are accessed. f16 and bf16 are loaded in vectors of eight or four if the rows of all tensors are
-    /// contiguous, aligned and multiples of the vector.
+    /// Chooses how rows are accessed. f16 and bf16 are loaded in vectors of eight or four elements if the rows of all tensors are
+    /// contiguous and aligned, and their lengths are multiples of the vector.
     fn choose_row_access(&self, device: &ClDevice, made: DepthwiseOutput, from: &[&Tensor]) -> RowAccess {
         let Windows { image, grid, kernel: [_, kw], stride: [_, sw], padding: [_, pad], dilation: [_, dw], .. } =
             self.windows;
@@ -119,7 +119,7 @@ impl Depthwise {
         config.kernel(device, output, "depthwise", &[STRIDED_DIMS, TEMPLATE])
     }
 
-    /// Returns the words of the kernels' struct: sizes, and the strides of x, y and the weight.
+    /// Returns the words of the struct that the kernels take: sizes, and the strides of x, y and the weight.
     fn words(&self, channels: usize, x: &Tensor, y: &Tensor, weight: &Tensor) -> SmallVec<[i64; 20]> {
         let Windows { image, grid, padding, .. } = self.windows;
         let sizes = [image, grid, padding].into_iter().flatten().chain([channels, channels / self.inner]);
@@ -155,8 +155,8 @@ fn is_channels_last(t: &Tensor) -> bool {
     t.memory_format() == MemoryFormat::ChannelsLast
 }
 
-/// Calls `f` with a contiguous copy of a channels-last tensor, and returns its result as channels-last. Two copies through local memory
-/// take less time than strided loads along rows.
+/// Calls `f` with a contiguous copy of the channels-last tensor `t`, and returns the result of `f` as channels-last. Both copies go
+/// through local memory and together take less time than strided loads along rows.
 fn with_row_major(t: &Tensor, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     match is_channels_last(t) {
         true => f(&t.detach().contiguous()?)?.to_memory_format(MemoryFormat::ChannelsLast),
@@ -187,7 +187,7 @@ impl Convolution for Depthwise {
             Some(slot) => slot,
             None => Tensor::empty_with_shape([channels, 1, kh, kw], x.dtype, x.device())?,
         };
-        // On a CPU a single work-item computes a part of a channel's sums.
+        // On a CPU, a single work-item computes each partial sum of a channel.
         let group = if device.info().kind == DeviceKind::Cpu { 1 } else { default_group_size(device) };
         let row = self.choose_row_access(device, DepthwiseOutput::Weight { group }, &[x, y]);
         let count = n * rows * columns.div_ceil(row.per_item);

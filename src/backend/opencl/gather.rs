@@ -21,10 +21,10 @@ use crate::{Compute, DType, Result, Shape, Tensor};
 
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gather.cl");
 
-/// The maximum number of index reads of a scatter. Each part of the destination reads all indices, so this bounds the number of parts.
+/// The maximum number of index reads of a scatter. Each part of the destination reads all indices, so this limit also bounds the number of parts.
 const MAX_INDEX_READS: usize = 1 << 31;
 
-/// Launches the cached plan, or the plan that `prepare` makes. Its tensors are the source, the index and the result.
+/// Launches the cached plan, or the plan that `prepare` makes. The plan's tensors are the source, the index and the result.
 fn launch_indexed(
     g: &Indexed,
     kind: OpKind,
@@ -36,7 +36,7 @@ fn launch_indexed(
     numbers.extend([launch_cache::static_id(g.op.as_ptr()), g.size as u64, g.step as u64, g.wraps.into()]);
     numbers.extend([relative_offset(&g.x_layout, g.x) as u64, relative_offset(&g.index_layout, g.index) as u64]);
     numbers.extend_from_slice(others);
-    // These layouts differ from the tensors' own layouts.
+    // `g.x_layout` and `g.index_layout` may differ from the layouts of the tensors, so the launch-cache key includes both.
     numbers.extend(g.x_layout.shape.dims().iter().map(|&n| n as u64));
     numbers.extend(g.x_layout.strides.iter().chain(&g.index_layout.strides).map(|&s| s as u64));
     let tensors = [g.x, g.index, out];
@@ -45,13 +45,13 @@ fn launch_indexed(
         .map(drop)
 }
 
-/// Returns the offset of a layout relative to its tensor's offset.
+/// Returns the offset of a layout relative to the offset of the tensor `t`, in elements.
 pub(crate) fn relative_offset(layout: &Layout, t: &Tensor) -> isize {
     layout.offset as isize - t.layout.offset as isize
 }
 
-/// Adds the first arguments of gathers and scatters: the source, the index, and the result from element `to` on, with the offsets of source
-/// and result in units of `unit` elements.
+/// Adds the first arguments of gathers and scatters: the source, the index, and the result from element `to` on. The offsets of source and
+/// result are in units of `unit` elements.
 pub(super) fn push_indexed(launch: &mut KernelLaunch, g: &Indexed, to: isize, unit: usize) {
     launch.push_tensor_at(0, relative_offset(&g.x_layout, g.x), unit);
     launch.push_tensor_at(1, relative_offset(&g.index_layout, g.index), 1);
@@ -70,7 +70,7 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
         let unit = combine_into_units(&mut strided, &[0], most, &[g.step, g.x_layout.offset as isize]);
         let (rank, count, size) = (strided.dims.len().max(1), out.numel() / unit, out.dtype.size() * unit);
         let (wide, narrow) = (needs_64_bit([count]), fits_32_bits(&strided, &[g.size as isize, g.step]));
-        // Several loads are issued together, so that their latencies overlap.
+        // Each work-item issues several loads together, so that their latencies overlap.
         let per = match gpu {
             true if unit > 1 => 2,
             true => 4,
@@ -102,8 +102,8 @@ fn fits_32_bits(strided: &StridedDims, others: &[isize]) -> bool {
     !needs_64_bit(strides.chain(strided.dims.iter().copied()))
 }
 
-/// Divides the innermost size and the outer strides of `operands` by the returned unit, so that contiguous elements move together. The unit is a
-/// power of two of at most `most` elements that divides all strides and `starts`, and 1 unless the innermost stride of all `operands` is 1.
+/// Divides the innermost size and the outer strides of `operands` by the returned unit, so that contiguous elements move together. The unit is a power
+/// of two of at most `most` elements that divides all outer strides and `starts`. It is 1 unless the innermost stride of all `operands` is 1.
 pub(crate) fn combine_into_units(
     strided: &mut StridedDims,
     operands: &[usize],
@@ -124,7 +124,7 @@ pub(crate) fn combine_into_units(
     unit
 }
 
-/// Returns the configuration of a scatter's elements. Elements that are only moved are integers of their size.
+/// Returns the configuration for the elements of a scatter. Elements that are only moved are handled as integers of the same size.
 pub(super) fn element_config(combine: Combine, dtype: DType) -> impl KernelConfig {
     let (moves, acc) = (combine == Combine::Set, dtype.compute());
     let function = CombineFunction(combine, acc);
@@ -134,7 +134,7 @@ pub(super) fn element_config(combine: Combine, dtype: DType) -> impl KernelConfi
     }
 }
 
-/// The OpenCL C function or macro that combines two elements of a type.
+/// The OpenCL C function or macro that combines two elements of the given compute type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct CombineFunction(Combine, Compute);
 
@@ -203,7 +203,7 @@ pub(crate) fn one_hot(op: &'static str, x: &Tensor, out: &Tensor) -> Result<()> 
     launch_over_indices(op, ["one_hot", "ONE_HOT"], x, out, out.shape().dims()[x.rank()], [])
 }
 
-/// Launches the kernel named `name`, which the macro `define` selects, on an index into a dim of `size` elements, with a work-item for each element of `out`.
+/// Launches the kernel `name`, which the macro `define` selects, with a work-item for each element of `out`. Indices are into a dim of `size`.
 fn launch_over_indices(
     op: &'static str,
     [name, define]: [&'static str; 2],

@@ -1,4 +1,4 @@
-//! Matrix products on OpenCL: chooses the kernel and its tile sizes for the device and the problem, and prepares its launch.
+//! Matrix products on OpenCL: chooses the kernel and its tile sizes for a device and a problem, and prepares the launch.
 
 mod aligned;
 mod source;
@@ -27,10 +27,10 @@ use crate::{Compute, DType, Error, Result, Shape, Tensor};
 
 /// The work-group size of the tiled kernel.
 const TILED_GROUP_SIZE: usize = 256;
-/// The number of contiguous results of a work-item of the tiled kernel.
+/// The number of contiguous results that a work-item of the tiled kernel stores at once.
 const TILED_RESULTS_PER_STORE: usize = 4;
 
-/// A kernel and its tile sizes; see `kernels/gemm.cl`, [`Mma`], [`Panel`] and [`Thin`].
+/// A kernel and its tile sizes. See `kernels/gemm.cl` for Tiled and Dot, [`Mma`], [`Panel`] and [`Thin`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum GemmKernel {
     Tiled { m: usize, n: usize, k: usize, items: usize, a_along_k: bool, b_along_k: bool },
@@ -41,7 +41,7 @@ pub(crate) enum GemmKernel {
 }
 
 impl GemmKernel {
-    /// Returns the rows and columns of the result that a work-group computes; for Panel and Dot, those that a work-item computes.
+    /// Returns the rows and columns of the result that one work-group computes; for Panel and Dot, that one work-item computes.
     fn tile(self) -> (usize, usize) {
         match self {
             GemmKernel::Tiled { m, n, .. } => (m, n),
@@ -61,7 +61,7 @@ impl GemmKernel {
         }
     }
 
-    /// True if the kernel can also compute the sums of the left matrix's rows.
+    /// True if the kernel can also compute the sum of each row of the left matrix.
     fn can_sum_rows(self, plan: &GemmPlan) -> bool {
         plan.batch.is_empty()
             && match self {
@@ -71,7 +71,7 @@ impl GemmKernel {
             }
     }
 
-    /// Returns the number of parts into which k is divided (split-K). A work-group computes one part.
+    /// Returns how k is divided into parts (split-K). One work-group computes one part.
     fn parts(self, plan: &GemmPlan, units: usize) -> SplitK {
         match self {
             GemmKernel::Mma(mma) => mma.parts(plan, units),
@@ -101,7 +101,7 @@ impl GemmKernel {
     }
 }
 
-/// Computes a product. Returns true if the sums of rows were computed as well.
+/// Computes a product. Returns true if the row sums in `g.sums` were computed as well.
 pub(crate) fn launch_product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     if image::product(g, shape, outs)? {
         return Ok(false);
@@ -112,7 +112,7 @@ pub(crate) fn launch_product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result
     launch_without_copies(g, shape, outs)
 }
 
-/// Computes a product like [`launch_product`], without copying matrices.
+/// Computes a product like [`launch_product`], but always from the matrices in place, without aligned copies.
 fn launch_without_copies(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let mut tensors: SmallVec<[&Tensor; 6]> = SmallVec::from_slice(&[g.a, g.b]);
     outs.iter().chain(g.extras.iter().copied()).chain(g.sums).for_each(|t| tensors.push(t));
@@ -126,8 +126,8 @@ fn launch_without_copies(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<boo
     Ok(sums.is_some() && entry.plan.uses_tensor(tensors.len() - 1))
 }
 
-/// Makes the launch plan. Its tensors are the two matrices, the results, the extras, and last `g.sums`, if given. `sums` is `g.sums` if the launch
-/// may write to that tensor. `planes` is the number of bf16 values into which an f32 is split.
+/// Makes the launch plan. The plan's tensors are the two matrices, the results, the extras, and last `g.sums`, if given. `sums` is `g.sums` if the
+/// launch may write to that tensor, otherwise `None`. `planes` is the number of bf16 values into which an f32 is split.
 fn make_plan(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>, planes: usize) -> Result<LaunchPlan> {
     let device = outs[0].cl_device()?;
     let operands: SmallVec<[&Tensor; 6]> = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied()).collect();
@@ -151,22 +151,22 @@ fn make_plan(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>, pl
         .make_plan(device)
 }
 
-/// A product and the kernel that computes it.
+/// A product and the kernel that was chosen to compute it.
 pub(crate) struct ChosenKernel<'a> {
     pub(crate) plan: GemmPlan,
     pub(crate) variant: GemmKernel,
-    /// The indices of the left and the right matrix in `operands`.
+    /// The indices of the left and the right matrix in `operands`; `[1, 0]` if the product was transposed.
     pub(crate) order: [usize; 2],
     /// The matrices, results and extras, which are the first tensors of the launch.
     pub(crate) operands: &'a [&'a Tensor],
     pub(crate) outs: usize,
     pub(crate) epilogue: &'a [Expr],
     pub(crate) compute: Compute,
-    /// The tensor for sums of rows, if the kernel computes them.
+    /// The tensor for row sums, or `None` if the kernel does not compute row sums.
     pub(crate) sums: Option<&'a Tensor>,
-    /// Whether the launch's tensors include a tensor for sums of rows, even if the kernel does not write it.
+    /// Whether the launch's tensors include a tensor for row sums, even if the kernel does not write row sums.
     pub(crate) has_sums_tensor: bool,
-    /// The geometry of convolution windows if a matrix consists of windows; see `kernels/windows_mma.cl`.
+    /// The geometry of the convolution windows if one of the matrices consists of windows, otherwise empty; see `kernels/windows_mma.cl`.
     pub(crate) windows: &'a [isize],
 }
 
@@ -189,7 +189,7 @@ impl ChosenKernel<'_> {
         let wide = results_per_store(variant, &plan, &operands[2..2 + outs]);
         let (rows, cols) = variant.tile();
         let tiles = plan.m.div_ceil(rows) * plan.n.div_ceil(cols) * plan.count();
-        // Partial results have the accumulator's type.
+        // Partial results have the dtype of the accumulator.
         let partial = (parts.count > 1).then(|| (tiles * parts.count * (rows * cols + rows), compute.dtype()));
 
         let program = Program::shared(epilogue);
@@ -208,7 +208,7 @@ impl ChosenKernel<'_> {
         let kernel = get_or_build_kernel(device, key, "gemm", || config.source(&program))?;
 
         let mut launch = KernelLaunch::new(kernel, tiles * parts.count * variant.group_size(), variant.group_size());
-        // An empty matrix has no buffer and is not read, so the result's buffer stands in for the matrix.
+        // An empty matrix has no buffer and is never read, so the result's buffer is passed instead.
         let [of_a, of_b] = [left, right].map(|k| launch.push_buffer(if operands[k].numel() == 0 { 2 } else { k }));
         let mut numbers = StructWords::default();
         numbers.extend([plan.m, plan.n, plan.k]);
@@ -255,7 +255,7 @@ impl ChosenKernel<'_> {
     }
 }
 
-/// The words of the kernels' struct of sizes and strides.
+/// The 64-bit words of the struct of sizes and strides that the kernel takes.
 #[derive(Default)]
 struct StructWords {
     words: Vec<i64>,
@@ -277,7 +277,7 @@ impl StructWords {
     }
 }
 
-/// True if the device uses the kernels for CPUs.
+/// True if the device uses the kernels that were written for CPUs.
 pub(crate) fn uses_cpu_kernels(device: &ClDevice) -> bool {
     let cpu = device.info().kind == DeviceKind::Cpu;
     #[cfg(test)]
@@ -309,7 +309,7 @@ fn choose_kernel(
     (plan, variant, flip)
 }
 
-/// Chooses the kernel for few rows, or for few columns as the transposed product.
+/// Chooses the kernel for a product with few rows, or, by transposing the product, with few columns.
 fn choose_thin(
     plan: &GemmPlan,
     [a, b]: [BufferMatrix; 2],
@@ -326,18 +326,18 @@ fn choose_thin(
     Some((plan, GemmKernel::Thin(thin), flip))
 }
 
-/// Transposes the plan if only the columns of the result are contiguous, so that stores are coalesced. Also returns whether the plan was transposed.
+/// Transposes the plan if only the columns of the result are contiguous, so that stores are coalesced. The bool is true if the plan was transposed.
 fn transpose_for_coalesced_stores(plan: GemmPlan) -> (GemmPlan, bool) {
     let flip = plan.others[0].col.abs() != 1 && plan.others[0].row.abs() == 1;
     (if flip { plan.transposed() } else { plan }, flip)
 }
 
-/// Returns the size class under which tuning parameters for a product are measured.
+/// Returns the size class of a product. Tuning parameters are measured once per size class.
 fn size_class(plan: &GemmPlan, compute: Compute) -> SizeClass {
     SizeClass::from_sizes([plan.m, plan.n, plan.k, plan.count(), compute.dtype().size()])
 }
 
-/// Chooses the tiled kernel with the largest tiles that still give every compute unit at least one tile.
+/// Chooses the tiled kernel with the largest tiles for which every compute unit still gets at least one tile.
 fn choose_tiled(plan: &GemmPlan, compute: Compute, device: &ClDevice) -> GemmKernel {
     let wide = compute != Compute::F32;
     let (units, largest) =
@@ -353,7 +353,7 @@ fn choose_tiled(plan: &GemmPlan, compute: Compute, device: &ClDevice) -> GemmKer
     GemmKernel::Tiled { m: tile, n: tile, k, items, a_along_k, b_along_k }
 }
 
-/// Chooses among the kernels for CPUs, with vectors along the contiguous direction.
+/// Chooses among the kernels for CPUs. Their vectors run along the contiguous direction.
 fn choose_cpu_kernel(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (GemmPlan, GemmKernel, bool) {
     let width = if compute == Compute::F32 { 16 } else { 8 };
     let class = size_class(&plan, compute);
@@ -380,10 +380,10 @@ fn choose_cpu_kernel(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (Ge
     }
 }
 
-/// Returns the number of contiguous results that a work-item of a GPU stores at once: 16 bytes if aligned, else 4 elements if aligned, else 1.
+/// Returns the number of contiguous results that a GPU work-item stores at once: 16 bytes of results if aligned, else 4 results if aligned, else 1.
 fn results_per_store(variant: GemmKernel, plan: &GemmPlan, outs: &[&Tensor]) -> usize {
     let most = match variant {
-        // Adjacent columns of these results are not always contiguous, or are padding.
+        // Adjacent columns of these results may be padding, and need not be contiguous.
         GemmKernel::Mma(mma)
             if matches!(mma.windows, Some(WindowsOperand::ColumnsApart | WindowsOperand::RowsApart)) =>
         {

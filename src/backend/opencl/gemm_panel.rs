@@ -1,9 +1,9 @@
-//! Matrix products on CPUs through OpenCL: the sizes of blocks in registers and caches.
+//! Matrix products on CPUs through OpenCL: the sizes of blocks that stay in registers and caches.
 
 use crate::backend::problem::gemm::GemmPlan;
 use crate::device::opencl::{ClDevice, SizeClass, TuningParameter};
 
-/// The blocking of the kernel for CPUs: rows and vectors in registers, and the depth and rows of a block in the caches.
+/// The blocking of the CPU kernel: the rows and vectors in registers, and the depth and rows of a block in the caches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Panel {
     pub(crate) rows: usize,
@@ -13,7 +13,7 @@ pub(crate) struct Panel {
 }
 
 impl Panel {
-    /// Returns the sizes that are tuned for the device and products of this class. Products of one row get one row.
+    /// Returns the block sizes tuned for this device and size class. `m` is the number of rows; products with one row use blocks of one row.
     pub(crate) fn tuned(device: &ClDevice, class: SizeClass, m: usize) -> Panel {
         let tuned = |knob| device.tuned_for(knob, class);
         let rows = if m == 1 { 1 } else { tuned(TuningParameter::PanelRows) };
@@ -21,7 +21,7 @@ impl Panel {
         Panel { rows, vectors, depth, block: (tuned(TuningParameter::PanelBlock) / rows).max(1) * rows }
     }
 
-    /// Returns the number of rows of a work-item: a block's rows, or fewer if compute units would otherwise be idle.
+    /// Returns the number of rows that a work-item computes: the rows of a block, or fewer if compute units would otherwise be idle.
     pub(crate) fn height(self, plan: &GemmPlan, width: usize, units: usize) -> usize {
         let across = plan.n.div_ceil(self.vectors * width) * plan.count();
         let busy = (4 * units).div_ceil(across.max(1));

@@ -1,4 +1,4 @@
-//! Products with a matrix of few rows on GPUs. Their time is the time for reading the other matrix.
+//! Products with a matrix of few rows on GPUs. Reading the other matrix takes most of the time.
 
 use crate::Compute;
 use crate::backend::opencl::gemm_mma::{BufferMatrix, SplitK};
@@ -6,27 +6,27 @@ use crate::backend::opencl::geometry::{MAX_VECTOR_BYTES, bits_type};
 use crate::backend::opencl::kernels::AtLaunch;
 use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
 
-/// The template, included after `kernels/gemm.cl`.
+/// The template, which follows `kernels/gemm.cl`.
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gemm_thin.cl");
 
-/// The maximum number of rows. For more rows, tensor cores or tiles are faster.
+/// The maximum number of rows. For products with more rows, tensor cores or tiles are faster.
 const MAX_ROWS: usize = 7;
 /// The minimum work-group size.
 const MIN_THREADS: usize = 32;
-/// The maximum work-group size if groups can share columns.
+/// The maximum work-group size if several work-groups can share the k of a column (split-K).
 const SHARED_MAX_THREADS: usize = 256;
-/// The maximum work-group size if groups cannot share columns.
+/// The maximum work-group size if work-groups cannot share the k of a column.
 const MAX_THREADS: usize = 1024;
-/// The number of work-items whose loads are coalesced.
+/// The number of adjacent work-items whose loads are coalesced.
 const COALESCED_ITEMS: usize = 32;
-/// The number of loads that a work-item has in flight. Work-items along k are added only while each still has this many loads.
+/// The number of loads that a work-item has in flight. Work-items along k are added only while each work-item keeps this number of loads.
 const LOADS_IN_FLIGHT: usize = 8;
-/// The number of work-items that occupy a compute unit.
+/// The number of work-items that are needed to occupy a compute unit.
 const ITEMS_PER_UNIT: usize = 2048;
-/// The minimum number of parts of k. With fewer, adding up the partial results takes longer than the parts save.
+/// The minimum number of parts of k. With fewer parts, adding up the partial results takes more time than the parts save.
 const MIN_PARTS: usize = 4;
 
-/// A kernel of `kernels/gemm_thin.cl`.
+/// A kernel of `kernels/gemm_thin.cl`, which reads every element of the right matrix once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Thin {
     rows: usize,
@@ -34,7 +34,7 @@ pub(crate) struct Thin {
     lanes: usize,
     columns: usize,
     reads: ThinReads,
-    /// The parts of k that different groups compute (split-K).
+    /// The parts of k, each computed by a different work-group (split-K).
     pub(crate) parts: AtLaunch<SplitK>,
 }
 
@@ -45,9 +45,9 @@ struct ThinReads {
     along_k: bool,
     /// The number of elements of the right matrix that are loaded at once.
     width: usize,
-    /// The bytes of an element of the right matrix.
+    /// The size of an element of the right matrix, in bytes.
     size: usize,
-    /// Whether the left matrix is loaded in vectors of the same width.
+    /// Whether the left matrix is loaded in vectors of `width` elements as well.
     both: bool,
 }
 
@@ -70,17 +70,17 @@ impl ThinReads {
         ThinReads { along_k, width: if wide { width } else { 1 }, size: b.dtype.size(), both }
     }
 
-    /// Returns the extent of a load along k and along the columns.
+    /// Returns the number of elements of one load: along k, and along the columns.
     fn load_extent(&self) -> (usize, usize) {
         if self.along_k { (self.width, 1) } else { (1, self.width) }
     }
 }
 
 impl Thin {
-    /// The maximum number of bytes of local memory for each work-item.
+    /// The maximum number of bytes of local memory that a kernel needs for each work-item.
     pub(crate) const LOCAL_BYTES_PER_ITEM: usize = 32;
 
-    /// Chooses the kernel for a device of `units` compute units, which `groups` groups of at most `most` work-items keep busy.
+    /// Chooses the kernel for a device with `units` compute units, which `groups` work-groups keep busy. A work-group has at most `most` work-items.
     /// Returns None if the left matrix has too many rows. `has_fence` is called last, because it may build a kernel.
     pub(crate) fn choose(
         plan: &GemmPlan,
@@ -102,7 +102,7 @@ impl Thin {
         })
     }
 
-    /// Lets a warp read along the contiguous direction, and adds work-items along k until the device is occupied.
+    /// Distributes a warp along the contiguous direction, so that its loads are coalesced, and adds work-items along k until the device is occupied.
     fn spread_lanes(plan: &GemmPlan, reads: ThinReads, units: usize, most: usize) -> Thin {
         let (along, across) = reads.load_extent();
         let (loads, columns) = (plan.k.div_ceil(along), plan.n.div_ceil(across));
@@ -120,7 +120,8 @@ impl Thin {
         Thin { rows: plan.m, lanes, columns, reads, parts: AtLaunch(SplitK { count: 1, depth: plan.k }) }
     }
 
-    /// Splits k into parts for `groups` groups. A part is a multiple of the loads that a group has in flight, and at least twice that.
+    /// Splits k into parts for `groups` work-groups. A part is a multiple of the elements that a work-group has in flight, and at least twice that
+    /// number.
     fn split_k(&self, plan: &GemmPlan, groups: usize) -> SplitK {
         let tiles = plan.n.div_ceil(self.tile().1) * plan.count();
         let round = self.lanes * self.reads.load_extent().0 * LOADS_IN_FLIGHT;
@@ -132,7 +133,7 @@ impl Thin {
         }
     }
 
-    /// Returns the rows and columns of the result that a work-group computes.
+    /// Returns the rows and columns of the result that one work-group computes.
     pub(crate) fn tile(self) -> (usize, usize) {
         (self.rows, self.columns * self.reads.load_extent().1)
     }
@@ -176,7 +177,7 @@ mod tests {
                 let (threads, SplitK { count, depth }) = (thin.threads(), thin.parts.0);
                 assert!((MIN_THREADS..=MAX_THREADS).contains(&threads) && threads.is_power_of_two(), "{thin:?}");
                 assert!(thin.rows == sizes[0], "{thin:?}");
-                // The parts cover k, none is empty, and they begin at multiples of a load.
+                // The parts together cover k, no part is empty, and each part begins at a multiple of a load.
                 let (k, along) = (sizes[2], thin.reads.load_extent().0);
                 assert!(count == 1 && depth == k || fence && (count - 1) * depth < k && k <= count * depth, "{thin:?}");
                 assert!(count == 1 || depth.is_multiple_of(along), "{thin:?}");

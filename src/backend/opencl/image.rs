@@ -1,5 +1,5 @@
-//! Kernels that read images instead of buffers: `kernels/image.cl`. They are used if the memory mode asks for images and the operands fit
-//! in images. Otherwise these functions decline, and the operation reads buffers.
+//! Kernels that read images instead of buffers: `kernels/image.cl`. They run if the memory mode asks for images and the operands fit in
+//! images. Otherwise these functions return `None` or false, and the operation reads buffers.
 
 mod conv;
 mod map;
@@ -25,7 +25,7 @@ use crate::{DType, Error, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/image.cl");
 
-/// Returns the tensor's device if its operations should read images; in mode auto, if the tuning parameter `knob` says so. Returns None
+/// Returns the device of `x` if operations on `x` should read images. In mode auto, the tuning parameter `knob` decides. Returns None
 /// while a graph is captured, because its replays would need the images.
 fn image_device(x: &Tensor, knob: TuningParameter) -> Option<&'static ClDevice> {
     // Every launch calls this function, so the cheapest condition comes first.
@@ -37,7 +37,7 @@ fn image_device(x: &Tensor, knob: TuningParameter) -> Option<&'static ClDevice> 
     (cl.image_limits().is_some() && !capture::is_capturing(x.device())).then_some(cl)
 }
 
-/// Returns the image format that stores elements of a dtype exactly, if there is one.
+/// Returns the image format that stores elements of a dtype exactly, or `None` if there is no such format.
 fn exact_format(dtype: DType) -> Option<ImageFormat> {
     match dtype {
         DType::F32 | DType::BF16 => Some(ImageFormat::F32),
@@ -46,16 +46,16 @@ fn exact_format(dtype: DType) -> Option<ImageFormat> {
     }
 }
 
-/// The direction in which an image stores the blocks of four channels.
+/// The direction in which an image stores its blocks of four channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Blocks {
-    /// Left to right: for a tensor `[n, c, h, w]`.
+    /// From left to right: for a tensor `[n, c, h, w]`.
     Across,
-    /// Top to bottom: for a filter `[1, o, taps, c]`.
+    /// From top to bottom: for a filter `[1, o, taps, c]`.
     Down,
 }
 
-/// Sizes and strides of a tensor as an image: batch, channels, rows and columns.
+/// The sizes and strides of a tensor that is stored as an image: batch, channels, rows and columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tensor4 {
     pub(crate) dims: [usize; 4],
@@ -63,7 +63,7 @@ pub(crate) struct Tensor4 {
 }
 
 impl Tensor4 {
-    /// Converts up to four dims. One dim is the channels, two are batch and channels, three are channels, rows and columns.
+    /// Converts a layout of up to four dims: `[channels]`, `[batch, channels]`, `[channels, rows, columns]` or all four.
     pub(crate) fn new(layout: &Layout) -> Option<Tensor4> {
         let (dims, strides) = (layout.shape.dims(), &layout.strides);
         let axes: &[usize] = match dims.len() {
@@ -90,7 +90,7 @@ impl Tensor4 {
         }
     }
 
-    /// True if the image is within the device's limits and kernels can index its pixels in 32 bits.
+    /// True if the image is within the device's limits and its pixels can be indexed with 32 bits.
     fn fits(&self, blocks: Blocks, cl: &ClDevice) -> bool {
         let [width, height] = self.size(blocks);
         let [most_width, most_height] = limits(cl);
@@ -99,7 +99,7 @@ impl Tensor4 {
         within && width * height < 1 << 30 && (16 * width * height) as u64 <= most
     }
 
-    /// Returns the words of the kernels' struct.
+    /// Returns the words of the struct that the kernels take.
     fn words(&self) -> [i64; 6] {
         let [n, c, h, w] = self.dims.map(|d| d as i64);
         let [a, b, d, e] = self.strides.map(|s| s as i64);
@@ -107,7 +107,7 @@ impl Tensor4 {
     }
 }
 
-/// Returns the maximum width and height of images.
+/// Returns the maximum width and height of images on this device, in pixels.
 fn limits(cl: &ClDevice) -> [usize; 2] {
     #[cfg(test)]
     if let Some(limits) = tests::IMAGE_LIMITS.get() {
@@ -116,12 +116,12 @@ fn limits(cl: &ClDevice) -> [usize; 2] {
     cl.image_limits().unwrap_or_default()
 }
 
-/// Returns the kernel `name`, which computes no formula, for elements of `dtype`.
+/// Returns the kernel `name`, one of those without a formula, for elements of `dtype`.
 fn image_kernel(cl: &'static ClDevice, name: &'static str, dtype: DType, filter: bool) -> Result<Arc<ClKernel>> {
     kernel_config! { "" => name, "A" => dtype, "FILTER" => filter }.kernel(cl, name, "image", &[TEMPLATE])
 }
 
-/// Returns None if memory for images ran out, because the operation may still succeed with buffers.
+/// Returns `Ok(None)` if memory for images ran out, because the operation can still read buffers.
 fn none_if_out_of_memory<T>(made: Result<T>) -> Result<Option<T>> {
     match made {
         Err(Error::OutOfMemory { .. }) => Ok(None),
@@ -135,7 +135,7 @@ fn image_arg(image: &Image) -> Result<Arg<'_>> {
     block.and_then(OpenCl::image_of_block).map(Arg::Image).ok_or_else(of_no_pool)
 }
 
-/// Makes an image of a tensor's elements, in one launch that is not counted.
+/// Makes an image of a tensor's elements. The launch does not count in the launch statistics.
 fn make_image(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, kind: StorageType) -> Result<Image> {
     let format = exact_format(x.dtype).expect("the caller has checked it");
     let [width, height] = t.size(blocks);
@@ -147,7 +147,7 @@ fn make_image(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, ki
     Ok(image)
 }
 
-/// Returns the image of a tensor that is likely to be constant. The image is cached with the storage until the storage changes.
+/// Returns the image of a tensor that is probably constant, such as a weight. The image is cached with the tensor's storage until the storage changes.
 fn cached_image(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks) -> Result<Image> {
     let stream = cl.current_stream().index() as i64; // another stream would have to wait for the conversion
     let read = [x.layout.offset as i64, x.dtype as i64, blocks as i64, stream];
@@ -155,13 +155,13 @@ fn cached_image(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks) 
     x.storage.derived_image(key, || make_image(cl, x, t, blocks, StorageType::Static))
 }
 
-/// Makes an image of a tensor for one use. The tensor must fit in an image.
+/// Makes an image of a tensor for a single use. The caller has checked that the tensor fits in an image.
 fn single_use_image(cl: &'static ClDevice, x: &Tensor) -> Result<Image> {
     let four = Tensor4::new(&x.layout).expect("the caller has checked it");
     make_image(cl, x, &four, Blocks::Across, StorageType::Dynamic)
 }
 
-/// Returns the number of items of a batch `[n, c, h, w]` that fit in an image, or `None` if not even one item fits.
+/// Returns the number of items of a batch `[n, c, h, w]` that fit in one image, or `None` if not even one item fits.
 fn items_per_image(cl: &ClDevice, x: &Tensor) -> Option<usize> {
     let [n, c, h, w] = sizes_4d(x);
     let most = limits(cl)[1].checked_div(h)?.min(n);
@@ -169,19 +169,20 @@ fn items_per_image(cl: &ClDevice, x: &Tensor) -> Option<usize> {
     slice.fits(Blocks::Across, cl).then_some(most)
 }
 
-/// Returns `count` items of a batch, starting at item `from`.
+/// Returns a view of `count` items of a batch, from item `from` on.
 fn slice(t: &Tensor, from: usize, count: usize) -> Result<Tensor> {
     Ok(t.with_layout(t.layout.narrow("image", 0, from, count)?))
 }
 
-/// Returns the image of a tensor in NC4HW4, or `None` if the tensor does not fit in an image; see [`Tensor::to_image`](crate::Tensor::to_image).
+/// Returns the image of a tensor in NC4HW4 (blocks of four channels), or `None` if the tensor fits in no image; see
+/// [`Tensor::to_image`](crate::Tensor::to_image).
 pub(crate) fn to_image(x: &Tensor) -> Result<Option<Image>> {
     let cl = x.cl_device()?;
     let four = Tensor4::new(&x.layout).filter(|four| exact_format(x.dtype).is_some() && four.fits(Blocks::Across, cl));
     four.map(|_| single_use_image(cl, x)).transpose()
 }
 
-/// Copies an image back to a tensor.
+/// Copies the elements of an image to the tensor `out`.
 pub(crate) fn from_image(image: &Image, out: &Tensor) -> Result<()> {
     capture::refuse_while_capturing(
         out.device(),

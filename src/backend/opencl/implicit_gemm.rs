@@ -1,8 +1,8 @@
 //! Implicit GEMM: convolutions on tensor cores as products of the weight and a matrix of windows that is never stored. `kernels/gemm_mma.cl` reads
-//! the elements of windows from channels-last images, or from channels-last copies of images. Both gradients are computed as such products as well.
+//! the elements of windows from channels-last images, or from channels-last copies. Both gradients are computed as such products as well.
 //!
-//! Results are channels-last if the images or the weight are. In that case windows are rows of the left matrix, otherwise columns of the
-//! right matrix.
+//! Results are channels-last if the images or the weight are channels-last. In that case windows are rows of the left matrix, otherwise
+//! columns of the right matrix.
 
 mod blocks;
 mod channels_last;
@@ -32,78 +32,78 @@ use crate::device::profiler::operation;
 use crate::tensor::Dims;
 use crate::{DType, Error, MemoryFormat, Result, Shape, Tensor};
 
-/// The number of parameters of windows that the kernel takes.
+/// The number of parameters that the kernel takes to describe the windows.
 pub(crate) const WINDOW_PARAMETERS: usize = 22;
 
-/// The maximum rows and columns of taps for which the kernel handles padding. For larger kernels images are copied with their padding.
+/// The maximum rows and columns of taps for which the kernel handles padding. For more taps, images are copied with their padding.
 const MAX_TAPS_WITH_PADDING: usize = 16;
 
-/// The number of bytes that are copied at once. Channels are padded to a multiple of this size.
+/// The size in bytes of one asynchronous copy. Channels are padded to a multiple of this size.
 const PIECE_BYTES: usize = 16;
 
-/// The maximum factor by which padding may multiply the number of channels. Beyond it, im2col takes less memory.
+/// The maximum factor by which padding may increase the number of channels. With a larger factor, im2col takes less memory.
 const MAX_PADDING_FACTOR: usize = 3;
 
-/// The maximum number of phases of a strided convolution's image gradient, each of up to two launches. Beyond it, im2col is used.
+/// The maximum number of phases of a strided convolution's image gradient, each of up to two launches. For more phases, im2col is used.
 const MAX_PHASES: usize = 4;
-/// The minimum number of taps of a phase, unless channels are innermost. With fewer, im2col's matrix is hardly larger than the images.
+/// The minimum number of taps of a phase, unless channels are innermost. With fewer taps, the im2col matrix is hardly larger than the images.
 const MIN_TAPS_PER_PHASE: usize = 2;
 
-/// A convolution by implicit GEMM.
+/// A convolution that is computed by implicit GEMM.
 pub(crate) struct ImplicitGemm {
     windows: Windows,
     groups: usize,
     /// The batch size.
     n: usize,
-    /// The input channels of a group.
+    /// The number of input channels of a group.
     inner: usize,
-    /// The output channels of a group.
+    /// The number of output channels of a group.
     outer: usize,
     whole_rows: Option<WholeRows>,
-    /// Whether images or the weight are channels-last, and whether the weight alone is channels-last.
+    /// Whether images or the weight are channels-last, and whether only the weight is channels-last.
     nhwc: [bool; 2],
     dtype: DType,
-    /// The number of planes of an element when the convolution was created.
+    /// The number of bf16 planes of an element, by the precision setting when the convolution was created.
     planes: usize,
     device: &'static ClDevice,
 }
 
-/// Windows over images, with the distances between windows and between taps in pixels.
+/// Windows over images. The distances between windows and between taps are in pixels.
 #[derive(Clone, Copy)]
 struct Steps {
     kernel: [usize; 2],
     grid: [usize; 2],
     stride: [usize; 2],
     dilation: [usize; 2],
-    /// The number of pixels by which the first window begins before the image.
+    /// The number of pixels between the start of the first window and the start of the image; negative if the window starts inside.
     padding: [isize; 2],
 }
 
 impl Steps {
-    /// Returns the rows and columns that all windows together read, including padding.
+    /// Returns the number of rows and columns that all windows together read, including padding.
     fn read_extent(&self) -> [usize; 2] {
         [0, 1].map(|d| (self.grid[d] - 1) * self.stride[d] + (self.kernel[d] - 1) * self.dilation[d] + 1)
     }
 }
 
-/// A phase of the image gradient: rows, or columns, of an image that are a stride apart. These rows receive the same taps, so their
-/// gradient is a convolution over the windows' gradient.
+/// A phase of the image gradient: the rows (or columns) of an image that are a stride apart. All rows of a phase are read by the
+/// same taps, so the gradient of these rows is a convolution over the output's gradient.
 #[derive(Clone, Copy)]
 struct Phase {
-    /// The first of these rows, and their number.
+    /// The first row of the phase, and the number of its rows.
     first: usize,
     count: usize,
-    /// The first of their taps, the distance between taps, and the number of taps.
+    /// The first tap of the phase, the distance between taps, and the number of taps.
     tap: usize,
     apart: usize,
     taps: usize,
-    /// The window whose last tap reads the first row, and the distance to the window whose preceding tap reads that row.
+    /// The window whose last tap reads the first row, and the distance to the window whose preceding tap reads the first row.
     start: isize,
     step: usize,
 }
 
-/// Returns the plan of `groups` products `[m, n, k]`. `steps` has the strides of both matrices and of the result, each along rows, columns
-/// and groups.
+/// Returns the plan of `groups` products of the sizes `[m, n, k]`. `steps` holds the strides of both matrices and of the result, each
+/// along rows, columns and groups.
 fn plan([m, n, k]: [usize; 3], groups: usize, steps: [[isize; 3]; 3]) -> GemmPlan {
     let batch: Dims = (groups > 1).then_some(groups).into_iter().collect();
     let operand =
@@ -113,13 +113,13 @@ fn plan([m, n, k]: [usize; 3], groups: usize, steps: [[isize; 3]; 3]) -> GemmPla
 }
 
 impl ImplicitGemm {
-    /// Returns None if other kernels or im2col are better, or if there are no tensor cores.
+    /// Returns None if other kernels or im2col are faster, or if the device has no tensor cores.
     pub(crate) fn new(conv: &Conv2d) -> Option<ImplicitGemm> {
         let &Conv2d { windows: w, x, weight, groups, single, .. } = conv;
         let ([n, ..], [outer, inner, kh, kw]) = (sizes_4d(x), sizes_4d(weight));
         let (dtype, size) = (x.dtype, x.dtype.size());
         let nhwc = [is_channels_last(x) || is_channels_last(weight), is_channels_last(weight)];
-        // Row-major images of single pixels are their own im2col matrix, without a copy if they are aligned for asynchronous copies.
+        // For single-pixel windows, row-major images are already the im2col matrix. They need no copy if aligned for asynchronous copies.
         let is_aligned = (w.image[0] * w.image[1] * size).is_multiple_of(4);
         if x.numel() * weight.numel() == 0
             || single && is_aligned && !nhwc[0]
@@ -153,12 +153,12 @@ impl ImplicitGemm {
         let cores = || tests::PRETENDED_CORES.get().unwrap_or_else(cores);
         let plan = plan(sizes, self.groups, [[0; 3]; 3]);
         let device = (self.device.info().compute_units, self.device.tuned(TuningParameter::MmaColumns));
-        // If the current precision setting needs longer sums than this product has, the setting of the forward pass is used.
+        // Under the current precision setting, this product's k may be too small. In that case the precision of the forward pass is used.
         let of = |planes| Mma::choose_for_windows(&plan, (self.dtype, planes), (windows, along_k), device, cores);
         of(planes(self.dtype)).or_else(|| of(self.planes))
     }
 
-    /// Returns the channels-last images from which windows are read, and the steps of the windows over these images.
+    /// Returns the channels-last images that windows are read from, and the steps of the windows over these images.
     fn input(&self, x: &Tensor) -> Result<(ChannelsLast, Steps)> {
         let w = self.windows;
         let padding = w.padding.map(|p| p as isize);
@@ -174,7 +174,7 @@ impl ImplicitGemm {
         }
     }
 
-    /// Returns the blocks of pixels from which the image gradient is assembled if the images have too few channels for a product.
+    /// Returns the blocks of pixels from which the image gradient is assembled. None if the images have enough channels for a product by phases.
     fn blocks(&self) -> Option<Blocks> {
         (self.groups == 1).then(|| Blocks::new(&self.windows, self.inner)).flatten()
     }
@@ -198,7 +198,7 @@ impl ImplicitGemm {
         (0..stride.min(image[d])).map(phase).collect()
     }
 
-    /// Returns the phases of rows and columns that have taps, and whether these are all phases.
+    /// Returns the phases of rows and columns that have taps, and whether all phases have taps.
     fn phases_with_taps(&self) -> (Vec<[Phase; 2]>, bool) {
         let [rows, columns] = [0, 1].map(|d| self.phases(d));
         let all = rows.iter().flat_map(|&row| columns.iter().map(move |&column| [row, column]));
@@ -207,14 +207,14 @@ impl ImplicitGemm {
         (reached, whole)
     }
 
-    /// Returns the weight as a matrix for channels-last (`last`) or row-major results. For channels-last results its rows may be contiguous.
+    /// Returns the weight as a matrix, for channels-last (`last`) or row-major results. With `last`, rows may be contiguous instead of channels.
     fn matrix(&self, weight: &Tensor, view: Strided, last: bool) -> Result<Matrix> {
-        // TF32 is fastest along k.
+        // TF32 is fastest if the matrix is contiguous along k.
         matrix(weight, view, last && (self.dtype != DType::F32 || planes(self.dtype) > 1))
     }
 
-    /// Writes to `out`, `[N, channels, grid]`, the product of each group of a weight with the windows over its channels, plus a bias.
-    /// `apart` means that results are not contiguous, and `last` that `out` has its channels innermost.
+    /// Writes to `out`, `[N, channels, grid]`, the product of each group's weight and the windows over that group's channels, plus a
+    /// bias. `apart` is true if adjacent results are not contiguous, and `last` if channels are innermost in `out`.
     fn multiply(
         &self,
         (images, steps): (ChannelsLast, Steps),
@@ -227,7 +227,7 @@ impl ImplicitGemm {
             (channels / groups, n * height * width, steps.kernel[0] * steps.kernel[1] * matrix.channels);
         let [of_image, of_row, down, right] = [0, 1, 2, 3].map(|d| out.strides()[d]);
         let &Matrix { channel, row, group, taps, .. } = &matrix;
-        // These strides decide whether a work-item stores several results at once.
+        // The column stride of the result decides whether a work-item stores several results at once.
         let pixel = if last && apart { channels as isize } else { right };
         let of_matrix = [row, channel, group];
         let of_images = [0, 0, images.channels as isize];
@@ -248,7 +248,7 @@ impl ImplicitGemm {
             plan.others.push(GemmOperand { row, col, batch });
         }
         let mma = self.choose(sizes, windows_as, matrix.is_along_k()).ok_or_else(unsupported_error)?;
-        // Pixels of an image are contiguous, so the kernel adds only the distance between images.
+        // The pixels of an image are contiguous, so from the last pixel the kernel advances only by the distance to the next image.
         let after = if windows_as == WindowsOperand::Columns { of_image - (height * width) as isize } else { of_image };
         let left_right = if last { [&images.tensor, &matrix.tensor] } else { [&matrix.tensor, &images.tensor] };
         let tensors: SmallVec<[&Tensor; 4]> = left_right.into_iter().chain([out]).chain(bias).collect();
@@ -256,7 +256,7 @@ impl ImplicitGemm {
     }
 }
 
-/// Returns the images that windows are read from, copied with their padding if windows have more than [`MAX_TAPS_WITH_PADDING`] rows or columns.
+/// Returns the images that windows are read from. If windows have more than [`MAX_TAPS_WITH_PADDING`] rows or columns, this is a copy with padding.
 fn images_for_taps(t: &Tensor, strided: Strided, steps: Steps) -> Result<(ChannelsLast, Steps)> {
     let [.., rows, columns] = sizes_4d(t);
     if steps.kernel.iter().all(|&taps| taps <= MAX_TAPS_WITH_PADDING) {
@@ -269,8 +269,8 @@ fn unsupported_error() -> Error {
     Error::invalid("conv2d", "no tensor-core kernel fits this convolution any more")
 }
 
-/// Launches the product of `tensors`: the left matrix, the right matrix, the result and optionally a bias. `strides` are the strides of the result
-/// and of the weight's taps: the parameters AFTER and following of `kernels/windows_mma.cl`.
+/// Launches the product of `tensors`: the left matrix, the right matrix, the result and optionally a bias. `strides` holds the parameters AFTER
+/// and following of `kernels/windows_mma.cl`: strides of the result and of the weight's taps.
 fn launch(
     mma: Mma,
     plan: GemmPlan,
@@ -328,8 +328,8 @@ impl Convolution for ImplicitGemm {
         Ok(mark_written(out))
     }
 
-    /// Each phase of strided windows takes one or two launches, and pixels that no window reads are zeroed first. Returns false if that is
-    /// slower than im2col.
+    /// Each phase of strided windows takes one or two launches, and pixels that no window reads are filled with zeros first. Returns false
+    /// if im2col is faster.
     fn has_transposed(&self, biased: bool) -> bool {
         let Windows { kernel, stride, .. } = self.windows;
         let (count, last) = (stride[0] * stride[1], self.nhwc[0]);
@@ -345,8 +345,8 @@ impl Convolution for ImplicitGemm {
         (whole || last && !biased) && phases.iter().all(has_kernel)
     }
 
-    /// Computes each phase as a convolution with adjacent windows. The padding brings each image element to the windows that contain the element, and
-    /// the taps are the taps of the element in these windows.
+    /// Computes each phase as a convolution over `y` with a stride of one pixel. The window of an image pixel covers the elements of `y` whose
+    /// windows contain that pixel, and the taps are the weights of that pixel in these windows.
     fn transposed(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| describe_convolution("conv_transpose2d", &self.windows, y, weight));
         let ([n, ..], [h, w], stride) = (sizes_4d(y), self.windows.image, self.windows.stride);
@@ -354,7 +354,7 @@ impl Convolution for ImplicitGemm {
         let (phases, whole) = self.phases_with_taps();
         let out = empty_result([n, channels, h, w], last, !whole, y)?;
         let step = |d: usize| out.strides()[d].unsigned_abs();
-        // All phases read the same images.
+        // All phases read the same images, so the images are copied at most once.
         let strided = Strided::images(y, self.groups);
         let narrow = phases.iter().flatten().all(|phase| phase.taps <= MAX_TAPS_WITH_PADDING);
         let shared = narrow.then(|| channels_last(y, strided, [0, 0], self.windows.grid)).transpose()?;
@@ -404,7 +404,7 @@ impl Convolution for ImplicitGemm {
         slot.is_contiguous() || slot.is_contiguous_in(MemoryFormat::ChannelsLast)
     }
 
-    /// Computes the product of the windows' gradient, transposed, and the windows: sums over all pixels.
+    /// Multiplies the transposed gradient of the output by the windows, which gives sums over all pixels.
     fn weight_gradient(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| describe("conv2d weight gradient", [x, y]));
         let ([n, o, rows, columns], groups, inner, outer) = (sizes_4d(y), self.groups, self.inner, self.outer);
@@ -420,7 +420,7 @@ impl Convolution for ImplicitGemm {
         let [channel, tap] = if last { [1, inner] } else { [taps, 1] };
         let in_order = images.channels == inner && (last || taps == 1);
         let row = inner * taps;
-        // The elements of a pixel, and the number of columns of taps that are padding.
+        // The number of elements of a pixel, and the number of padding columns of taps.
         let (pixel, filler) =
             self.whole_rows.map_or((images.channels, 0), |rows| (rows.pixel, rows.row / rows.pixel - kw));
         let operand_strides = [[1, left.pixel, left.channels], [0, 0, images.channels], [row, 1, outer * row]];

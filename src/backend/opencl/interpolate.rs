@@ -10,7 +10,7 @@ use crate::backend::problem::windows::sizes_4d;
 
 const TEMPLATE: &str = include_str!("../../../kernels/interpolate.cl");
 
-/// Returns the words of the kernels' struct. The last word is the integer part of the scale.
+/// Returns the words of the struct that the kernels take. The last word is the integer part of the scale.
 fn samples_words(s: &Samples) -> [i64; 6] {
     [s.from as i64, s.to as i64, s.scale, s.shift, s.unit, s.scale / s.unit]
 }
@@ -22,7 +22,7 @@ pub(crate) fn interpolate(problem: &Interpolate) -> Result<()> {
     let [rows, columns] =
         [(resize.rows, h), (resize.columns, w)].map(|(p, n)| p.unwrap_or_else(|| Samples::identity(n)));
     let (wide, near) = (needs_64_bit([count]), rows.fits_32_bits() && columns.fits_32_bits());
-    // Adjacent elements of a gradient have different numbers of terms, so they cannot be computed as vectors.
+    // In a gradient, adjacent elements are sums of different numbers of terms, so they cannot be computed as vectors.
     let width = match transposed {
         true => 1,
         false => vector_width(device, dtype, [columns.to, out.layout.offset].into_iter().map(|n| n as isize)),

@@ -14,19 +14,19 @@ use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/join.cl");
 
-/// The maximum number of tensors that a launch reads. Every device allows a kernel this many tensors.
+/// The maximum number of tensors that one launch reads. On every device, a kernel can have this number of tensor arguments.
 const MAX_INPUTS: usize = 24;
-/// The maximum units of a result per input tensor. For more units, one copy per tensor is faster. Measured on an H200.
+/// The maximum number of units of the result per input tensor. For larger results, one copy per tensor is faster. Measured on an H200.
 const MAX_UNITS_PER_TENSOR: usize = 1 << 19;
 
-/// A tensor as contiguous rows: the step from one row to the next, and the column of the result where the rows start. Both in elements.
+/// A tensor as contiguous rows: the step from row to row, and the column of the result where the rows start, both in elements.
 struct Rows {
     step: isize,
     start: usize,
 }
 
-/// Writes the concatenation along dim `d` to `out`, which is new and contiguous. Returns false, without writing, for large results, mixed
-/// dtypes, and tensors that are not contiguous from `d` on.
+/// Writes the concatenation along dim `d` to `out`, which is new and contiguous. Returns false, without writing, for large results, for
+/// mixed dtypes, and if a tensor is not contiguous from dim `d` on.
 pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> {
     let columns: usize = out.shape().dims()[d..].iter().product();
     let outer = out.numel() / columns.max(1);
@@ -41,7 +41,7 @@ pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> 
         row_stride(t, d).map(|step| Rows { step, start: start - t.numel() / outer })
     });
     let Some(rows) = rows.collect::<Option<SmallVec<[Rows; MAX_INPUTS]>>>() else { return Ok(false) };
-    // The largest number of bytes, up to 16, that divides all offsets.
+    // The unit is the largest number of bytes, at most 16, that divides all offsets and row lengths.
     let offsets = rows.iter().zip(&tensors).map(|(rows, t)| rows.step.unsigned_abs() | rows.start | t.layout.offset);
     let elements = offsets.fold(columns | out.layout.offset, |all, offset| all | offset);
     let unit = 1 << ((elements * size) | MAX_VECTOR_BYTES).trailing_zeros();
@@ -58,14 +58,14 @@ pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> 
     Ok(true)
 }
 
-/// Returns the plan that copies all tensors but the first (the result) to the result's columns, from the first row's start on, in units
-/// of `unit` bytes.
+/// Returns the plan that copies tensors to adjacent columns of the result, in units of `unit` bytes. `list` holds the result, then the
+/// tensors. The first tensor's rows start at column `rows[0].start`.
 fn make_plan(list: &[&Tensor], rows: &[Rows], [outer, columns]: [usize; 2], unit: usize) -> Result<LaunchPlan> {
     let (out, device) = (list[0], list[0].cl_device()?);
     let units = unit / out.dtype.size();
     let end = rows[rows.len() - 1].start + list[rows.len()].numel() / outer;
     let (first, width) = (rows[0].start, (end - rows[0].start) / units);
-    // Kernels of 2, 4, 8 and more inputs also serve fewer tensors: unused inputs start behind the last column.
+    // The number of inputs is rounded up to a power of two, so that few kernels are built. Inputs that are not used start behind the last column.
     let (count, wide) = (rows.len().next_power_of_two().min(MAX_INPUTS), needs_64_bit([out.numel()]));
     let inputs: String = (0..count).map(|k| format!(", __global const T *x{k}, ulong x{k}_at")).collect();
     let choose: String = (1..count).map(|k| format!("CHOOSE({k}) ")).collect();

@@ -1,4 +1,4 @@
-//! A cache of compiled kernels. A kernel is built at its first use.
+//! A cache of compiled kernels. A kernel is built at its first use, and shared by all later launches.
 
 use std::any::TypeId;
 use std::hash::{Hash, Hasher};
@@ -14,25 +14,25 @@ use crate::storage::ClBlockLocation;
 use crate::sync;
 use crate::{Compute, DType, Device, Result, Tensor};
 
-/// The configuration for which a kernel is compiled: its key in the cache, and the definitions that precede its template.
+/// The configuration for which a kernel is compiled. It is part of the kernel's cache key, and its definitions precede the template.
 pub(crate) trait KernelConfig: Hash + Copy + 'static {
-    /// Appends the definitions of the template's macros.
+    /// Appends the macro definitions for the template.
     fn write_defines(&self, out: &mut String);
 
-    /// Returns the definitions, followed by `parts`.
+    /// Returns the macro definitions, followed by `parts`.
     fn source(&self, parts: &[&str]) -> String {
         let mut source = String::new();
         self.write_defines(&mut source);
         source + &parts.concat()
     }
 
-    /// Returns the kernel function `entry` of the template that consists of `parts`. `name` identifies the template.
+    /// Returns the kernel function `entry` of the template whose source is `parts`. `name` identifies the template in the cache.
     fn kernel(&self, cl: &'static ClDevice, name: &'static str, entry: &str, parts: &[&str]) -> Result<Arc<ClKernel>> {
         get_or_build_kernel(cl, KernelKey::new(name, self, &[]), entry, || self.source(parts))
     }
 }
 
-/// Makes a [`KernelConfig`] from the macros of a template and their values, whose types decide how a macro is defined (see [`Define`]).
+/// Makes a [`KernelConfig`] from the macro names of a template and their values. The type of a value decides how its macro is defined (see [`Define`]).
 macro_rules! kernel_config {
     () => { () };
     ($name:literal => $value:expr $(, $names:literal => $values:expr)* $(,)?) => {
@@ -41,13 +41,13 @@ macro_rules! kernel_config {
 }
 pub(crate) use kernel_config;
 
-/// A macro of a template.
+/// A macro of a template: its name and its value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Macro<T>(pub(crate) &'static str, pub(crate) T);
 
 impl<T: Hash> Hash for Macro<T> {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        self.1.hash(state); // all configurations of a template have the same macros
+        self.1.hash(state); // the name is not hashed: all configurations of a template have the same macro names
     }
 }
 
@@ -62,27 +62,27 @@ impl<T: Define + Hash + Copy + 'static, R: KernelConfig> KernelConfig for (Macro
     }
 }
 
-/// A value that is passed to a template as one or several macros.
+/// A value that is passed to a template as one or more macros.
 pub(crate) trait Define {
-    /// Appends the definition of macro `name`.
+    /// Appends the definition of the macro (or macros) for this value, named `name`.
     fn define(&self, name: &str, out: &mut String);
 }
 
-/// A configuration that is part of another.
+/// A configuration that is part of another configuration. Its macros keep their own names.
 impl<C: KernelConfig> Define for C {
     fn define(&self, _: &str, out: &mut String) {
         self.write_defines(out);
     }
 }
 
-/// No macro if there is no value.
+/// `None` defines no macro.
 impl<T: Define> Define for Option<T> {
     fn define(&self, name: &str, out: &mut String) {
         self.iter().for_each(|value| value.define(name, out));
     }
 }
 
-/// Implements [`Define`] by a format of the value and the macro's name.
+/// Implements [`Define`] for a type by an expression that formats the value and the macro's name.
 macro_rules! define_as {
     ($($t:ty: |$value:ident, $name:ident| $text:expr;)*) => { $(
         impl Define for $t {
@@ -97,10 +97,10 @@ macro_rules! define_as {
 define_as! {
     usize: |n, name| format!("#define {name} {n}\n");
     DType: |dtype, name| format!("#define {name} {dtype}\n");
-    // Also defines the accumulator's name in functions of the prelude.
+    // Also defines `{name}_NAME`, which prelude functions use to name the accumulator.
     Compute: |acc, name| format!("#define {name} {}\n#define {name}_NAME {acc:?}\n", acc.cl_name());
     bool: |on, name| define_if(*on, name);
-    // With an empty name, the text is the macro's name; no macro if both are empty.
+    // With an empty name, defines the text itself as a macro. Defines nothing if both are empty.
     &'static str: |text, name| match name {
         "" => define_if(!text.is_empty(), text),
         _ => format!("#define {name} {text}\n"),
@@ -109,20 +109,20 @@ define_as! {
     Vectors: |vectors, _name| vector_defines(vectors.0, vectors.1);
 }
 
-/// A macro that is 0 or 1, where a plain bool is a macro that is defined if true.
+/// A macro with the value 0 or 1. A plain bool instead defines its macro only if true.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Bit(pub(crate) bool);
 
-/// The element type, and the number of elements of a vector load: defines VEC and WIDE_T.
+/// The element type, and the number of elements of a vector load. Defines VEC and WIDE_T.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Vectors(pub(crate) DType, pub(crate) usize);
 
-/// The types of a kernel: its elements, its accumulators and its indices.
+/// Returns the types of a kernel: of its elements (A), its accumulators (ACC) and its indices (IDX).
 pub(crate) fn element_types(dtype: DType, wide: bool) -> impl KernelConfig {
     kernel_config! { "A" => dtype, "ACC" => dtype.compute(), "IDX" => index_type(wide) }
 }
 
-/// A value that launches pass as an argument, so that the kernel does not depend on the value.
+/// A value that is passed as an argument at launch. Its hash is empty, so that one kernel serves all values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct AtLaunch<T>(pub(crate) T);
 
@@ -146,7 +146,7 @@ impl KernelKey {
     }
 }
 
-/// Returns the values that the derived hash of `value` consists of, which identify the value among values of its type.
+/// Returns the values that the derived `Hash` of `value` writes. Within one type, these values identify `value`.
 pub(crate) fn hashed_values(value: &impl Hash) -> SmallVec<[u64; 24]> {
     struct Values(SmallVec<[u64; 24]>);
     impl Hasher for Values {
@@ -171,21 +171,21 @@ pub(crate) fn hashed_values(value: &impl Hash) -> SmallVec<[u64; 24]> {
     values.0
 }
 
-/// Prepends the prelude of all kernels to `source`: fault codes, storage types, loads and stores, random bits.
+/// Prepends the prelude that all kernels share to `source`: fault codes, storage types, loads and stores, random bits.
 pub(crate) fn with_prelude(source: &str) -> String {
     let codes = [("INDEX", Fault::Index), ("DIVISION", Fault::DivisionByZero), ("LABEL", Fault::Label)]
         .map(|(name, fault)| format!("#define FAULT_{name} {}\n", fault as i32));
     [&codes.concat(), include_str!("../../../kernels/prelude.cl"), "\n", source].concat()
 }
 
-/// The maximum number of cached kernels, for all devices together.
+/// The maximum number of cached kernels, over all devices.
 const MAX_KERNELS: usize = 4096;
 
-/// Kernels by device, by whether they are built with [wide offsets](ClDevice::has_wide_offsets), and by key.
+/// Maps a device, whether the kernel is built with [wide offsets](ClDevice::has_wide_offsets), and a key to the kernel.
 type KernelCache = Lru<(Device, bool, KernelKey), Arc<ClKernel>>;
 static KERNEL_CACHE: LazyLock<RwLock<KernelCache>> = LazyLock::new(|| RwLock::new(Lru::new(MAX_KERNELS)));
 
-/// Returns the kernel of `key`, from the cache or built from `source` (without the prelude). `entry` is the kernel function's name.
+/// Returns the kernel of `key`, from the cache or built from `source`, which excludes the prelude. `entry` is the name of the kernel function.
 pub(crate) fn get_or_build_kernel(
     device: &'static ClDevice,
     key: KernelKey,
@@ -196,25 +196,25 @@ pub(crate) fn get_or_build_kernel(
     if let Some(kernel) = sync::read(&KERNEL_CACHE).get(&key) {
         return Ok(kernel.clone());
     }
-    // Built without the lock, because a build takes up to a second. If two threads build the same kernel, the first result is kept.
+    // The cache is not locked during the build, which takes up to a second. If two threads build the same kernel, the first result is kept.
     let built = device.build(key.2.template, &with_prelude(&source()), entry)?;
     let mut kernels = sync::write(&KERNEL_CACHE);
     let (kernel, evicted) = kernels.get_or_insert(key, || Arc::new(built));
     let kernel = Arc::clone(kernel);
     drop(kernels);
-    drop(evicted); // dropped without the lock, because this calls the driver
+    drop(evicted); // dropped after the cache is unlocked, because releasing a kernel calls the driver
     Ok(kernel)
 }
 
-/// A tensor's buffer and offset as kernel arguments. The memory does not move while the view lives, and the arguments of a launch
-/// borrow from the view until they are enqueued.
+/// A tensor's buffer and offset, to be passed to a kernel. The memory does not move while the view exists, and the arguments of a
+/// launch borrow from the view until they are enqueued.
 pub(crate) struct BufferView<'a> {
     pub(crate) location: ClBlockLocation<'a>,
     /// The tensor's offset in its buffer, in elements.
     pub(crate) element_offset: usize,
 }
 
-/// Makes the arguments of a launch: the buffer and the offset of each view before the semicolon, then the values after it.
+/// Makes the arguments of a launch: for each view before the semicolon its buffer and offset, then the values after the semicolon.
 macro_rules! args {
     ($($view:expr),*; $($value:expr),* $(,)?) => {
         [$($view.buffer(), $view.offset(),)* $($crate::device::opencl::Arg::from($value),)*]
@@ -241,7 +241,7 @@ arg_from! {
     i64: I64 as i64;
 }
 
-/// A struct of these words.
+/// Passes the words as one struct.
 impl<'a, T: bytemuck::NoUninit> From<&'a [T]> for Arg<'a> {
     fn from(words: &'a [T]) -> Self {
         Arg::Bytes(bytemuck::cast_slice(words))
@@ -264,13 +264,13 @@ impl BufferView<'_> {
 }
 
 impl Tensor {
-    /// Returns the OpenCL device of this tensor, on which launches over the tensor run.
+    /// Returns the OpenCL device on which this tensor is stored, and on which launches over the tensor run.
     pub(crate) fn cl_device(&self) -> Result<&'static ClDevice> {
         opencl::open_device(self.device())
     }
 
-    /// Returns this tensor's buffer, which does not move while the view lives. Call this after all allocations, because an allocation
-    /// may have to move memory.
+    /// Returns a view of this tensor's buffer, which does not move while the view exists. Call this after all allocations of an
+    /// operation, because an allocation may move memory.
     #[inline(always)] // every launch calls it several times, and returning the view through memory stalls on store forwarding
     pub(crate) fn device_view(&self) -> Result<BufferView<'_>> {
         let location = self.storage.cl()?;

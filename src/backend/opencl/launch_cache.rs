@@ -1,7 +1,7 @@
-//! A per-thread cache of launch plans: a repeated operation on operands of the same layouts reuses its plan.
+//! A per-thread cache of launch plans. Repeating an operation on operands with the same layouts reuses its plan.
 //!
-//! The [`Key`] holds everything that a plan depends on, such as the tensors' dtypes, shapes, strides and the alignment of their offsets. The cache
-//! keeps no tensor alive.
+//! The [`Key`] holds everything that a plan depends on, such as the tensors' dtypes, shapes, strides and offset alignments. The cache keeps no
+//! tensor alive.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -15,16 +15,16 @@ use crate::expr::Expr;
 use crate::tensor::Layout;
 use crate::{DType, Device, Result, Tensor};
 
-/// The number of sets. The cache is set-associative like a processor's: in a full set, the least recently used entry is replaced.
-/// A lookup takes no lock and is faster than in an [`Lru`](crate::device::lru::Lru).
+/// The number of sets. The cache is set-associative, as in a processor: in a full set, the least recently used entry is replaced. A
+/// lookup takes no lock and is faster than a lookup in an [`Lru`](crate::device::lru::Lru).
 const SETS: usize = 128;
 /// The number of entries in a set.
 const WAYS: usize = 4;
 
-/// Offsets are compared modulo this number of elements, which is at least the 16 bytes of the widest load.
+/// Offsets are compared modulo this number of elements, which has at least the 16 bytes of the widest load.
 const OFFSET_ALIGNMENT_ELEMENTS: usize = 16;
 
-/// The kind of operation that a plan was made for.
+/// The kind of operation that a plan computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OpKind {
     Map,
@@ -32,7 +32,7 @@ pub(crate) enum OpKind {
     Row,
     CrossEntropy,
     Norm,
-    /// A norm whose rows are given as four dims that need not be views of the operands.
+    /// A norm whose rows are passed as four dims, which need not be views of the operands.
     NormRows,
     Gather,
     Scatter,
@@ -43,13 +43,13 @@ pub(crate) enum OpKind {
     Join,
 }
 
-/// Returns a number that identifies a static: its distance from another static, which makes hashes the same in every run.
+/// Returns a number that identifies the static at `of`: its distance from another static. Unlike an address, it is the same in every run.
 pub(crate) fn static_id<T>(of: *const T) -> u64 {
     static OTHER: u8 = 0;
     of.addr().wrapping_sub((&raw const OTHER).addr()) as u64
 }
 
-/// Everything that a plan depends on except tuning parameters. A change of a tuning parameter clears the caches of all threads.
+/// Everything that a plan depends on, except tuning parameters: when a tuning parameter changes, the caches of all threads are cleared.
 pub(crate) struct Key<'a> {
     pub(crate) kind: OpKind,
     pub(crate) numbers: &'a [u64],
@@ -57,7 +57,7 @@ pub(crate) struct Key<'a> {
     pub(crate) tensors: &'a [&'a Tensor],
 }
 
-/// A launch plan and the owned form of its key.
+/// A launch plan, and an owned copy of its key.
 pub(crate) struct CachedPlan {
     kind: OpKind,
     device: Device,
@@ -75,7 +75,7 @@ impl CachedPlan {
     }
 }
 
-/// The position in the cache for a plan that was not found.
+/// The place in the cache for a plan that a lookup did not find.
 #[derive(Clone, Copy)]
 pub(crate) struct VacantSlot {
     hash: u64,
@@ -83,18 +83,18 @@ pub(crate) struct VacantSlot {
 }
 
 struct PlanCache {
-    /// The version of the tuning parameters that the plans were made with.
+    /// The version of the tuning parameters with which the cached plans were made.
     tuning_version: u64,
-    /// The number of plans inserted so far, which serves as the clock of [`CacheWay::last_used`].
+    /// The number of plans inserted so far. It is the clock for [`CacheWay::last_used`].
     insertions: usize,
     slots: Vec<CacheWay>,
 }
 
-/// One of the entries of a set.
+/// One entry of a set.
 #[derive(Default)]
 struct CacheWay {
     hash: u64,
-    /// The value of [`PlanCache::insertions`] at the entry's last use.
+    /// The value of [`PlanCache::insertions`] when the entry was last used.
     last_used: Cell<usize>,
     entry: Option<Rc<CachedPlan>>,
 }
@@ -104,7 +104,7 @@ thread_local! {
 }
 
 impl Key<'_> {
-    /// The device of all tensors.
+    /// Returns the device of the tensors, which is the same for all.
     fn device(&self) -> Device {
         self.tensors[0].device()
     }
@@ -132,7 +132,7 @@ impl Key<'_> {
     }
 }
 
-/// Returns the cached plan of `key`, or the slot to insert a new plan in.
+/// Returns the cached plan of `key`, or the vacant slot for a new plan.
 pub(crate) fn find_plan(key: &Key) -> std::result::Result<Rc<CachedPlan>, VacantSlot> {
     let slot = VacantSlot { hash: key.hash(), tuning_version: times_tuned() };
     let found = PLAN_CACHE.try_with(|table| {
@@ -174,7 +174,7 @@ impl VacantSlot {
     }
 }
 
-/// Launches the cached plan of `key`. If there is none, makes, launches and caches the plan of `prepare`.
+/// Launches the cached plan of `key`. If there is none, makes a plan with `prepare`, launches the plan and caches it.
 pub(crate) fn launch_cached(
     key: &Key,
     params: Params,

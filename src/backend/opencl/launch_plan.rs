@@ -1,7 +1,7 @@
-//! Launch plans: everything about an operation's launches except its buffers and scalars.
+//! Launch plans: everything about the launches of an operation except its buffers and scalars.
 //!
 //! An operation chooses its kernel, sizes and arguments once for each combination of operand layouts, and the
-//! [`launch_cache`](crate::backend::opencl::launch_cache) keeps the plan. A plan refers to a tensor by its index in the list that every call passes.
+//! [`launch_cache`](crate::backend::opencl::launch_cache) stores the plan. A plan refers to a tensor by its index in the list that each call passes.
 
 use std::sync::Arc;
 
@@ -14,27 +14,27 @@ use crate::backend::problem::map::Params;
 use crate::device::opencl::{ARRIVAL_COUNTERS, Arg, ClDevice, ClKernel};
 use crate::{Compute, DType, Result, Tensor};
 
-/// The launches of one operation. If there are several, they share scratch memory.
+/// The launches of one operation. Several launches share one scratch tensor.
 pub(crate) struct LaunchPlan {
     device: &'static ClDevice,
-    /// The number of elements and the dtype of a scratch tensor, which each call allocates and appends to its list of tensors.
+    /// The number of elements and the dtype of the scratch tensor. Each call allocates the scratch tensor and appends it to the list of tensors.
     scratch: Option<(usize, DType)>,
     launches: SmallVec<[KernelLaunch; 1]>,
-    /// The index of the tensor whose indices the kernels check, and the number of that check in [`checked_indices`].
+    /// The list index of the tensor whose indices the kernels check, and the number of that check in [`checked_indices`].
     indices: Option<(usize, u64)>,
 }
 
-/// A launch of one kernel.
+/// The launch of one kernel, without its buffers, offsets and scalars, which each call fills in.
 pub(crate) struct KernelLaunch {
     kernel: Arc<ClKernel>,
     global: usize,
     local: usize,
-    /// The list indices of the tensors whose buffers the kernel gets. [`Argument`]s and [`DeferredWord`]s index into this vector.
+    /// The list indices of the tensors whose buffers are passed to the kernel. [`Argument`]s and [`DeferredWord`]s index into this vector.
     buffers: Vec<usize>,
     arguments: Vec<Argument>,
-    /// The words of the structs that are passed by value.
+    /// The words of all structs that are passed to the kernel by value.
     words: Vec<i64>,
-    /// The words that each call fills in, with their indices in `words`.
+    /// Words that each call fills in, as pairs of an index into `words` and the value to fill in.
     deferred: Vec<(usize, DeferredWord)>,
 }
 
@@ -42,29 +42,29 @@ pub(crate) struct KernelLaunch {
 #[derive(Clone, Copy)]
 enum Argument {
     Buffer(u32),
-    /// The offset of a tensor in its buffer plus `skip` elements, divided by `unit`.
+    /// The offset of a tensor in its buffer plus `skip` elements, in units of `unit` elements.
     Offset {
         of: u32,
         unit: u32,
         skip: isize,
     },
-    /// An argument that is the same at every call.
+    /// An argument with the same value at every call.
     Fixed(Arg<'static>),
-    /// A struct made of this range of words.
+    /// A struct made of `words`, from the first index to the second.
     Words(u32, u32),
-    /// The call's first `n` scalars, one argument each.
+    /// The first `n` scalars of the call, one argument each.
     Scalars(u32, Compute),
-    /// The call's first `n` seeds, two arguments each: key and stream.
+    /// The first `n` seeds of the call, two arguments each: key and stream.
     Seeds(u32),
     /// The buffer in which kernels record faults.
     Faults,
-    /// The buffer that counts finished work-groups.
+    /// The buffer with the counters of finished work-groups.
     Arrivals,
-    /// The index of the current stream's first counter in the buffer of [`Arrivals`](Self::Arrivals).
+    /// The index of the current stream's first counter in the buffer that [`Arrivals`](Self::Arrivals) passes.
     FirstArrival,
 }
 
-/// A word that each call fills in.
+/// The value of a word that each call fills in.
 #[derive(Clone, Copy)]
 pub(crate) enum DeferredWord {
     /// The offset of a tensor in its buffer, in elements.
@@ -78,7 +78,7 @@ impl LaunchPlan {
         LaunchPlan::new(device, None, [launch])
     }
 
-    /// Makes a plan of several launches in order, with a scratch tensor of the given number of elements and dtype.
+    /// Makes a plan of several launches, which run in order. `scratch` is the number of elements and the dtype of a scratch tensor.
     pub(crate) fn new(
         device: &'static ClDevice,
         scratch: Option<(usize, DType)>,
@@ -87,17 +87,18 @@ impl LaunchPlan {
         LaunchPlan { device, scratch, launches: launches.into_iter().collect(), indices: None }
     }
 
-    /// Declares that the kernels fault only if tensor `k` has an index out of range, so that indices checked before need no second check.
+    /// Declares that the kernels fault only if tensor `k` holds an index out of range. Indices that passed this check before need no second
+    /// check.
     pub(crate) fn with_index_check(self, k: usize) -> LaunchPlan {
         LaunchPlan { indices: Some((k, checked_indices::new_check_id())), ..self }
     }
 
-    /// True if a kernel gets tensor `k` of the list.
+    /// True if tensor `k` of the list is passed to a kernel.
     pub(crate) fn uses_tensor(&self, k: usize) -> bool {
         self.launches.iter().any(|launch| launch.buffers.contains(&k))
     }
 
-    /// Launches the plan on tensors that have the layouts the plan was prepared for.
+    /// Launches the plan on tensors with the layouts for which the plan was made.
     pub(crate) fn launch(&self, tensors: &[&Tensor], params: Params) -> Result<()> {
         let unknown = self
             .indices
@@ -121,53 +122,53 @@ impl LaunchPlan {
 }
 
 impl KernelLaunch {
-    /// Makes a launch of at least `global` work-items in groups of `local`. Arguments are then added in order.
+    /// Makes a launch of at least `global` work-items, in work-groups of `local`. Arguments are added afterwards, in order.
     pub(crate) fn new(kernel: Arc<ClKernel>, global: usize, local: usize) -> KernelLaunch {
         let (buffers, arguments, words, deferred) = Default::default();
         KernelLaunch { kernel, global, local, buffers, arguments, words, deferred }
     }
 
-    /// Adds the buffer of tensor `k`, and returns its index among this launch's buffers.
+    /// Adds the buffer of tensor `k`, and returns its index among the buffers of this launch.
     pub(crate) fn push_buffer(&mut self, k: usize) -> usize {
         self.buffers.push(k);
         self.arguments.push(Argument::Buffer((self.buffers.len() - 1) as u32));
         self.buffers.len() - 1
     }
 
-    /// Adds the buffer of tensor `k` and the tensor's offset in the buffer.
+    /// Adds two arguments: the buffer of tensor `k`, and the tensor's offset in that buffer.
     pub(crate) fn push_tensor(&mut self, k: usize) {
         self.push_tensor_at(k, 0, 1);
     }
 
-    /// Like [`push_tensor`](Self::push_tensor), with an offset that is `skip` elements larger and counted in units of `unit` elements.
+    /// Like [`push_tensor`](Self::push_tensor), but adds `skip` elements to the offset and passes the offset in units of `unit` elements.
     pub(crate) fn push_tensor_at(&mut self, k: usize, skip: isize, unit: usize) {
         let of = self.push_buffer(k) as u32;
         self.arguments.push(Argument::Offset { of, unit: unit as u32, skip });
     }
 
-    /// Adds arguments that are the same for every call.
+    /// Adds arguments with the same values at every call.
     pub(crate) fn push_fixed(&mut self, args: impl IntoIterator<Item = Arg<'static>>) {
         self.arguments.extend(args.into_iter().map(Argument::Fixed));
     }
 
-    /// Adds a struct made of these words.
+    /// Adds a struct made of `words` as one argument.
     pub(crate) fn push_words(&mut self, words: impl IntoIterator<Item = i64>) {
         let from = self.words.len() as u32;
         self.words.extend(words);
         self.arguments.push(Argument::Words(from, self.words.len() as u32));
     }
 
-    /// Makes each call fill in the word with this index.
+    /// Makes each call fill in `words[word]`.
     pub(crate) fn defer_word(&mut self, word: usize, what: DeferredWord) {
         self.deferred.push((word, what));
     }
 
-    /// Adds the call's first `count` scalars in the compute type.
+    /// Adds the first `count` scalars of the call, converted to the compute type.
     pub(crate) fn push_scalars(&mut self, count: usize, compute: Compute) {
         self.arguments.push(Argument::Scalars(count as u32, compute));
     }
 
-    /// Adds the call's first `count` seeds.
+    /// Adds the first `count` seeds of the call.
     pub(crate) fn push_seeds(&mut self, count: usize) {
         self.arguments.push(Argument::Seeds(count as u32));
     }
@@ -177,7 +178,7 @@ impl KernelLaunch {
         self.arguments.push(Argument::Faults);
     }
 
-    /// Adds the buffer that counts finished work-groups.
+    /// Adds the buffer with the counters of finished work-groups.
     pub(crate) fn push_arrivals(&mut self) {
         self.arguments.push(Argument::Arrivals);
     }

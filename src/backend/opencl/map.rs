@@ -1,4 +1,4 @@
-//! Elementwise launches on OpenCL: chooses a form of `kernels/elementwise.cl` and its arguments.
+//! Elementwise launches on OpenCL: chooses a form of `kernels/elementwise.cl` and prepares its arguments.
 
 mod source;
 
@@ -19,10 +19,10 @@ use crate::device::{DeviceKind, capture};
 use crate::layout::collapse::StridedDims;
 use crate::{Compute, DType, Result, Tensor};
 
-/// The maximum number of bytes of local memory for tiles.
+/// The maximum number of bytes of local memory that tiles may take.
 const MAX_TILE_BYTES: usize = 32 << 10;
 
-/// The number of adjacent elements whose random numbers are computed together: `DRAWN` in `kernels/random.cl`.
+/// The number of adjacent elements whose random numbers are computed together: the macro `DRAWN` in `kernels/random.cl`.
 pub(crate) const RANDOM_BLOCK_LEN: usize = 64;
 
 /// How a work-item accesses an operand.
@@ -31,18 +31,18 @@ enum MemoryAccess {
     Element,
     /// As a vector of contiguous elements.
     Vector,
-    /// Element by element through a tile, in local memory on GPUs.
+    /// Element by element, through a tile that is in local memory on GPUs and in private memory on CPUs.
     Tile,
 }
 
-/// An operand of the kernel and how the kernel accesses it.
+/// An operand of the kernel, and how the kernel accesses the operand.
 #[derive(Clone, Copy, Hash)]
 struct MapOperand {
     dtype: DType,
-    /// The operand's indexing, compiled into the kernel so that common kinds need no index arithmetic.
+    /// How the operand is indexed. The indexing is compiled into the kernel, so that contiguous operands and scalars need no index arithmetic.
     kind: OperandKind,
     access: MemoryAccess,
-    /// Whether the expressions read the operand. Inputs that they do not read are not passed.
+    /// Whether the expressions read the operand. Inputs that the expressions do not read are not passed to the kernel.
     used: bool,
 }
 
@@ -55,16 +55,16 @@ impl MapOperand {
 
 type MapOperands = SmallVec<[MapOperand; 6]>;
 
-/// The configuration of an elementwise kernel, besides its formulas.
+/// The configuration of an elementwise kernel, without the formulas.
 #[derive(Hash)]
 struct MapConfig {
     compute: Compute,
     rank: usize,
     wide: bool,
-    /// Whether seeds are relative to [`Params::base`](crate::backend::problem::map::Params::base).
+    /// Whether seeds are relative to [`Params::base`](crate::backend::problem::map::Params::base), which a graph's replay advances.
     has_base: bool,
     form: Form,
-    /// The work-group size that tiles are compiled for; 0 for the other forms.
+    /// The work-group size for which the tiled form is compiled; 0 for the other forms.
     tile_group: usize,
     operands: MapOperands,
 }
@@ -74,7 +74,7 @@ struct MapConfig {
 enum Form {
     /// Each work-item computes `per_item` elements, one by one.
     Scalar { per_item: usize },
-    /// Each work-item computes `RANDOM_BLOCK_LEN` adjacent elements. Their random numbers are computed together, in vectors. Used on CPUs.
+    /// Each work-item computes `RANDOM_BLOCK_LEN` adjacent elements, whose random numbers are computed together, in vectors. Used on CPUs.
     Drawn,
     /// Each work-item computes a vector of `width` elements.
     Vector {
@@ -82,7 +82,7 @@ enum Form {
         /// Whether results that exceed the cache are written with non-temporal stores.
         nontemporal: bool,
     },
-    /// Tiles of `side` elements of dim `dim` by `across` elements of the innermost dim. On CPUs a tile is moved line by line.
+    /// Each work-group computes a tile of `side` elements of dim `dim` by `across` elements of the innermost dim. CPUs move a tile line by line.
     Tiled { side: usize, across: usize, dim: usize, lines: Option<LineStores> },
 }
 
@@ -93,10 +93,10 @@ struct LineStores {
     nontemporal: bool,
 }
 
-/// The function that is called with each launch of formulas that was recorded as one command, and the command's number.
+/// Called for each launch of formulas that was recorded as a single command, with the formulas and the command's number.
 pub(crate) static FORMULA_SINK: OnceLock<fn(&Formulas, usize)> = OnceLock::new();
 
-/// Launches formulas. During a capture, also passes them to [`FORMULA_SINK`], unless operands had to be copied, in several commands.
+/// Launches formulas. During a capture, also passes them to [`FORMULA_SINK`], unless copies of operands made the launch take several commands.
 pub(crate) fn launch_or_record(formulas: &Formulas) -> Result<()> {
     if !capture::is_capturing(formulas.outputs[0].device()) {
         return launch_formulas(formulas);
@@ -109,7 +109,7 @@ pub(crate) fn launch_or_record(formulas: &Formulas) -> Result<()> {
     Ok(())
 }
 
-/// Launches the cached plan for formulas over tensors of these layouts, or makes a plan first.
+/// Launches the cached plan for these formulas and tensor layouts. If there is no cached plan, makes one.
 pub(crate) fn launch_formulas(formulas: &Formulas) -> Result<()> {
     if image::elementwise(formulas)? {
         return Ok(());
@@ -119,7 +119,7 @@ pub(crate) fn launch_formulas(formulas: &Formulas) -> Result<()> {
     let in_place = in_place(inputs.iter().copied(), outputs);
     let numbers = &[in_place.into()];
     let key = Key { kind: OpKind::Map, numbers, exprs: program.exprs(), tensors: &tensors };
-    // If an input overlaps an output, the plan is for a copy of that input and cannot be cached.
+    // If an input overlaps an output at other elements, a copy of the input is read, and the plan for that copy cannot be cached.
     let slot = match !in_place || inputs.iter().all(|t| can_overwrite_elementwise(t, outputs)) {
         true => match launch_cache::find_plan(&key) {
             Ok(entry) => return entry.plan.launch(&tensors, params),
@@ -144,7 +144,7 @@ pub(crate) fn make_plan(launch: &Launch) -> Result<LaunchPlan> {
     let gpu = device.info().kind != DeviceKind::Cpu;
     let tensors: SmallVec<[&Tensor; 6]> = launch.inputs.iter().chain(launch.outputs.iter().copied()).collect();
     let inputs = launch.inputs.len();
-    // Dims are reordered to match the results' strides. Random numbers depend on row-major positions, so formulas with seeds keep their order.
+    // Reorders dims to match the results' strides. Formulas with seeds keep their order, because random numbers depend on row-major positions.
     let reordered = if gpu && launch.program.seeds() == 0 { launch.strided.reordered_for(inputs) } else { None };
     let strided = reordered.as_ref().unwrap_or(&launch.strided);
     let mut operands: MapOperands = (0..tensors.len())
@@ -160,14 +160,14 @@ pub(crate) fn make_plan(launch: &Launch) -> Result<LaunchPlan> {
         .collect();
     let count = launch.outputs[0].numel();
     let nontemporal = !gpu && uses_nontemporal_stores(launch);
-    // PoCL vectorises functions across work-items, but not loads and stores.
+    // PoCL vectorises function calls across work-items, but not loads and stores. So only formulas without function calls need vectors.
     let form = match gpu || !launch.program.calls_functions() {
         _ if !gpu && launch.program.seeds() > 0 => Some(Form::Drawn),
         true => choose_vector_form(strided, &tensors, nontemporal, &mut operands)
             .or_else(|| choose_tiled_form(device, strided, launch, nontemporal, &mut operands)),
         false => None,
     };
-    // The bytes of one element of all operands together.
+    // The number of bytes of one element of each operand together.
     let bytes = operands.iter().filter(|o| o.used).map(|o| o.dtype.size()).sum();
     let class = SizeClass::from_sizes([count, bytes]);
     let form = form.unwrap_or_else(|| Form::Scalar {
@@ -176,13 +176,14 @@ pub(crate) fn make_plan(launch: &Launch) -> Result<LaunchPlan> {
     let most = max_group_size(device);
     let local = match form {
         Form::Tiled { .. } if !gpu => 1,
-        // Tiles are compiled for groups of this size. The other forms accept any group size.
+        // The tiled form is compiled for a work-group of this size. The other forms accept any size.
         Form::Tiled { .. } => device.tuned_for(TuningParameter::MapGroup, class).min(most),
         _ => device.tuned(TuningParameter::MapGroup).min(most),
     };
     let has_strides = operands.iter().any(|o| o.is_strided());
     let rank = if has_strides { strided.dims.len() } else { 0 };
-    // Positions of the last group that are past the end must not wrap around, or an in-place result would be computed twice.
+    // The index type must hold the positions past the end in the last work-group. If these wrapped around, in-place results would be computed
+    // twice.
     let wide = count >= u32::MAX as usize - MAX_VECTOR_BYTES.max(RANDOM_BLOCK_LEN) * MAX_TUNED_GROUP_ITEMS;
 
     let tile_group = if let Form::Tiled { .. } = form { local } else { 0 };
@@ -204,7 +205,7 @@ pub(crate) fn make_plan(launch: &Launch) -> Result<LaunchPlan> {
             (SmallVec::from_slice(&[count]), count.div_ceil(each))
         }
     };
-    // The driver may limit the group size of kernels that do not declare one.
+    // The driver may limit the work-group size of kernels that do not declare a size.
     let local = match form {
         Form::Tiled { .. } => clamp_group_size(&kernel, local),
         _ => tuned_group_size(device, &kernel, items, local),
@@ -212,7 +213,7 @@ pub(crate) fn make_plan(launch: &Launch) -> Result<LaunchPlan> {
     let mut kernel_launch = KernelLaunch::new(kernel, items, local);
     operands.iter().enumerate().filter(|(_, o)| o.used).for_each(|(k, _)| kernel_launch.push_tensor(k));
     if has_strides {
-        // Fills the struct `layout_t` of the source.
+        // Fills in the struct `layout_t` of the generated source.
         let strides = strided.strides.iter().flatten().map(|&s| s as i64);
         kernel_launch.push_words(strided.dims.iter().map(|&d| d as i64).chain(strides));
     }
@@ -228,7 +229,7 @@ pub(crate) fn make_plan(launch: &Launch) -> Result<LaunchPlan> {
     Ok(LaunchPlan::single(device, kernel_launch))
 }
 
-/// True if a CPU should use non-temporal stores. In-place operations should not, because their destination is already in the cache.
+/// True if a CPU should use non-temporal stores. In-place operations should not use them, because their destination is already in the cache.
 fn uses_nontemporal_stores(launch: &Launch) -> bool {
     let bytes = |t: &Tensor| t.numel() * t.dtype.size();
     let results = launch.outputs.iter().map(|t| bytes(t)).sum();
@@ -237,7 +238,7 @@ fn uses_nontemporal_stores(launch: &Launch) -> bool {
 }
 
 /// Chooses the vector form, in which the widest operand is accessed 16 bytes at a time. Requires that every operand's innermost stride
-/// is 1 or 0, and that its offset and other strides are multiples of the vector.
+/// is 1 or 0, and that its offset and other strides are multiples of the vector length. Returns None otherwise.
 fn choose_vector_form(
     strided: &StridedDims,
     tensors: &[&Tensor],
@@ -257,7 +258,7 @@ fn choose_vector_form(
         }
         _ => false,
     };
-    // The last vector of a single dim may be incomplete: the kernel computes that tail element by element.
+    // If there is only one dim, the last vector may be incomplete: the kernel computes that tail element by element.
     if !(outer.is_empty() || inner.is_multiple_of(width)) || !(0..operands.len()).all(|k| !operands[k].used || fits(k))
     {
         return None;
@@ -268,7 +269,7 @@ fn choose_vector_form(
     Some(Form::Vector { width, nontemporal })
 }
 
-/// Chooses the tiled form if the results are contiguous along the innermost dim and some inputs are contiguous along another dim.
+/// Chooses the tiled form if the results are contiguous along the innermost dim, and some inputs are contiguous along another dim; otherwise None.
 fn choose_tiled_form(
     device: &ClDevice,
     strided: &StridedDims,
@@ -283,7 +284,7 @@ fn choose_tiled_form(
     let transposed = |k: usize, d: usize| {
         operands[k].used && strided.strides[k][d] == 1 && !matches!(strided.strides[k][last], 0 | 1)
     };
-    // With short dims most of a tile would be unused.
+    // If one of the two dims is short, most of a tile would be unused.
     let dim = (0..last)
         .find(|&d| strided.dims[d] >= 8 && strided.dims[last] >= 8 && (0..inputs).any(|k| transposed(k, d)))?;
     let size: usize = (0..inputs).filter(|&k| transposed(k, dim)).map(|k| operands[k].dtype.size()).sum();
@@ -292,17 +293,17 @@ fn choose_tiled_form(
     let (side, lines) = match info.kind {
         DeviceKind::Cpu => (device.tuned_for(TuningParameter::TransposeLine, class), Some(LineStores { nontemporal })),
         _ => {
-            // Includes the padding of columns that `source` adds.
+            // The size of a tile includes the padding of columns that the generated source adds.
             let fits =
                 |side: &usize| side * (side + (32 / side).max(1)) * size <= MAX_TILE_BYTES.min(info.local_memory);
             let sides = [device.tuned_for(TuningParameter::TransposeTile, class), 32, 16].into_iter().filter(fits);
-            // Few large tiles would leave most of the device idle.
+            // With too few large tiles, most of the device would be idle.
             let count = strided.dims.iter().product::<usize>();
             let busy = |side: &usize| side * side * info.compute_units <= count;
             (sides.clone().find(busy).or_else(|| sides.min())?, None)
         }
     };
-    // If the innermost dim is shorter than a tile, the tile has more rows instead.
+    // If the innermost dim is shorter than a tile, tiles become narrower and get more rows.
     let (side, across) = match strided.dims[last].next_power_of_two() {
         short if lines.is_none() && short < side => {
             ((side * side / short).min(strided.dims[dim].next_power_of_two().max(side)), short)
@@ -334,7 +335,7 @@ mod tests {
     use crate::Device;
     use crate::device::opencl;
 
-    /// Reads only one of two inputs, and the unused input has a wider dtype.
+    /// A formula reads only one of two inputs. The unused input has a wider dtype, which must not matter.
     #[test]
     fn unread_inputs_may_have_a_wider_dtype() {
         for device in (0..opencl::count()).map(Device::OpenCL) {
@@ -345,7 +346,7 @@ mod tests {
         }
     }
 
-    /// Strided copies keep all bits, also of quiet NaNs. NaNs that take part in computation stay NaNs.
+    /// Strided copies must keep all bits, even those of quiet NaNs. NaNs in computations stay NaNs, but may change bits.
     #[test]
     fn copies_keep_the_bits_of_nans() {
         let bits: Vec<half::bf16> =
@@ -360,7 +361,7 @@ mod tests {
         }
     }
 
-    /// CPUs use non-temporal stores for such results, except in place.
+    /// For results larger than the cache, CPUs use non-temporal stores, except in place. Both ways must give the CPU backend's results.
     #[test]
     fn results_larger_than_the_cache_equal_the_cpu() {
         let n = (streaming::STREAMING_MIN_BYTES / 4 + 1003) as i64;

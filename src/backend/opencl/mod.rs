@@ -1,4 +1,4 @@
-//! The OpenCL backend: plans and launches kernels for the problems of [`crate::backend::problem`].
+//! The OpenCL backend: chooses, compiles and launches kernels for the problems of [`crate::backend::problem`].
 
 pub(crate) mod attention;
 mod attention_tile;

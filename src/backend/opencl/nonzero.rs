@@ -1,5 +1,5 @@
-//! Nonzero and masked select on OpenCL: `kernels/nonzero.cl`. The first launch counts the nonzero elements of each chunk. The counts are
-//! read back to size the result. The second launch derives from the counts where each chunk begins in the result.
+//! Nonzero and masked select on OpenCL: `kernels/nonzero.cl`. The first launch counts the nonzero elements of each chunk of the mask,
+//! and the host reads the counts to size the result. From the counts, the second launch computes where each chunk begins in the result.
 
 use smallvec::SmallVec;
 
@@ -14,29 +14,29 @@ use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/nonzero.cl");
 
-/// The number of elements that a work-item of a GPU reads at a time.
+/// The number of elements that a GPU work-item reads at a time.
 const READS_PER_ITEM: usize = 16;
-/// The minimum number of elements of a work-item of a CPU.
+/// The minimum number of elements of a CPU work-item.
 const MIN_CPU_CHUNK_LEN: usize = 1 << 12;
 
-/// The output of a launch.
+/// The output of one launch.
 enum NonzeroStage<'a> {
     Count,
-    /// A row of indices for each nonzero element, in a tensor of these sizes.
+    /// Writes the indices of each nonzero element as a row. The indices are for a tensor of these sizes.
     Rows(&'a [usize]),
-    /// The element of this tensor at each nonzero element of the mask.
+    /// Writes the element of this tensor at each nonzero position of the mask.
     Elements(&'a Tensor),
 }
 
-/// Returns the indices of the nonzero elements of `mask`, in row-major order, as rows of indices into a tensor of sizes `dims`. The mask
-/// must not be empty.
+/// Returns the indices of the nonzero elements of `mask`, in row-major order, one row per element. The indices are for a tensor of the
+/// sizes `dims`. The mask must not be empty.
 pub(crate) fn nonzero_indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
     let counts = ChunkCounts::new(mask)?;
     let out = Tensor::empty_with_shape([counts.total, dims.len()], DType::I64, mask.device())?;
     counts.fill(&NonzeroStage::Rows(dims), &out)
 }
 
-/// Returns the elements of `x` where `mask` is not zero, in row-major order. Both have the same shape and must not be empty.
+/// Returns the elements of `x` where `mask` is not zero, in row-major order. `x` and `mask` have the same shape and must not be empty.
 pub(crate) fn masked_select(x: &Tensor, mask: &Tensor) -> Result<Tensor> {
     let counts = ChunkCounts::new(mask)?;
     let out = Tensor::empty_with_shape(counts.total, x.dtype, x.device())?;
@@ -53,7 +53,7 @@ struct ChunkCounts<'a> {
 }
 
 impl ChunkCounts<'_> {
-    /// Counts on the device and waits for the counts.
+    /// Counts the nonzero elements on the device, and waits until the counts are on the host.
     fn new(mask: &Tensor) -> Result<ChunkCounts<'_>> {
         let (device, n) = (mask.cl_device()?, mask.numel());
         let units = device.info().compute_units.max(1);
@@ -93,7 +93,7 @@ impl ChunkCounts<'_> {
             NonzeroStage::Elements(x) => ("ELEMENTS", None, Some(bits_type(x.dtype.size()))),
         };
         let wide = needs_64_bit([n + self.chunk]);
-        // The element type of the result of a vector comparison.
+        // A vector comparison gives integers of the same size as the compared elements.
         let truth = offset_type(mask.dtype.compute() != Compute::F32);
         let config = kernel_config! {
             "A" => mask.dtype, "NK" => rank, "IDX" => index_type(wide), "GROUP" => group, "MASK" => truth, "" => name,

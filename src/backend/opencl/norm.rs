@@ -20,14 +20,14 @@ use crate::{DType, Result, Scalar, Tensor};
 const TEMPLATE: &str =
     concat!(include_str!("../../../kernels/norm.cl"), include_str!("../../../kernels/norm_processor.cl"));
 
-/// The struct of arguments of norm templates, included after [`VECTOR_ACCESS`] with the macros that [`operand_macros`] returns.
+/// The template with the struct of norm arguments. It follows [`VECTOR_ACCESS`] and the macros that [`norm_operands`] returns.
 pub(super) const ARGUMENTS: &str = include_str!("../../../kernels/norm_arguments.cl");
 
 /// The maximum number of registers that a work-item fills with a row.
 const MAX_REGISTERS_PER_ITEM: usize = 64;
-/// The maximum number of registers that a group fills with rows.
+/// The maximum number of registers that a work-group fills with rows.
 const MAX_REGISTERS_PER_GROUP: usize = 32 << 10;
-/// The maximum number of rows for which a GPU work-item adds up columns. More rows in one chain of additions would round too often.
+/// The maximum number of rows for which one GPU work-item adds up columns. A chain of more additions would round too often.
 const MAX_ROWS_PER_ITEM: usize = 64;
 
 pub(crate) fn launch_norm(rows: &Normalisation) -> Result<()> {
@@ -36,7 +36,7 @@ pub(crate) fn launch_norm(rows: &Normalisation) -> Result<()> {
     launch_cache::launch_cached(&key, Params::default(), || make_plan(rows)).map(drop)
 }
 
-/// Launches the cached plan of a forward pass over tensors of these layouts, or makes a plan from their views.
+/// Launches the cached plan of a forward pass over tensors of these layouts. If there is no cached plan, makes one from the `views`.
 pub(crate) fn forward(norm: &NormForward) -> Result<()> {
     let NormForward { given, grouping, dims, views } = norm;
     let (view, number) = match **grouping {
@@ -55,21 +55,21 @@ pub(crate) fn forward(norm: &NormForward) -> Result<()> {
     let rows = given.with_views(&views);
     let (views, plan) = (rows.tensors(), make_plan(&rows)?);
     plan.launch(&views, Params::default())?;
-    // If a view is a copy of an operand, the next call has another copy, so its plan cannot be cached.
+    // If a view is a copy of an operand, the plan cannot be cached, because the next call would make another copy.
     if views.iter().zip(&tensors).all(|(view, t)| view.shares_storage(t)) {
         slot.insert_plan(&key, plan);
     }
     Ok(())
 }
 
-/// Returns the properties, besides types and sizes, that a plan depends on, one bit each.
+/// Returns the properties that a plan depends on besides dtypes and sizes, one bit each.
 fn switch_bits(rows: &Normalisation) -> u64 {
     let given = [rows.z, rows.weight, rows.bias, rows.sums, rows.columns].map(|t| t.is_some());
     let numbers = [rows.variance.is_some(), rows.variance == Some(true), rows.rms];
     given.into_iter().chain(numbers).fold(0, |bits, on| bits << 1 | u64::from(on))
 }
 
-/// Returns the macros that tell [`ARGUMENTS`] which operands exist.
+/// Returns the macros that tell the template [`ARGUMENTS`] which operands are present.
 pub(super) fn norm_operands(rows: &Normalisation) -> impl KernelConfig + use<> {
     let [backward, weight, bias, weighted_rows] = [rows.z, rows.weight, rows.bias, rows.sums].map(|t| t.is_some());
     kernel_config! {
@@ -77,7 +77,7 @@ pub(super) fn norm_operands(rows: &Normalisation) -> impl KernelConfig + use<> {
     }
 }
 
-/// Returns the definitions that depend on the precision of a dtype: the range of safe sums, and fast division for halves.
+/// Returns the definitions that depend on the precision of a dtype: the range of safe sums, and the fast division for halves.
 pub(super) fn precision_defines(dtype: DType) -> String {
     let division = if matches!(dtype, DType::F16 | DType::BF16) { FAST_DIVISION } else { "" };
     safe_range_defines(dtype.compute()) + division
@@ -87,15 +87,15 @@ pub(super) fn precision_defines(dtype: DType) -> String {
 struct NormSchedule {
     /// The number of elements that a work-item loads at once.
     width: usize,
-    /// Whether each of these elements has its own weight.
+    /// Whether the elements of a vector have different weights, instead of one weight for the whole vector.
     each: bool,
     /// The number of work-items that share a row.
     lanes: usize,
-    /// The number of work-items of a group.
+    /// The number of work-items of a work-group.
     group: usize,
     /// The number of vectors of `width` elements that each work-item keeps in registers.
     kept: usize,
-    /// The number of slices of a row, of `chunk` elements each; 0 if a whole row is kept in registers.
+    /// The number of slices of a row, and the elements of a slice (`chunk`); `slices` is 0 if a whole row is kept in registers.
     slices: usize,
     chunk: usize,
 }
@@ -108,8 +108,8 @@ impl NormSchedule {
         NormSchedule { each, ..whole.unwrap_or_else(|| NormSchedule::slice_long_rows(device, rows, width, numbers)) }
     }
 
-    /// Keeps whole rows in registers, with four loads for each work-item: fewer leave the memory idle, more need many registers.
-    /// Returns None if rows are too long, unless `must` is true.
+    /// Keeps whole rows in registers, with four loads for each work-item: fewer loads leave the memory idle, more loads need many
+    /// registers. Returns None if rows are too long, unless `must` is true.
     fn keep_rows(device: &ClDevice, n: usize, width: usize, numbers: usize, must: bool) -> Option<NormSchedule> {
         let largest = 1 << device.info().max_work_group.clamp(1, 1024).ilog2();
         let most = default_group_size(device);
@@ -124,7 +124,7 @@ impl NormSchedule {
         (must || filled <= MAX_REGISTERS_PER_ITEM && filled * lanes <= MAX_REGISTERS_PER_GROUP).then_some(schedule)
     }
 
-    /// Cuts rows into as many slices as one group can combine with one load for each work-item.
+    /// Cuts rows into as many slices as one work-group can combine if each work-item loads one partial result.
     fn slice_long_rows(device: &ClDevice, rows: &Normalisation, width: usize, numbers: usize) -> NormSchedule {
         let (n, group) = (rows.len(), default_group_size(device));
         let kept = (MAX_REGISTERS_PER_ITEM / 2 / width / numbers).max(1);
@@ -133,7 +133,7 @@ impl NormSchedule {
         NormSchedule { width, each: false, lanes: group, group, kept, slices: n.div_ceil(chunk), chunk }
     }
 
-    /// Returns the part of the configuration for GPUs.
+    /// Returns the part of the configuration that only the GPU template needs.
     fn spread(&self, rows: &Normalisation) -> impl KernelConfig + use<> {
         let NormSchedule { lanes, group, kept, each, .. } = *self;
         let (columns, variance, root) = (rows.columns.is_some(), rows.variance.is_some(), rows.variance == Some(true));
@@ -144,13 +144,13 @@ impl NormSchedule {
     }
 }
 
-/// Returns the number of registers that an element of a row takes.
+/// Returns the number of 32-bit registers for one element of a row.
 fn registers_per_element(x: &Tensor, backward: bool, columns: bool) -> usize {
     let numbers = if backward { 2 } else { 1 } * if columns { 2 } else { 1 };
     numbers * x.dtype.compute().dtype().size() / 4
 }
 
-/// Returns the number of elements that are loaded at once, and whether weights are loaded as vectors, too.
+/// Returns the number of elements that are loaded at once, and whether weights are loaded as vectors as well.
 fn load_width(device: &ClDevice, rows: &Normalisation) -> (usize, bool) {
     let inner = rows.x.shape().dims()[3];
     let starts = |t: &Tensor| -> SmallVec<[isize; 4]> {
@@ -170,8 +170,8 @@ fn load_width(device: &ClDevice, rows: &Normalisation) -> (usize, bool) {
     (width, each && width > 1)
 }
 
-/// Allocates the partial sums of the columns of `count` rows of `n` elements, see [`Normalisation::columns`]. The
-/// gradient's launch writes one partial sum per column for each group of rows. Returns None on CPUs and for rows too long for registers.
+/// Allocates the partial sums of the columns of `count` rows of `n` elements, see [`Normalisation::columns`]. The launch of the gradient
+/// writes one partial sum per column and work-group. Returns None on CPUs, and for rows that do not fit in registers.
 pub(crate) fn alloc_sums(x: &Tensor, count: usize, n: usize) -> Result<Option<Tensor>> {
     let device = x.cl_device()?;
     let width = vector_width(device, x.dtype, [n as isize].into_iter());
@@ -186,7 +186,7 @@ pub(crate) fn alloc_sums(x: &Tensor, count: usize, n: usize) -> Result<Option<Te
     Tensor::empty_with_shape([parts, 2, n], x.dtype.compute().dtype(), x.device()).map(Some)
 }
 
-/// Makes the launch plan. Its tensors are those of [`Normalisation::tensors`].
+/// Makes the launch plan. The plan's tensors are those that [`Normalisation::tensors`] returns.
 pub(crate) fn make_plan(rows: &Normalisation) -> Result<LaunchPlan> {
     let device = rows.x.cl_device()?;
     if let Some(plan) = norm_channels::make_plan(rows)? {
@@ -215,7 +215,7 @@ pub(crate) fn make_plan(rows: &Normalisation) -> Result<LaunchPlan> {
     Ok(LaunchPlan::new(device, Some(scratch), [parts, apply]))
 }
 
-/// Makes one launch. `part` is the launch's stage if rows are cut into slices, otherwise empty.
+/// Makes one launch. If rows are cut into slices, `part` is the macro of the launch's stage; otherwise `part` is empty.
 fn kernel_launch(
     device: &'static ClDevice,
     rows: &Normalisation,
@@ -225,7 +225,7 @@ fn kernel_launch(
 ) -> Result<KernelLaunch> {
     let tensors = rows.tensors();
     let (count, n) = (rows.count(), rows.len());
-    // Kernels also compute positions past the end of a row.
+    // Kernels also compute positions past the end of a row, so the index type must hold these positions.
     let beyond = schedule.map_or(0, |schedule| schedule.lanes * schedule.kept * schedule.width);
     let (wide, flat) = (needs_64_bit([count + beyond, n + beyond, global]), rows.x.shape().dims()[2] == 1);
     let dtype = rows.x.dtype;
@@ -252,14 +252,14 @@ fn kernel_launch(
     launch.push_words(sizes.into_iter().chain(strides));
     launch.push_fixed([Arg::from(count), scalar_arg(dtype.compute(), Scalar::Float(rows.eps))]);
     if let Some(schedule) = schedule.filter(|_| !part.is_empty()) {
-        // An element of the scratch memory, which follows all tensors, is a pair of numbers.
+        // The scratch tensor follows all other tensors. Its elements are pairs of numbers.
         launch.push_tensor_at(tensors.len(), 0, 2);
         launch.push_fixed(args![; schedule.slices as u32, schedule.chunk]);
     }
     Ok(launch)
 }
 
-/// Computes the variance of rows. Returns false on CPUs, for which there is no such kernel.
+/// Computes the variance of rows. Returns false on CPUs, for which there is no variance kernel.
 pub(crate) fn variance(problem: &Variance) -> Result<bool> {
     let &Variance { x, out, freedom, root } = problem;
     if x.cl_device()?.info().kind == DeviceKind::Cpu {
@@ -269,7 +269,7 @@ pub(crate) fn variance(problem: &Variance) -> Result<bool> {
     let shape = [dims[0], dims[1], 1, 1].into();
     let y = out.with_layout(Layout { offset: out.layout.offset, ..Layout::contiguous(shape) });
     let (z, weight, bias, sums, columns) = Default::default();
-    // `y` stands in for the statistics, which the kernel does not write.
+    // The kernel does not write statistics, so `y` is passed as the statistics argument.
     let (statistics, eps, variance, rms) = (&y, freedom, Some(root), false);
     let rows = Normalisation { x, y: &y, z, weight, bias, statistics, sums, columns, eps, rms, variance };
     launch_norm(&rows)?;

@@ -12,33 +12,34 @@ use crate::{Result, Scalar, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/norm_channels.cl");
 
-/// The maximum work-items of a group. A compute unit holds this many with 64 registers each, and fewer groups leave fewer parts to combine.
+/// The maximum number of work-items of a work-group. They fill a compute unit with 64 registers each. Fewer groups leave fewer partial
+/// results.
 const MAX_GROUP_ITEMS: usize = 1024;
-/// The maximum bytes of a row that a group reads at once: a cache line.
+/// The maximum number of bytes of a row that a work-group reads at once: a cache line.
 const MAX_ROW_BYTES: usize = 128;
-/// The maximum number of slices, because every group combines the results of all slices.
+/// The maximum number of slices. Every work-group combines the results of all slices, so more slices take longer.
 const MAX_SLICES: usize = 256;
-/// Up to this number of rows for each work-item, one launch is faster than two.
+/// The maximum number of rows of a work-item for which one launch is faster than two with slices.
 const MIN_ROWS_PER_ITEM_FOR_SLICES: usize = 8;
 
-/// A batch with innermost channels, and its distribution over work-items.
+/// A batch with innermost channels, and how it is distributed over work-items.
 struct ChannelSchedule {
     rows: usize,
     channels: usize,
-    /// The number of adjacent channels of a work-item.
+    /// The number of adjacent channels that a work-item computes.
     width: usize,
     /// The number of work-items that share a row.
     lanes: usize,
-    /// The number of work-items of a group.
+    /// The number of work-items of a work-group.
     group: usize,
-    /// The number of rows that a work-item loads before it computes: 64 bytes, or for single elements as much as registers allow.
+    /// The number of rows that a work-item loads before it computes: 64 bytes of vectors, or 8 rows of single elements, because of the registers.
     at_once: usize,
-    /// The number of slices of `chunk` rows.
+    /// The number of slices, and the rows of a slice (`chunk`).
     slices: usize,
     chunk: usize,
 }
 
-/// Returns the step between rows of a view `[1, channels, outer, inner]` whose channels are adjacent and whose rows are evenly spaced.
+/// Returns the step between rows of a view `[1, channels, outer, inner]`. None unless channels are adjacent and rows are evenly spaced.
 fn row_step(t: &Tensor) -> Option<isize> {
     let (dims, s) = (t.shape().dims(), t.strides());
     let (outer, inner) = (dims[2], dims[3]);
@@ -46,11 +47,11 @@ fn row_step(t: &Tensor) -> Option<isize> {
     (dims[0] == 1 && dims[1] > 1 && s[1] == 1 && even).then_some(if inner > 1 { s[3] } else { s[2] })
 }
 
-/// Returns the launches of a batch norm with innermost channels, or None for other norms.
+/// Returns the launches of a batch norm over innermost channels, or None for any other norm.
 pub(super) fn make_plan(norm: &Normalisation) -> Result<Option<LaunchPlan>> {
     let device = norm.x.cl_device()?;
     let by_channel = norm.z.is_some() == norm.sums.is_some() && norm.columns.is_none() && norm.variance.is_none();
-    // The weight has one element for each channel.
+    // True if a tensor has one element for each channel, as weights have.
     let repeated = |t: &Tensor| (2..4).all(|d| t.shape().dims()[d] == 1 || t.strides()[d] == 0);
     let alone = |t: Option<&Tensor>| t.is_none_or(repeated);
     let fits = by_channel && !norm.rms && alone(norm.weight) && alone(norm.bias);
@@ -71,14 +72,14 @@ impl ChannelSchedule {
         let offsets = [Some(norm.x), Some(norm.y), norm.z].into_iter().flatten().map(|t| t.layout.offset as isize);
         let width = vector_width(device, dtype, offsets.chain(steps).chain([channels as isize]));
         let lanes = (MAX_ROW_BYTES / dtype.size() / width).min(channels.div_ceil(width).next_power_of_two());
-        // A work-item's local memory: a sum for each of its channels, one for the block's channels, and at most one more for the final values.
+        // The bytes of local memory of a work-item: a sum for each of its channels, a sum for the block's channels, and at most one final value.
         let local = (width + 2) * dtype.compute().dtype().size();
         let room = declarable_local_memory(device) / local;
         let group = 1 << device.info().max_work_group.min(room).clamp(1, MAX_GROUP_ITEMS).ilog2();
         let lanes = lanes.min(group / width);
         let at_once = if width == 1 { 8 } else { 4 } / if norm.z.is_some() { 2 } else { 1 };
         let (items, blocks) = (MAX_GROUP_ITEMS * device.info().compute_units.max(1), channels.div_ceil(width * lanes));
-        // All groups run at once. An additional group would run alone afterwards.
+        // All work-groups run at the same time. One more work-group would have to run alone afterwards.
         let slices = if rows <= MIN_ROWS_PER_ITEM_FOR_SLICES * (group / lanes) {
             1
         } else {
@@ -97,7 +98,7 @@ impl ChannelSchedule {
         Ok(LaunchPlan::new(device, Some(scratch), launches))
     }
 
-    /// Makes one launch. `part` is the launch's stage if rows are cut into slices, otherwise empty.
+    /// Makes one launch. If rows are cut into slices, `part` is the macro of the launch's stage; otherwise `part` is empty.
     fn launch(
         &self,
         device: &'static ClDevice,
@@ -108,7 +109,7 @@ impl ChannelSchedule {
         let ChannelSchedule { rows, channels, width, lanes, group, at_once, slices, chunk } = *self;
         let tensors = norm.tensors();
         let global = channels.div_ceil(width * lanes) * slices * group;
-        // Kernels also compute rows past the end.
+        // Kernels also compute rows past the end, so the index type must hold these rows.
         let wide = needs_64_bit([rows + group * at_once, channels, global]);
         let (dtype, weights) = (norm.x.dtype, norm.weight.or(norm.bias).unwrap_or(norm.x).dtype);
         let config = kernel_config! {
@@ -127,7 +128,7 @@ impl ChannelSchedule {
         );
         launch.push_fixed([scalar_arg(dtype.compute(), Scalar::Float(norm.eps))]);
         if !part.is_empty() {
-            // An element of the scratch memory, which follows all tensors, is a pair of numbers.
+            // The scratch tensor follows all other tensors. Its elements are pairs of numbers.
             launch.push_tensor_at(tensors.len(), 0, 2);
         }
         Ok(launch)

@@ -1,5 +1,5 @@
-//! Selection from few long lines by radix search: `kernels/radix_select.cl`. Each digit takes a pass that counts elements without moving
-//! them. The only temporaries are histograms of slices.
+//! Selection from few long lines by radix search: `kernels/radix_select.cl`. For each digit, one pass counts elements without moving
+//! them. The only temporaries are the digit histograms of slices and the state of the search.
 
 use crate::backend::opencl::geometry::{
     DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, dims_words, index_type, needs_64_bit,
@@ -16,20 +16,20 @@ const TEMPLATE: &str = include_str!("../../../kernels/radix_select.cl");
 
 /// The minimum number of elements of a slice.
 const MIN_SLICE_LEN: usize = 1 << 12;
-/// The number of slices for each compute unit. With several, the last unit to finish has little left to do.
+/// The number of slices for each compute unit. With several slices, the last compute unit to finish has little left to do.
 const SLICES_PER_UNIT: usize = 4;
 
-/// The kernel of a launch: count digits, narrow the search to one digit, or collect the selected elements.
+/// The kernel that a launch runs: count digits, narrow the search to one digit, or collect the selected elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RadixStage {
     Count,
     Narrow,
     Collect,
-    /// All stages for one rank, with one line for each work-item of a CPU.
+    /// All stages in one launch that selects one rank. Each CPU work-item searches one line.
     Whole,
 }
 
-/// A selection from lines: one rank of each line, or with `top` the first `k` elements.
+/// A selection from lines: the element of one rank of each line, or with `top` the first `k` elements.
 struct RadixSelect<'a> {
     device: &'static ClDevice,
     x: &'a Tensor,
@@ -41,19 +41,19 @@ struct RadixSelect<'a> {
     descending: bool,
     slices: usize,
     bits: usize,
-    /// The histograms of slices, and the digits found so far.
+    /// The digit histograms of slices (`counts`), and the digits found so far (`state`).
     counts: &'a Tensor,
     state: &'a Tensor,
     to: &'a Selected,
 }
 
-/// Selects the element of one rank from each line, in the order of lines.
+/// Selects the element of one rank from each line, and writes the elements to `to` in the order of lines.
 pub(crate) fn kth(x: &Tensor, lines: &Lines, nth: RankQuery<'_>, to: &Selected) -> Result<()> {
     let (k, rule) = select::rank_arguments(nth);
     launch_select(x, lines, false, k, rule, nth.ranks(), false, to)
 }
 
-/// Selects the first `k` elements of each line, in the order of their indices: `[lines, k]`.
+/// Selects the first `k` elements of each line, as `[lines, k]`. The elements of a line are ordered by index, not by value.
 pub(crate) fn topk(x: &Tensor, lines: &Lines, k: usize, descending: bool) -> Result<Selected> {
     let to = Selected::allocate(x, crate::tensor::Dims::from_slice(&[lines.count, k]))?;
     launch_select(x, lines, true, k, 0, None, descending, &to)?;
@@ -103,7 +103,7 @@ fn launch_select(
 }
 
 impl RadixSelect<'_> {
-    /// Launches a stage for bits `low` to `high` of the keys. `begins` is true for the first bits.
+    /// Launches a stage for the bits `low` to `high` of the keys. `begins` is true for the first digit.
     fn launch(&self, stage: RadixStage, begins: bool, low: usize, high: usize) -> Result<()> {
         let (device, lines, cpu) = (self.device, self.lines, self.device.info().kind == DeviceKind::Cpu);
         let group = if cpu { 1 } else { default_group_size(device) };
@@ -128,7 +128,7 @@ impl RadixSelect<'_> {
         let words = dims_words(&lines.strided);
         let (x, y, indices) = (self.x.device_view()?, self.to.values().device_view()?, self.to.indices.device_view()?);
         let (ranks, counts, state) = (self.ranks.device_view()?, self.counts.device_view()?, self.state.device_view()?);
-        // Only the bits of the dtype are flipped, because no key may have bits above its digits.
+        // Only the key bits of the dtype are flipped, because higher bits must stay zero.
         let flip = if self.descending { u64::MAX >> (64 - key_bits(self.x.dtype)[1]) } else { 0 };
         let args = args![
             x, y, indices, ranks, counts, state; &words[..], lines.count, lines.n, lines.step, self.k,

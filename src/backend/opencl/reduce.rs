@@ -1,4 +1,4 @@
-//! Reductions on OpenCL in one launch or two: `kernels/reduce.cl`.
+//! Reductions on OpenCL, in one or two launches: `kernels/reduce.cl`.
 
 use std::ops::RangeInclusive;
 
@@ -28,23 +28,23 @@ const TEMPLATE: &str = concat!(
     include_str!("../../../kernels/reduce_processor.cl"),
 );
 
-/// The lengths of rows of which a work-item of a CPU has sixteen: a kernel is compiled for each length.
+/// The row lengths for which a CPU work-item reduces sixteen rows at once. A kernel is compiled for each length.
 const SHORT_ROWS: RangeInclusive<usize> = 2..=4;
-/// The minimum number of such rows. For fewer rows, a kernel of their own would take longer to compile than it saves.
+/// The minimum number of such short rows. For fewer rows, compiling the kernel would take longer than it saves.
 const MIN_SHORT_ROWS: usize = 1 << 14;
 
-/// The stage of a reduction. First and Second are the two launches of argmax, which pass on pairs of value and index. Other reductions use
-/// Whole for both launches.
+/// The stage of a reduction. First and Second are the two launches of argmax, between which pairs of value and index are passed. Other
+/// reductions use Whole for both launches.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ReduceStage {
     Whole,
     First,
     Second,
-    /// Both stages in one launch: the last work-group of a result combines the result's slices.
+    /// Both stages in one launch: the last work-group to finish a result combines the slices of that result.
     LastGroup,
 }
 
-/// Reduces in one launch, or in two for few results of many elements.
+/// Reduces in one launch, or in two if few results have many elements each.
 pub(crate) fn launch_reduction(reduction: &Reduction) -> Result<()> {
     let Reduction { rule, x, mask, out, number, .. } = *reduction;
     let id = launch_cache::static_id(reduction.rule);
@@ -55,18 +55,18 @@ pub(crate) fn launch_reduction(reduction: &Reduction) -> Result<()> {
         .map(drop)
 }
 
-/// Makes the launch plan. Its tensors are the input, the results, and the partial results if there are any.
+/// Makes the launch plan. The plan's tensors are the input, the results, and the partial results if the input is cut into slices.
 fn make_plan(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor, number: f64) -> Result<LaunchPlan> {
     let device = t.cl_device()?;
     let (acc, arg) = (rule.accumulator(t.dtype), rule.combination.is_arg());
     let schedule = ReduceSchedule::choose(device, plan, load_width(device, arg, t.dtype, plan), false);
-    // The offset of the plan's first element relative to the tensor's offset.
+    // The offset of the plan's first element, relative to the offset of the tensor.
     let start = plan.start as isize - t.layout.offset as isize;
     if schedule.slices == 1 {
         let whole = ReductionKernel { rule, input: t.dtype, output: out.dtype, acc, stage: ReduceStage::Whole };
         return Ok(LaunchPlan::single(device, whole.kernel_launch(device, (0, start), 1, plan, &schedule, number)?));
     }
-    // Partial results have the accumulator's type, or 16 bytes for a value and its index.
+    // Partial results have the dtype of the accumulator. A pair of value and index takes two I64 elements (16 bytes).
     let count = plan.outs * schedule.slices;
     let partial = Some(if arg { (2 * count, DType::I64) } else { (count, acc.dtype()) });
     if schedule.combines_in_last_group(device) {
@@ -90,15 +90,15 @@ fn make_plan(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor, number
     };
     let stage = if arg { ReduceStage::Second } else { ReduceStage::Whole };
     let second = ReductionKernel { rule: &second, input: acc.dtype(), output: out.dtype, acc, stage };
-    // Pairs of value and index have 16 bytes, so they are not read as vectors.
+    // Pairs of value and index have 16 bytes each, which is already the widest load.
     let width = if arg { 1 } else { load_width(device, arg, acc.dtype(), &rest) };
     let schedule = ReduceSchedule { slices: 1, chunk: rest.n, ..ReduceSchedule::choose(device, &rest, width, arg) };
     let second = second.kernel_launch(device, (2, 0), 1, &rest, &schedule, number)?;
     Ok(LaunchPlan::new(device, partial, [first, second]))
 }
 
-/// Returns the number of elements that a work-item loads at once: several if the elements of a result, or the first elements of adjacent
-/// results, are contiguous.
+/// Returns the number of elements that a work-item loads at once. This is above 1 if the elements of a result are contiguous, or the
+/// first elements of adjacent results.
 fn load_width(device: &ClDevice, arg: bool, dtype: DType, plan: &ReductionPlan) -> usize {
     let by_column = plan.by_column();
     let rows = plan.reduced.rank() == 1 && plan.reduced.inner().1 == 1;
@@ -117,16 +117,16 @@ fn load_width(device: &ClDevice, arg: bool, dtype: DType, plan: &ReductionPlan) 
     }
 }
 
-/// How a launch is distributed over the device.
+/// How a launch is distributed over the work-items of the device.
 struct ReduceSchedule {
     /// The number of elements that a work-item loads at once.
     width: usize,
-    /// The length of the rows on CPUs if a work-item has sixteen short contiguous rows, otherwise 0.
+    /// The row length if each CPU work-item reduces sixteen short contiguous rows, otherwise 0.
     row: usize,
     by_column: bool,
-    /// The number of work-items that share a result, on GPUs.
+    /// The number of work-items that share a result (GPUs only).
     lanes: usize,
-    /// The number of slices of a result, of `chunk` elements each, whose partial results are combined.
+    /// The number of slices into which the elements of a result are cut, and the length of a slice (`chunk`).
     slices: usize,
     chunk: usize,
     global: usize,
@@ -158,7 +158,7 @@ impl ReduceSchedule {
                     local,
                 };
             }
-            // A work-item computes sixteen adjacent columns if these are contiguous, otherwise one result.
+            // A work-item computes sixteen adjacent columns if columns are contiguous, otherwise one result.
             let (columns, across) = plan.kept.inner();
             let by_column = plan.by_column() && across == 1 && columns >= 16;
             let items = if by_column { outs / columns * columns.div_ceil(16) } else { outs };
@@ -166,21 +166,21 @@ impl ReduceSchedule {
             let wanted = if items >= 2 * units || n <= enough { 1 } else { (4 * units).div_ceil(items) };
             let (slices, chunk) = cut_into_slices(n, wanted, enough / 4, 32);
             let global = items * slices;
-            // Many work-items form larger groups, because each group costs time. Few work-items are balanced best in groups of one.
+            // A work-group takes extra time, so work-groups are large if there are many work-items. Few work-items are balanced best in groups of one.
             let local = if global >= 64 * 8 * units { DEFAULT_GROUP_SIZE } else { 1 };
             return ReduceSchedule { width: 1, row: 0, by_column, lanes: 1, slices, chunk, global, local };
         }
         let group = default_group_size(device);
         let by_column = plan.by_column();
-        // The results of a work-item, and the elements of each result that it loads at once.
+        // The number of results of a work-item, and the number of elements of each result that it loads at once.
         let (across, along) = if by_column { (width, 1) } else { (1, width) };
         let columns = plan.kept.inner().0 / across;
         let enough = |columns: usize| outs.div_ceil(columns * across) >= 2 * units;
         let lanes = match along {
-            // A group reads vectors of adjacent columns, 256 contiguous bytes.
+            // A work-group reads vectors of adjacent columns: up to 16 vectors of 16 bytes (256 contiguous bytes).
             1 if width > 1 => (group / columns.next_power_of_two().min(16)).min(n.next_power_of_two()),
             1 => lanes_per_row(group, by_column, n, columns, enough),
-            // Sixteen loads for each work-item, or fewer if there are too few results to keep the device busy.
+            // Each work-item makes sixteen loads, or fewer if there are too few results to keep the device busy.
             _ => {
                 let fair = n.div_ceil(16 * along).max((256 * units).div_ceil(outs)).next_power_of_two();
                 fair.min(n.div_ceil(4 * along).next_power_of_two()).max(4).min(group)
@@ -193,15 +193,15 @@ impl ReduceSchedule {
         ReduceSchedule { width, row: 0, by_column, lanes, slices, chunk, global: groups * slices * group, local: group }
     }
 
-    /// True if the last work-group of a result combines its slices. This needs a counter for each group, and a memory fence, which only compilers
-    /// that accept PTX provide. The test for the fence may build a kernel, so it comes last.
+    /// True if the last work-group of a result combines the slices of that result. This needs a counter for each result, and a memory fence,
+    /// which only compilers that accept PTX provide. The test for the fence may build a kernel, so it comes last.
     fn combines_in_last_group(&self, device: &ClDevice) -> bool {
         let groups = self.global / self.local / self.slices;
         device.info().kind != DeviceKind::Cpu && groups <= ARRIVAL_COUNTERS && device.has_fence()
     }
 }
 
-/// Cuts n elements into at most `wanted` slices of at least `least` elements, a multiple of `unit`. Returns the number of slices and their length.
+/// Cuts n elements into at most `wanted` slices of at least `least` elements, a multiple of `unit`. Returns the number of slices and the slice length.
 fn cut_into_slices(n: usize, wanted: usize, least: usize, unit: usize) -> (usize, usize) {
     if wanted <= 1 {
         return (1, n);
@@ -210,7 +210,7 @@ fn cut_into_slices(n: usize, wanted: usize, least: usize, unit: usize) -> (usize
     (n.div_ceil(chunk), chunk)
 }
 
-/// A sum that is repeated with scaled elements, and its accumulator.
+/// A sum that is computed again with scaled elements if it overflows or underflows, and its accumulator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct RescaledSum(Rescaled, Compute);
 
@@ -226,7 +226,7 @@ impl Define for RescaledSum {
     }
 }
 
-/// The properties, besides the schedule and the ranks of the plan, for which a reduction kernel is compiled.
+/// The properties for which a reduction kernel is compiled, besides the schedule and the ranks of the plan.
 struct ReductionKernel<'a> {
     rule: &'a Rule,
     input: DType,
@@ -236,8 +236,8 @@ struct ReductionKernel<'a> {
 }
 
 impl ReductionKernel<'_> {
-    /// Makes the launch that reads tensor `x` of the list from offset `start` and writes tensor `y`. In stage LastGroup tensor `y + 1` holds the
-    /// partial results. `number` is [`Reduction::number`].
+    /// Makes the launch that reads tensor `x` of the list from offset `start` on, and writes tensor `y`. In stage LastGroup, tensor `y + 1`
+    /// holds the partial results. `number` is [`Reduction::number`].
     fn kernel_launch(
         &self,
         device: &'static ClDevice,
@@ -286,7 +286,7 @@ impl ReductionKernel<'_> {
             config.source(&[&mapped.unwrap_or_default(), &finished.unwrap_or_default(), STRIDED_DIMS, TEMPLATE])
         })?;
         let number = scalar_arg(self.acc, Scalar::Float(number));
-        // A pair of value and index takes two elements of an i64 tensor.
+        // A pair of value and index takes two elements of an I64 tensor.
         let elements = |pairs: bool| if pairs { 2 } else { 1 };
         let cpu = device.info().kind == DeviceKind::Cpu;
         let local = match cpu {
@@ -312,7 +312,7 @@ impl ReductionKernel<'_> {
     }
 }
 
-/// Returns the formula as an OpenCL C function `NAME_of(v, n)` of a value and the number of elements.
+/// Returns the formula as an OpenCL C function `{name}_of(v, n)`, where `v` is a value and `n` the number of elements.
 fn formula_function(formula: &Expr, compute: Compute, name: &str) -> String {
     let program = Program::shared(std::slice::from_ref(formula));
     let (c, scalar) = (compute.cl_name(), if program.scalars() > 0 { ", n" } else { "" });

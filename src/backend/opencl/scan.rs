@@ -1,4 +1,4 @@
-//! Scans on OpenCL in one launch or three: `kernels/scan.cl`.
+//! Scans on OpenCL, in one or three launches: `kernels/scan.cl`.
 
 use crate::backend::opencl::geometry::{
     DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, dims_words, index_type, needs_64_bit,
@@ -12,32 +12,32 @@ use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/scan.cl");
 
-/// The number of contiguous elements that a work-item of a GPU scans at a time.
+/// The number of contiguous elements that a GPU work-item scans at a time.
 const ELEMENTS_PER_ITEM: usize = 4;
 
-/// The phase of a scan that a launch computes.
+/// The phase of a scan that a launch computes. Whole scans each line in one launch; the other three phases follow each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Whole,
-    /// The total of every slice.
+    /// Computes the total of every slice.
     Totals,
-    /// The scan of the totals of each line.
+    /// Scans the totals of each line.
     Between,
-    /// The scan of every slice, starting from the total of the slices before it.
+    /// Scans every slice, starting from the total of the slices before it in the line.
     Finish,
 }
 
-/// The operands and the schedule of a scan, which is launched in phases.
+/// The operands and the schedule of a scan, which takes one launch per phase.
 struct ScanLaunches<'a> {
     kind: Scan,
     x: &'a Tensor,
     values: &'a Tensor,
     indices: &'a Tensor,
-    /// The totals of slices, or any tensor if there is one slice.
+    /// The totals of slices. If there is only one slice, any tensor, which is not used.
     totals: &'a Tensor,
     lines: &'a Lines,
     acc: Compute,
-    /// Whether a single work-item scans a slice, instead of a group.
+    /// Whether a single work-item scans a slice, instead of a work-group.
     serial: bool,
     group: usize,
 }
@@ -47,7 +47,7 @@ pub(crate) fn launch_scan(problem: &RunningReduction) -> Result<()> {
     let device = x.cl_device()?;
     let lines = &Lines::new(x, d);
     let cpu = device.info().kind == DeviceKind::Cpu;
-    // On a CPU, one running sum covers a long slice, so f64 is more precise, and takes no more time.
+    // On a CPU, one running sum covers a long slice, so an f64 accumulator is used: it is more precise and takes no more time.
     let acc = match x.dtype.compute() {
         Compute::F32 if cpu && device.info().fp64 => Compute::F64,
         acc => acc,
@@ -62,7 +62,7 @@ pub(crate) fn launch_scan(problem: &RunningReduction) -> Result<()> {
     }
     let count = lines.count * slices;
     let totals = match kind.is_arg() {
-        // Pairs of value and index, of 16 bytes.
+        // A pair of value and index takes two I64 elements (16 bytes).
         true => Tensor::empty_with_shape(2 * count, DType::I64, x.device())?,
         false => Tensor::empty_with_shape(count, acc.dtype(), x.device())?,
     };
@@ -72,7 +72,7 @@ pub(crate) fn launch_scan(problem: &RunningReduction) -> Result<()> {
     job.launch(device, Phase::Finish, chunk, slices)
 }
 
-/// Returns the length of slices and the number of slices of a line: 1, unless there are too few lines to keep the device busy.
+/// Returns the length of slices and the number of slices of a line. The number is 1 unless there are too few lines to keep the device busy.
 fn cut_into_slices(device: &ClDevice, lines: &Lines, serial: bool, group: usize) -> (usize, usize) {
     let units = device.info().compute_units.max(1);
     let (least, unit, enough) = if serial {
@@ -91,7 +91,7 @@ fn cut_into_slices(device: &ClDevice, lines: &Lines, serial: bool, group: usize)
 impl ScanLaunches<'_> {
     fn launch(&self, device: &'static ClDevice, phase: Phase, chunk: usize, slices: usize) -> Result<()> {
         let lines = self.lines;
-        // In phase Between the elements of a line are the totals of its slices.
+        // In phase Between, the elements of a line are the totals of its slices.
         let (n, slices_of_line) = if phase == Phase::Between { (slices, 1) } else { (lines.n, slices) };
         let items = lines.count * slices_of_line;
         let (global, local) = match (self.serial, device.info().kind) {
@@ -112,7 +112,7 @@ impl ScanLaunches<'_> {
         let words = dims_words(&lines.strided);
         let (x, y) = (self.x.device_view()?, self.values.device_view()?);
         let (indices, totals) = (self.indices.device_view()?, self.totals.device_view()?);
-        // A pair of value and index takes two elements of an i64 tensor.
+        // A pair of value and index takes two elements of an I64 tensor.
         let totals_at = totals.first_element() / if self.kind.is_arg() { 2 } else { 1 };
         let args = args![
             x, y, indices; totals.buffer(), totals_at, &words[..], lines.count, n, lines.step, lines.inner, chunk,

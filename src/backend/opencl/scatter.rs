@@ -16,19 +16,19 @@ use crate::{Result, Shape};
 
 const WRITES: &str = include_str!("../../../kernels/scatter.cl");
 
-/// The minimum number of contiguous elements with one index that are written as rows.
+/// The minimum number of contiguous elements with the same index for which a scatter writes whole rows.
 const MIN_ROW_LEN: usize = 8;
-/// The maximum number of destination rows of a group. The kernel's lists have 64 entries.
+/// The maximum number of destination rows of a work-group. Its lists in the kernel have 64 entries.
 const MAX_ROWS_PER_GROUP: usize = 32;
-/// The number of adjacent columns of a group, in the kernel that writes element by element.
+/// The number of adjacent columns of a work-group, in the kernel that writes element by element.
 const COLUMNS_PER_GROUP: usize = 4;
 /// The number of indices that a work-item reads at a time, in the kernel that writes element by element.
 const READ_LEN: usize = 4;
-/// The maximum number of entries of the table in local memory that detects conflicting indices.
+/// The maximum number of entries of the table in local memory that detects equal indices.
 const MAX_TABLE_ENTRIES: usize = 1 << 12;
-/// The maximum number of destination parts that are held in local memory; the group of each part reads all indices.
+/// The maximum number of parts of a destination that is kept in local memory. The work-group of each part reads all indices.
 const MAX_HELD_PARTS: usize = 8;
-/// The number of rounds of conflict resolution, after which one work-item writes the remaining elements.
+/// The maximum number of rounds in which equal indices are resolved. After these rounds, one work-item writes the remaining elements.
 const CONFLICT_ROUNDS: usize = 16;
 
 /// The operands and sizes of a scatter.
@@ -40,14 +40,14 @@ struct ScatterLaunch<'a> {
     shape: Shape,
     /// The strides of source, index and target along the dims of `shape`.
     strides: [SmallVec<[isize; 6]>; 3],
-    /// The number of indices of a column.
+    /// The number of indices of a column, which is the size of the indexed dim of the index.
     count: usize,
-    /// The strides along a column in the source and in the index.
+    /// The strides of the source and of the index along a column.
     steps: [isize; 2],
     group: usize,
 }
 
-/// Makes the launch plan. Returns None if there are more indices than the kernels can count, or many columns of few indices.
+/// Makes the launch plan. Returns None if there are more indices than the kernels can count, or if there are many columns of few indices each.
 pub(crate) fn prepare(device: &'static ClDevice, scatter: &Scatter) -> Result<Option<LaunchPlan>> {
     let &Scatter { moved: g, layout, d, .. } = scatter;
     let job = ScatterLaunch {
@@ -60,40 +60,40 @@ pub(crate) fn prepare(device: &'static ClDevice, scatter: &Scatter) -> Result<Op
         steps: [g.x_layout.strides[d], g.index_layout.strides[d]],
         group: default_group_size(device),
     };
-    // Kernels store the position of an index in its column in 26 bits of a word.
+    // Kernels store the position of an index within its column in 26 bits of a word.
     if job.count >= 1 << 26 || needs_64_bit([job.shape.numel()]) {
         return Ok(None);
     }
     let tiling = job.tiling();
     match job.plan_rows(tiling.estimate_picoseconds(&job))? {
         Some(rows) => Ok(Some(rows)),
-        // For many columns of few indices, the kernel with one work-item for each column is fast enough.
+        // For many columns of few indices each, the kernel with one work-item per column is fast enough.
         None if job.count <= MAX_INDICES_PER_COLUMN && job.shape.numel() >= job.units() * COLUMNS_PER_UNIT => Ok(None),
         None => job.plan_tiles(&tiling).map(Some),
     }
 }
 
-/// The maximum number of indices of a column for which one work-item computes the column.
+/// The maximum number of indices of a column for which one work-item computes the whole column.
 const MAX_INDICES_PER_COLUMN: usize = 8;
-/// The number of columns that occupy a compute unit.
+/// The number of columns that are needed to occupy a compute unit.
 const COLUMNS_PER_UNIT: usize = 1024;
 
-/// How groups divide a scatter in which each element has its own index.
+/// How a scatter in which each element has its own index is divided among work-groups.
 struct Tiling {
     strided: StridedDims,
-    /// The number of adjacent columns of a group.
+    /// The number of adjacent columns of a work-group.
     side: usize,
     tiles: usize,
-    /// The number of parts of the destination, and the destination rows of a part.
+    /// The number of parts of the destination, and the number of destination rows of a part (`span`).
     parts: usize,
     span: usize,
     tags: usize,
-    /// Whether a group keeps its part of the destination in local memory.
+    /// Whether a work-group keeps its part of the destination in local memory.
     held: bool,
 }
 
 impl Tiling {
-    /// Estimates the time in picoseconds: a block of indices takes 3 us, and a compute unit runs four groups at a time.
+    /// Estimates the time in picoseconds: each block of indices takes 3 us, and a compute unit runs four work-groups at a time.
     fn estimate_picoseconds(&self, job: &ScatterLaunch) -> usize {
         let rounds = (self.tiles * self.parts).div_ceil(4 * job.units());
         rounds.saturating_mul((job.count * self.side).div_ceil(READ_LEN * job.group)).saturating_mul(3_000_000)
@@ -101,7 +101,7 @@ impl Tiling {
 }
 
 impl ScatterLaunch<'_> {
-    /// Makes a launch of kernel `entry` with `groups` groups.
+    /// Makes a launch of the kernel `entry` with `groups` work-groups.
     fn kernel_launch(&self, entry: &'static str, form: impl KernelConfig, groups: usize) -> Result<KernelLaunch> {
         let element = element_config(self.scatter.combine, self.scatter.target.dtype);
         let config = kernel_config! {
@@ -111,7 +111,7 @@ impl ScatterLaunch<'_> {
         Ok(KernelLaunch::new(kernel, groups * self.group, self.group))
     }
 
-    /// Returns the first element of the target that is viewed.
+    /// Returns the offset of the scatter's view of the target, relative to the target's offset.
     fn to(&self) -> isize {
         relative_offset(self.scatter.layout, self.scatter.target)
     }
@@ -120,8 +120,8 @@ impl ScatterLaunch<'_> {
         self.device.info().compute_units.max(1)
     }
 
-    /// Makes the plan that writes contiguous elements with one index as rows. Returns None if there are no such rows, or if
-    /// reading all indices in every group takes more than `most` picoseconds.
+    /// Makes the plan that writes contiguous elements with the same index as rows. Returns None if there are no such rows, or if it
+    /// takes more than `most` picoseconds because every work-group reads all indices.
     fn plan_rows(&self, most: usize) -> Result<Option<LaunchPlan>> {
         let (g, units) = (self.g, self.units());
         let mut strided = StridedDims::new(&self.shape, [&self.strides[0][..], &self.strides[2]]);
@@ -134,11 +134,11 @@ impl ScatterLaunch<'_> {
         let unit = combine_into_units(&mut strided, &[0, 1], MAX_VECTOR_BYTES / size, &starts);
         let (columns, rank) = (self.shape.numel() / unit, strided.dims.len().max(1));
         let lanes = columns.next_power_of_two().min(self.group);
-        // The destination rows, and the columns if rows are few, are divided until all compute units have groups.
+        // The destination rows are divided until all compute units have work-groups. If there are few rows, columns are divided as well.
         let span = (g.size / (4 * units)).clamp(1, MAX_ROWS_PER_GROUP);
         let parts = g.size.div_ceil(span);
         let slabs = columns.div_ceil(lanes).min((2 * units).div_ceil(parts));
-        // Each group reads all indices from the cache, which takes 2 ps for each index.
+        // Each work-group reads all indices from the cache, which takes 2 ps per index.
         if (parts * slabs).saturating_mul(2 * self.count) > most {
             return Ok(None);
         }
@@ -158,14 +158,14 @@ impl ScatterLaunch<'_> {
     fn tiling(&self) -> Tiling {
         let (size, info) = (self.g.size, self.device.info());
         let strided = StridedDims::new(&self.shape, self.strides.iter().map(|s| &s[..]));
-        // If the source or the index is contiguous across columns, a group reads adjacent columns together.
+        // If the source or the index is contiguous across columns, a work-group reads adjacent columns together.
         let contiguous_across = |k: usize| strided.strides[k].last() == Some(&1) && self.steps[k] != 1;
         let side = if contiguous_across(0) || contiguous_across(1) { COLUMNS_PER_GROUP } else { 1 };
         let tiles = self.shape.numel().div_ceil(side);
         let capacity =
             info.local_memory.saturating_sub(2 * READ_LEN * self.group + 64) / (4 + self.scatter.target.dtype.size());
         let most = MAX_TABLE_ENTRIES.min(1 << capacity.max(side).ilog2());
-        // The destination is held in local memory if that takes few parts and there are indices for much of it.
+        // The destination is kept in local memory if this takes few parts, and if there are indices for at least a quarter of the destination.
         let parts = (size * side).div_ceil(most);
         let held = parts <= MAX_HELD_PARTS && self.count * 4 >= size;
         let parts = if held { parts } else { (2 * self.units() / tiles).clamp(1, size) };
@@ -174,7 +174,7 @@ impl ScatterLaunch<'_> {
         Tiling { strided, side, tiles, parts: size.div_ceil(span), span, tags, held }
     }
 
-    /// Makes the plan that writes element by element.
+    /// Makes the plan that writes element by element, for a scatter in which each element has its own index.
     fn plan_tiles(&self, tiling: &Tiling) -> Result<LaunchPlan> {
         let (g, &Tiling { ref strided, side, tiles, parts, span, tags, held }) = (self.g, tiling);
         let (columns, rank) = (self.shape.numel(), strided.dims.len().max(1));

@@ -1,4 +1,4 @@
-//! Top-k, k-th value and median without sorting lines: `kernels/select.cl` on GPUs, `kernels/select_serial.cl` on CPUs, and
+//! Top-k, k-th value and median without sorting whole lines: `kernels/select.cl` on GPUs, `kernels/select_serial.cl` on CPUs, and
 //! [`radix_select`] for few long lines.
 
 use crate::backend::opencl::geometry::{
@@ -16,30 +16,30 @@ use crate::{Result, Tensor};
 const TEMPLATE: &str = include_str!("../../../kernels/select.cl");
 const SERIAL_TEMPLATE: &str = include_str!("../../../kernels/select_serial.cl");
 
-/// Lines shorter than this are sorted, several by one work-group.
+/// The minimum length of lines for a selection. Shorter lines are sorted, several by one work-group.
 const MIN_SELECT_LEN: usize = 64;
 /// The number of elements that a work-item of top-k keeps in registers at a time.
 const TOPK_ELEMENTS_PER_ITEM: usize = 16;
-/// The maximum elements of a work-item with which the k-th value reads a line only once and keeps it in registers.
+/// The maximum number of elements per work-item for which the k-th value keeps a line in registers, so that it is read only once.
 const MAX_RESIDENT_PER_ITEM: usize = 32;
-/// The number of elements of longer lines that a work-item of the k-th value reads at a time.
+/// The number of elements that a work-item of the k-th value reads at a time from a line too long for registers.
 const READS_PER_ITEM: usize = 8;
-/// The largest k that is kept in local memory.
+/// The largest k whose candidates are kept in local memory.
 const MAX_LOCAL_K: usize = 512;
-/// The largest k that a work-item of a CPU keeps.
+/// The largest k whose candidates a CPU work-item keeps.
 const MAX_CPU_K: usize = 32;
-/// For a larger k, lines shorter than this are sorted, and so are lines of which more than a quarter is selected.
+/// The minimum length of lines if k is larger than these limits. Shorter lines, and lines of which more than a quarter is selected, are sorted.
 const MIN_LARGE_K_LEN: usize = 1 << 14;
 
-/// The selection to make from each line.
+/// The elements to select from each line.
 enum Query<'a> {
-    /// The first k elements in order, selected from up to `hold` candidates in local memory.
+    /// The first k elements, in order, selected from up to `hold` candidates in local memory.
     First { k: usize, descending: bool, hold: usize },
-    /// The element of one rank.
+    /// The element of one rank, or of one rank per line.
     RankQuery(RankQuery<'a>),
 }
 
-/// Selects the first `k` elements of each line of `x` along d. Returns `None` if sorting should be used.
+/// Selects the first `k` elements of each line of `x` along dim d. Returns `None` if sorting is faster.
 pub(crate) fn topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> {
     let device = x.cl_device()?;
     let mut lines = Lines::new(x, d);
@@ -55,10 +55,10 @@ pub(crate) fn topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<O
         sort::sort_lines(values, &lines, Some(&found.indices), descending, made.values(), &made.indices)?;
         return Ok(Some(made));
     }
-    // Sorting a hundred candidates takes no longer than sorting fewer.
+    // Sorting a hundred candidates takes no longer than sorting fewer, so `hold` is at least 128.
     let query = Query::First { k, descending, hold: (4 * k).next_power_of_two().clamp(128, 2 * MAX_LOCAL_K) };
     let units = device.info().compute_units.max(1);
-    // Few lines are cut into slices: a launch selects the first k of each slice, and the next launch selects from these.
+    // Few lines are cut into slices: one launch selects the first k of each slice, and the next launch selects from all slices' results.
     let mut of: Option<Selected> = None;
     loop {
         let x = of.as_ref().map_or(x, Selected::values);
@@ -78,7 +78,7 @@ pub(crate) fn topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<O
     }
 }
 
-/// Selects the element of one rank, in ascending order, of each line of `x` along d. Returns `None` if sorting should be used.
+/// Selects the element of one rank, in ascending order, of each line of `x` along dim d. Returns `None` if sorting is faster.
 pub(crate) fn kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Selected>> {
     let device = x.cl_device()?;
     let lines = Lines::new(x, d);
@@ -86,7 +86,7 @@ pub(crate) fn kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Sel
         return Ok(None);
     }
     let made = Selected::allocate(x, dims_with(x, d, 1))?;
-    // One group reads a line several times, which is too slow for few long lines.
+    // One work-group reads a line several times, which is too slow for few long lines.
     match is_serial(device) || (lines.n > 1 << 16 && lines.count < 16) {
         true => radix_select::kth(x, &lines, nth, &made)?,
         false => launch(device, &Query::RankQuery(nth), x, nth.ranks(), &lines, lines.inner, 1, &made)?,
@@ -94,7 +94,7 @@ pub(crate) fn kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Option<Sel
     Ok(Some(made))
 }
 
-/// Returns the kernel arguments `k`, counted from 1, and `rule` of a rank.
+/// Returns the kernel arguments `k` (the rank, counted from 1) and `rule` (the code of the rank's kind).
 pub(super) fn rank_arguments(rank: RankQuery) -> (usize, u32) {
     match rank {
         RankQuery::Rank(rank) => (rank + 1, 0),
@@ -112,7 +112,7 @@ fn is_suitable(device: &ClDevice, lines: &Lines) -> bool {
     (is_serial(device) || default_group_size(device) >= 64) && lines.n >= MIN_SELECT_LEN && lines.count > 0
 }
 
-/// Launches the selection. `from` holds the ranks, or the indices of the elements of `x` if these are not their positions in the line.
+/// Launches the selection. `from` holds the ranks; or, if `x` holds elements selected earlier, the indices of these elements in the line.
 #[expect(clippy::too_many_arguments, reason = "the parts of a launch")]
 fn launch(
     device: &'static ClDevice,
@@ -155,7 +155,7 @@ fn launch(
     device.launch(&kernel, &args, &[lines.count * slices * group], &[group])
 }
 
-/// Launches the selection of the first `k` on a CPU.
+/// Launches the selection of the first `k` elements on a CPU.
 #[expect(clippy::too_many_arguments, reason = "the parts of a launch")]
 fn launch_serial(
     device: &'static ClDevice,

@@ -9,17 +9,17 @@ use crate::{DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/sequence.cl");
 
-/// The number of elements that a work-item of a GPU computes.
+/// The number of elements that a GPU work-item computes.
 const PER_ITEM: usize = 8;
 
-/// Writes the sequence to a new vector. Returns false if the sequence needs doubles and the device has none.
+/// Writes the sequence to a new vector. Returns false if the sequence needs doubles and the device has no doubles.
 pub(crate) fn write_sequence(values: Sequence, out: &Tensor) -> Result<bool> {
     let (device, count) = (out.cl_device()?, out.numel());
     let float = matches!(values, Sequence::Float { .. });
     if (out.dtype == DType::F64 || float) && !device.info().fp64 {
         return Ok(false);
     }
-    // Compilers for CPUs vectorise across work-items, not within a work-item.
+    // CPU compilers vectorise across work-items, not within a work-item.
     let per_item = if device.info().kind == DeviceKind::Cpu { 1 } else { PER_ITEM };
     let config = kernel_config! { "T" => out.dtype, "PER_ITEM" => per_item, "FLOAT" => float };
     let kernel = config.kernel(device, "sequence", "sequence", &[TEMPLATE])?;
@@ -41,7 +41,7 @@ mod tests {
     const DTYPES: [DType; 9] =
         [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U8, DType::U32, DType::Bool];
 
-    /// Devices compute the same bits as the host, at sizes around multiples of the group size.
+    /// Devices must compute the same bits as the host, for lengths just below and above multiples of the work-group size.
     #[test]
     fn sequences_have_the_hosts_bits() {
         let whole: [(i64, i64); 4] = [(0, 1), (-3, 7), (300, -1), (i64::MAX - 5, 1 << 60)];
@@ -56,7 +56,7 @@ mod tests {
                             Tensor::arange(-0.3, n as f64 * 0.0999 - 0.3, 0.1, (dtype, device)),
                         ];
                         for (start, step) in whole {
-                            // Saturates at the largest i64.
+                            // Saturates at the largest i64, because the sum could overflow.
                             let end = Scalar::Int(start.saturating_add(step.saturating_mul(n as i64)));
                             made.push(Tensor::arange(start, end, step, (dtype, device)));
                         }
@@ -65,7 +65,7 @@ mod tests {
                     for (i, made) in all(device).into_iter().zip(all(Device::Cpu)).enumerate() {
                         let (got, right) = match made {
                             (Ok(got), Ok(right)) => (got.to_device(Device::Cpu).unwrap(), right),
-                            (Err(_), Err(_)) => continue, // out of the dtype's range
+                            (Err(_), Err(_)) => continue, // the sequence is out of the dtype's range on both devices
                             made => panic!("{i}: {n} of {dtype} on {device}: {made:?}"),
                         };
                         assert!(got.equal(&right).unwrap(), "{i}: {n} of {dtype} on {device}: {got} for {right}");
@@ -75,7 +75,7 @@ mod tests {
         }
     }
 
-    /// A sequence is computed on the device, in one launch.
+    /// A sequence must be computed on the device, in a single launch.
     #[test]
     fn a_sequence_is_one_launch() {
         for device in (0..opencl::count()).map(Device::OpenCL) {

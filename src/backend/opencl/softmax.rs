@@ -17,7 +17,7 @@ pub(crate) const ROWS: &str = include_str!("../../../kernels/rows.cl");
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/softmax.cl");
 const SLICES: &str = include_str!("../../../kernels/softmax_slices.cl");
 
-/// Returns the configuration of the templates of rows.
+/// Returns the configuration that all templates of rows need.
 pub(super) fn row_config(dtype: DType, rank: usize, wide: bool, group: usize) -> impl KernelConfig {
     kernel_config! {
         "A" => dtype, "ACC" => dtype.compute(), "NK" => rank, "IDX" => index_type(wide), "GROUP" => group,
@@ -27,9 +27,9 @@ pub(super) fn row_config(dtype: DType, rank: usize, wide: bool, group: usize) ->
 /// The maximum number of registers in which a work-item keeps values of a row.
 const MAX_REGISTERS_PER_ITEM: usize = 64;
 
-/// The maximum number of work-items that share a row of f32, and that the macro FOLD can combine.
+/// The maximum number of work-items that share a row of f32. The macro FOLD can combine the values of at most this number.
 const MAX_LANES: usize = 1024;
-/// The maximum number of registers in which a group keeps values: half the registers of an NVIDIA compute unit.
+/// The maximum number of registers in which a work-group keeps values: half the registers of an NVIDIA compute unit.
 const MAX_REGISTERS_PER_GROUP: usize = 32 << 10;
 
 /// How rows are distributed over a GPU.
@@ -39,10 +39,10 @@ struct SoftmaxSchedule {
     width: usize,
     /// The number of work-items that share a row.
     lanes: usize,
-    /// The number of work-items of a group.
+    /// The number of work-items of a work-group.
     group: usize,
-    /// The number of vectors of `width` elements that each work-item keeps in registers; 0 if rows are too long for that and are
-    /// cut into slices or read several times.
+    /// The number of vectors of `width` elements that each work-item keeps in registers. It is 0 if rows are too long for registers
+    /// and are cut into slices or read several times.
     kept: usize,
 }
 
@@ -51,11 +51,11 @@ impl SoftmaxSchedule {
         let (count, n) = (rows.count(), rows.n);
         let (units, most) = (device.info().compute_units.max(1), default_group_size(device));
         let largest = max_group_size(device);
-        // Adjacent rows are read together if they are closer in memory than adjacent elements of one row.
+        // The elements of one column in adjacent rows are read together if they are closer in memory than adjacent elements of one row.
         let across = rows.strided.strides[0].last().copied().unwrap_or(0).unsigned_abs();
         let by_column = count > 1 && n > 1 && across != 0 && across < rows.steps[0].unsigned_abs();
         let columns = rows.strided.dims.last().copied().unwrap_or(1);
-        // The operands that are accessed as vectors: not the result of logsumexp, which has one element for each row, and not masks.
+        // The operands that are accessed as vectors. The result of logsumexp, with one element per row, and masks are not.
         let spans = match kind {
             RowOp::LogSumExp => &[0usize][..],
             RowOp::MaskedSoftmax => &[0, 1],
@@ -67,15 +67,15 @@ impl SoftmaxSchedule {
             steps.chain([tensors[k].layout.offset as isize, n as isize])
         });
         let width = if in_rows { vector_width(device, tensors[0].dtype, starts) } else { 1 };
-        // The number of 32-bit registers of an element.
+        // The number of 32-bit registers for one element.
         let two = matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
         let each = if two { 2 } else { 1 } * (tensors[0].dtype.compute().dtype().size() / 4);
         let lanes = match by_column {
             true => {
                 lanes_per_row(most, true, n, columns, |columns_at_once| count.div_ceil(columns_at_once) >= 2 * units)
             }
-            // Four loads for each work-item: fewer do not saturate the memory, more need many registers. Long rows take eight
-            // loads before the largest groups are used.
+            // Each work-item makes four loads: fewer loads do not saturate the memory, more loads need many registers. For long
+            // rows, each work-item makes eight loads before the largest work-groups are used.
             false if width > 1 => {
                 let most = (if n * each <= MAX_LANES * 16 { MAX_LANES / 2 } else { MAX_LANES }) / each;
                 n.div_ceil(4 * width).next_power_of_two().max(4).min(most).min(largest)
@@ -93,20 +93,20 @@ impl SoftmaxSchedule {
         }
     }
 
-    /// Returns the schedule for rows that are read several times instead of kept in registers.
+    /// Returns the schedule for rows that do not stay in registers but are read several times.
     fn for_repeated_reads(self, device: &ClDevice) -> SoftmaxSchedule {
         let group = default_group_size(device);
         SoftmaxSchedule { width: 1, lanes: self.lanes.min(group), group, kept: 0, ..self }
     }
 
-    /// Returns the part of the configuration for rows that are kept in registers.
+    /// Returns the part of the configuration for rows that are kept in registers; None if rows are not kept.
     fn cached(&self) -> Option<impl KernelConfig + use<>> {
         let SoftmaxSchedule { kept, lanes, by_column, .. } = *self;
         (kept > 0).then_some(kernel_config! { "CACHED" => kept, "LANES" => lanes, "BY_COLUMN" => Bit(by_column) })
     }
 }
 
-/// Returns the macro that selects the operation in the kernels.
+/// Returns the macro that selects the operation in the templates.
 fn operation_macro(kind: RowOp) -> &'static str {
     match kind {
         RowOp::Softmax | RowOp::MaskedSoftmax => "SOFTMAX",
@@ -126,7 +126,7 @@ pub(crate) fn launch_softmax(softmax: &Softmax) -> Result<()> {
     launch_cache::launch_cached(&key, Params::default(), || make_plan(kind, tensors, &softmax.rows())).map(drop)
 }
 
-/// Makes the launch plan for these tensors: input, result and second operand.
+/// Makes the launch plan for these tensors: the input, the result and the second operand.
 pub(crate) fn make_plan(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) -> Result<LaunchPlan> {
     let [x, _, z] = tensors;
     let device = x.cl_device()?;
@@ -158,7 +158,7 @@ pub(crate) fn make_plan(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) 
         Ok::<_, Error>((kernel, global, local))
     };
     let made = build(&schedule)?;
-    // If the compiler uses too many registers for groups of this size, rows are read several times instead.
+    // If the compiler needs too many registers for work-groups of this size, rows are read several times instead.
     let (schedule, (kernel, global, local)) = if made.2 <= made.0.max_work_group() {
         (schedule, made)
     } else {
@@ -175,7 +175,7 @@ pub(crate) fn make_plan(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) 
     Ok(LaunchPlan::single(device, launch))
 }
 
-/// Makes the launch plan for rows that are cut into slices of several blocks: one launch reduces each slice, another writes the results.
+/// Makes the launch plan for rows that are cut into slices of several blocks. One launch reduces each slice, the next launch writes the results.
 fn plan_slices(
     device: &'static ClDevice,
     kind: RowOp,
@@ -202,7 +202,7 @@ fn plan_slices(
         launch.push_words(dims_words(&rows.strided));
         launch.push_fixed(args![; n]);
         launch.push_fixed(rows.steps.map(Arg::from));
-        // An element of the scratch memory is a pair of numbers.
+        // An element of the scratch tensor is a pair of numbers.
         launch.push_tensor_at(3, 0, 2);
         launch.push_fixed(args![; slices as u32, chunk]);
         Ok::<_, Error>(launch)

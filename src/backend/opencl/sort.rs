@@ -1,5 +1,5 @@
 //! Sorting on OpenCL: `kernels/sort.cl`. Blocks are sorted and then merged pairwise, with one launch for each round of merges. Long lines
-//! are sorted by a radix sort with 8-bit digits; on CPUs a work-item counts and moves the digits of one tile.
+//! are sorted by a radix sort with 8-bit digits. On CPUs, each work-item counts and moves the digits of one tile.
 
 use crate::backend::opencl::geometry::{
     DEFAULT_GROUP_SIZE, STRIDED_DIMS, bits_type, clamp_group_size, declarable_local_memory, default_group_size,
@@ -18,14 +18,14 @@ use crate::{Compute, DType, Result, Tensor};
 pub(crate) const KEYS: &str = include_str!("../../../kernels/key.cl");
 const TEMPLATE: &str = include_str!("../../../kernels/sort.cl");
 
-/// The number of elements that a work-item of a CPU sorts. A power of four, so that an even number of passes ends in the first buffer.
+/// The number of elements that a CPU work-item sorts. It is a power of four, so that an even number of passes ends in the first buffer.
 const CPU_BLOCK_LEN: usize = 1 << 12;
-/// The number of elements that a group sorts in local memory by comparisons. With 64-bit keys and 32-bit indices, these elements take 12 KiB.
+/// The number of elements that a work-group sorts in local memory by comparisons. With 64-bit keys and 32-bit indices, they take 12 KiB.
 const COMPARISON_TILE_LEN: usize = 1 << 10;
-/// The maximum number of tiles of a line that are merged. For longer lines the radix sort is faster.
+/// The maximum number of tiles of a line that are merged. Longer lines are sorted faster by the radix sort.
 const MAX_MERGED_TILES: usize = 4;
 
-/// The kernel of a launch: sort blocks, merge two runs, or count and scatter the digits of a radix sort.
+/// The kernel that a launch runs: sort blocks, merge two runs, or count and scatter the digits of a radix sort.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SortStage {
     Blocks,
@@ -34,7 +34,7 @@ enum SortStage {
     Scatter,
 }
 
-/// A buffer of keys, and a buffer of the indices of their elements in the line.
+/// A buffer of keys, and a buffer of the indices that the keys' elements have in the line.
 struct SortBuffers {
     keys: Tensor,
     at: Tensor,
@@ -50,7 +50,7 @@ struct SortStep<'a> {
     last: bool,
     runs: Option<&'a [SortBuffers; 2]>,
     counts: Option<&'a Tensor>,
-    /// The length of the runs that are merged, or the lowest bit of the digit.
+    /// The length of the runs that are merged, or the lowest bit of the radix digit.
     number: usize,
 }
 
@@ -60,15 +60,15 @@ struct SortLaunches<'a> {
     descending: bool,
     values: &'a Tensor,
     indices: &'a Tensor,
-    /// The indices of the elements, if these are not their positions in the line.
+    /// The indices of the elements; `None` if an element's index is its position in the line.
     from: Option<&'a Tensor>,
     lines: &'a Lines,
     block: usize,
     tile: usize,
-    /// Whether tiles are sorted by a radix sort.
+    /// Whether tiles are sorted by radix instead of by comparisons.
     radix: bool,
     group: usize,
-    /// The dtype of indices between launches.
+    /// The dtype in which indices are stored between launches.
     index_dtype: DType,
 }
 
@@ -76,8 +76,8 @@ pub(crate) fn sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indi
     sort_lines(x, &Lines::new(x, d), None, descending, values, indices)
 }
 
-/// Sorts lines of `x`. `from` holds the elements' indices, if these are not their positions in the line. Elements of a result are `lines.inner`
-/// apart.
+/// Sorts lines of `x`. `from` holds the indices of the elements; with `None`, an element's index is its position in the line. In the results,
+/// adjacent elements of a line are `lines.inner` elements apart.
 pub(crate) fn sort_lines(
     x: &Tensor,
     lines: &Lines,
@@ -91,7 +91,7 @@ pub(crate) fn sort_lines(
     let cpu = device.info().kind == DeviceKind::Cpu;
     let index_dtype = if needs_64_bit([n]) { DType::I64 } else { DType::U32 };
     let most = radix_tile(device, x.dtype).min(n.next_power_of_two());
-    // On a CPU, work-items move whole tiles of long lines by their digits, a few tiles for each compute unit.
+    // On a CPU, each work-item moves a whole tile of a long line by its digits. Each compute unit gets a few tiles.
     let radix = if cpu { n > MAX_MERGED_TILES * CPU_BLOCK_LEN } else { most > COMPARISON_TILE_LEN };
     let tile = match (radix, cpu) {
         (true, true) => n.div_ceil(4 * device.info().compute_units).next_power_of_two().max(CPU_BLOCK_LEN),
@@ -110,7 +110,7 @@ pub(crate) fn sort_lines(
     if radix && (cpu || n > MAX_MERGED_TILES * tile) {
         return job.radix_sort(device);
     }
-    // On a CPU sorting a block needs the buffers, even if the block is a whole line.
+    // On a CPU, sorting a block needs the buffers even if the block is a whole line.
     let mut runs = job.make_buffers()?;
     job.launch(device, SortStep { runs: Some(&runs), ..step })?;
     step.number = block;
@@ -131,7 +131,7 @@ impl SortLaunches<'_> {
         Ok([one()?, one()?])
     }
 
-    /// Sorts by a least-significant-digit radix sort with 8-bit digits: histogram, prefix sum and scatter for each digit.
+    /// Sorts by a radix sort, least significant digit first, with 8-bit digits. Each digit takes a histogram, a prefix sum and a scatter.
     fn radix_sort(&self, device: &'static ClDevice) -> Result<()> {
         let counted = [self.lines.count, 256 * self.lines.n.div_ceil(self.tile)];
         let empty = || Tensor::empty_with_shape(&counted[..], self.index_dtype, self.x.device());
@@ -178,7 +178,7 @@ impl SortLaunches<'_> {
         let kernel = config.kernel(device, name, name, &[STRIDED_DIMS, KEYS, TEMPLATE])?;
         let words = dims_words(&lines.strided);
         let (x, y, indices) = (self.x.device_view()?, self.values.device_view()?, self.indices.device_view()?);
-        // `indices` stands in for the arguments that a launch does not use.
+        // Arguments that a launch does not use get the tensor `indices`.
         let [from, to] = match step.runs {
             Some(runs) => runs.each_ref().map(|r| [&r.keys, &r.at]),
             None => [[self.indices; 2]; 2],
@@ -198,7 +198,7 @@ impl SortLaunches<'_> {
     }
 }
 
-/// Returns the number of elements of the largest tile that a group can sort by radix in local memory.
+/// Returns the number of elements of the largest tile that a work-group can sort by radix in local memory.
 fn radix_tile(device: &ClDevice, dtype: DType) -> usize {
     let (group, key) = (default_group_size(device), if has_32_bit_keys(dtype) { 4 } else { 8 });
     let capacity = declarable_local_memory(device);
@@ -208,12 +208,12 @@ fn radix_tile(device: &ClDevice, dtype: DType) -> usize {
         .unwrap_or(0)
 }
 
-/// True if keys have 32 bits.
+/// True if the sort keys of a dtype have 32 bits, otherwise 64.
 fn has_32_bit_keys(dtype: DType) -> bool {
     dtype.compute() == Compute::F32 || (dtype.compute() == Compute::I64 && dtype.size() <= 4)
 }
 
-/// An element type, for `kernels/key.cl` and the templates after it.
+/// The element type, as macros for `kernels/key.cl` and the templates after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct KeyType(pub(super) DType);
 
@@ -229,7 +229,7 @@ impl Define for KeyType {
     }
 }
 
-/// The bits of keys that a launch sorts by: these, or the byte that begins at the bit which is an argument.
+/// The bits of keys that a launch sorts by: from the first bit to before the second; with `None`, the byte that begins at the bit given as an argument.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct DigitBits(Option<[usize; 2]>);
 
@@ -243,7 +243,7 @@ impl Define for DigitBits {
     }
 }
 
-/// Searches each value in its line by bisection.
+/// Finds the insertion index of each value in its line by binary search.
 pub(crate) fn searchsorted(search: &Search) -> Result<()> {
     let &Search { sorted: x, lines, step, values: v, right, out } = search;
     let device = out.cl_device()?;
@@ -257,7 +257,7 @@ pub(crate) fn searchsorted(search: &Search) -> Result<()> {
     let kernel = config.kernel(device, "search", "search", &["#define SEARCH\n", STRIDED_DIMS, TEMPLATE])?;
     let words = dims_words(&strided);
     let n = x.shape().dims().last().copied().unwrap_or(1);
-    // An empty `x` has no buffer and is not read, so `out` stands in for `x`.
+    // An empty `x` has no buffer and is never read, so the buffer of `out` is passed instead.
     let (x, v, y) = (if n == 0 { out } else { x }.device_view()?, v.device_view()?, out.device_view()?);
     let args = args![x, v, y; &words[..], count, n, step];
     launch_tuned(device, &kernel, &args, count)

@@ -1,7 +1,7 @@
 //! Translates formulas to OpenCL C.
 //!
-//! A program becomes one function of plain values. The elementwise kernel, a reduction or the epilogue of a matrix product can
-//! call this function. Constants are printed so that they read back exactly.
+//! A program becomes one function of scalar values, which the elementwise kernel, a reduction or the epilogue of a matrix product
+//! can call. Constants are printed so that the compiler reads exactly the same values.
 
 use std::fmt::Write;
 
@@ -13,8 +13,8 @@ impl Program {
     /// Returns a function `void name(inputs, scalars, seeds, index, fault, outputs)` in OpenCL C (after `prelude.cl`):
     ///
     /// - `const C x0, ...` and `const C s0, ...`, with C = `long`, `float` or `double`;
-    /// - if it has seeds, `const ulong key0, const ulong stream0, ...` and then `const ulong index`, the index of the element;
-    /// - if it [can fault](Program::can_fault), `__global int* fault`;
+    /// - if the program has seeds, `const ulong key0, const ulong stream0, ...` and then `const ulong index`, the index of the element;
+    /// - if the program [can fault](Program::can_fault), `__global int* fault`;
     /// - `C* o0, ...`, private pointers to the results.
     pub(crate) fn emit(&self, compute: Compute, name: &str) -> String {
         let seeds = (0..self.seeds()).map(|i| format!("const ulong key{i}, const ulong stream{i}"));
@@ -22,7 +22,7 @@ impl Program {
         self.emit_with(compute, name, seeds.chain(index), |kind, i| format!("random_{kind}(key{i}, stream{i}, index)"))
     }
 
-    /// Like [`Program::emit`], for a function whose random numbers are arguments: `const {type} {kind}{seed}` for each of [`Program::draws`].
+    /// Like [`Program::emit`], but the function takes random numbers as arguments: `const {type} {kind}{seed}` for each of [`Program::draws`].
     pub(crate) fn emit_with_drawn_numbers(&self, compute: Compute, name: &str) -> String {
         let numbers = self.draws().into_iter().map(|(kind, i)| format!("const {} {kind}{i}", draw_type(kind)));
         self.emit_with(compute, name, numbers, |kind, i| format!("{kind}{i}"))
@@ -73,12 +73,12 @@ impl Program {
     }
 }
 
-/// Returns the OpenCL C type of random numbers of this kind.
+/// Returns the OpenCL C type of random numbers of the given kind: bits, uniform or normal.
 pub(crate) fn draw_type(kind: &str) -> &'static str {
     if kind == "bits" { "uint" } else { "float" }
 }
 
-/// Returns a literal that reads back as the same number.
+/// Returns an OpenCL C literal for exactly this value.
 fn literal(value: f64, compute: Compute) -> String {
     match compute {
         Compute::I64 => format!("({}L)", value as i64),
@@ -96,7 +96,7 @@ fn type_cast(compute: Compute) -> String {
     format!("({})", compute.cl_name())
 }
 
-/// Returns the C expression of one primitive. Operands are names or parenthesised literals.
+/// Returns the OpenCL C expression of one primitive. Operands are names or parenthesised literals.
 fn primitive_expression(op: Op, args: &[&str], compute: Compute) -> String {
     let c = compute.cl_name();
     let int = compute == Compute::I64;

@@ -1,4 +1,4 @@
-//! Compares the emitted OpenCL C and the prelude with the CPU backend, on every OpenCL device present.
+//! Compares the generated OpenCL C and the prelude with the CPU backend, on every OpenCL device that is present.
 
 use crate::backend::cpu::convert::store_tile;
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
@@ -35,7 +35,7 @@ fn on_cpu<C: Number>(program: &Program, inputs: &[&[C]], seeds: &[Seed], len: us
     outs
 }
 
-/// Calls the program's function once for each element. The outputs are stored one after another in one buffer.
+/// Calls the program's function once for each element. The outputs follow each other in one buffer.
 fn on_device<C: Number>(
     device: &ClDevice,
     program: &Program,
@@ -115,7 +115,7 @@ const BINARIES: [Binary; 12] = [
 
 const INTEGERS: [Binary; 6] = [Binary::And, Binary::Or, Binary::Xor, Binary::Shl, Binary::Shr, Binary::Gcd];
 
-/// Returns every floating-point primitive as a separate expression, with a selection and a constant.
+/// Returns an expression for each floating-point primitive, and expressions with a selection and a constant.
 fn all_primitives() -> Vec<Expr> {
     let (x, y) = (Expr::input(0), Expr::input(1));
     let unary = UNARIES.iter().map(|&u| Expr::unary(u, x.clone()));
@@ -150,7 +150,7 @@ fn floating_point_primitives_are_close_to_the_cpus() {
             for i in 0..a.len() {
                 let (got, right) = (got[j][i], exact[j][i]);
                 let right = if tolerance > 1e-9 { f64::from(right as f32) } else { right };
-                // near a zero of the logarithm of gamma, and among its poles, few digits are left
+                // near the zeros and the poles of the logarithm of gamma, only few digits agree
                 let rough = matches!(expr.op(), Op::Unary(Unary::Lgamma)) && right.is_finite();
                 let near = close(got, right, tolerance)
                     || (rough && (got - right).abs() <= 10.0 * tolerance * right.abs().max(1.0));
@@ -210,7 +210,7 @@ fn random_numbers_have_the_cpus_bits() {
     }
 }
 
-/// Returns numbers at every edge of the conversions.
+/// Returns numbers at and around the limits of all conversions.
 fn edges() -> Vec<f64> {
     let mut v =
         vec![0.0, -0.0, 0.4, -0.6, 0.5, 1.5, 2.5, 255.0, 255.9, 256.0, -1.0, 300.7, 65504.0, 65520.0, 1e-8, 6e-5];
@@ -219,7 +219,7 @@ fn edges() -> Vec<f64> {
     v
 }
 
-/// Stores values as `dtype` on the device and loads them again. Returns the bytes that were stored and loaded.
+/// Stores values as `dtype` on the device and loads them again. Returns the stored bytes and the loaded values, as bytes.
 fn stored_and_loaded<C: Number>(device: &ClDevice, dtype: DType, values: &[C]) -> (Vec<u8>, Vec<u8>) {
     let class = ["I64", "F32", "F64"][C::COMPUTE as usize];
     let natural = dtype.compute();
@@ -259,7 +259,7 @@ fn conversions_equal_the_cpus() {
             let mut aligned = vec![0u64; values.len()];
             let device_bytes: &mut [u8] = &mut bytemuck::cast_slice_mut(&mut aligned)[..stored.len()];
             device_bytes.copy_from_slice(&stored);
-            // compared as f64, because NaNs may have different bits
+            // compared as f64 values, because the bits of NaNs may differ
             let read = |bytes: &[u8]| {
                 let mut out = vec![0.0f64; values.len()];
                 crate::backend::cpu::convert::load_tile(dtype, bytes, 0, 1, &mut out);

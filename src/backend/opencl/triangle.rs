@@ -8,8 +8,8 @@ use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/triangle.cl");
 
-/// Copies matrices, with zeros where column - row is in `from..to`. The matrices must not be empty. Takes one launch, and another to copy a strided
-/// `x`.
+/// Copies matrices, with zeros where column - row is in `from..to`. The matrices must not be empty. Takes one launch, plus a launch to make a
+/// strided `x` contiguous.
 pub(crate) fn tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
     let (device, x) = (x.cl_device()?, x.detach().contiguous()?);
     let [.., rows, columns] = *x.shape().dims() else { unreachable!("two dimensions at least") };
@@ -21,7 +21,7 @@ pub(crate) fn tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
         "T" => bits_type(size), "VEC" => width, "IDX" => index_type(wide), "INT" => offset_type(wide),
     };
     let kernel = config.kernel(device, "triangle", "triangle", &[STRIDED_DIMS, TEMPLATE])?;
-    // Clamped to the diagonals of the matrices.
+    // Diagonals are clamped to the range of the matrices.
     let diagonal = |d: isize| d.clamp(-(rows as isize), columns as isize);
     let (read, written) = (x.device_view()?, out.device_view()?);
     let args = args![read, written; rows, columns, diagonal(from), diagonal(to), count];

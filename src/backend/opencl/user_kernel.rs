@@ -1,4 +1,4 @@
-//! Passes tensors to the user's own kernels.
+//! Passes tensors to kernels that the user wrote.
 
 use crate::autograd::check_unrecorded;
 use crate::backend::opencl::kernels::BufferView;
@@ -8,12 +8,12 @@ use crate::{DType, Device, Error, Result, Tensor};
 pub use crate::device::opencl::user_kernel::{Kernel, KernelCall, KernelScalar};
 
 impl<'a> KernelCall<'a> {
-    /// Adds a tensor that the kernel reads.
+    /// Adds a tensor argument that the kernel only reads.
     pub fn arg(self, tensor: &'a Tensor) -> Self {
         self.with_argument(KernelArgument::Tensor { tensor, written: false })
     }
 
-    /// Adds a tensor that the kernel writes, or reads and writes.
+    /// Adds a tensor argument that the kernel writes, or reads and writes.
     pub fn out(self, tensor: &'a Tensor) -> Self {
         self.with_argument(KernelArgument::Tensor { tensor, written: true })
     }

@@ -15,10 +15,10 @@ use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/window.cl");
 
-/// The number of work-items that occupy a compute unit.
+/// The number of work-items that are needed to occupy a compute unit.
 const ITEMS_PER_UNIT: usize = 2048;
 
-/// True if kernels can compute all positions in images and windows, and their products, in 32 bits.
+/// True if kernels can compute all positions in images and in windows, and the products of these positions, with 32 bits.
 pub(crate) fn fits_32_bits(w: &Windows) -> bool {
     let along = |d: usize| {
         let parts =
@@ -30,8 +30,8 @@ pub(crate) fn fits_32_bits(w: &Windows) -> bool {
     positions.max(along(0)).max(along(1)) < 1 << 30
 }
 
-/// Returns the kernel that the macro `name` selects, for `count` work-items with `width` adjacent channels each. The kernel computes in
-/// `out`'s compute type and memory format.
+/// Returns the kernel that the macro `name` selects, for `count` work-items with `width` adjacent channels each. The kernel uses the
+/// compute type and the memory format of `out`.
 pub(crate) fn window_kernel(
     device: &'static ClDevice,
     name: &'static str,
@@ -49,7 +49,7 @@ pub(crate) fn window_kernel(
     config.kernel(device, name, "window", &[STRIDED_DIMS, access, TEMPLATE])
 }
 
-/// Returns the words of the kernels' struct; `strides` belong to the tensor that is read.
+/// Returns the words of the struct that the kernels take. `strides` are the strides of the tensor that is read.
 pub(super) fn words(w: &Windows, x: &Tensor, strides: &[isize]) -> SmallVec<[i64; 22]> {
     let pairs = [w.image, w.kernel, w.grid, w.stride, w.padding, w.padding_after, w.dilation];
     let numbers = pairs.iter().flatten().chain(&x.shape().dims()[..2]).map(|&n| n as i64);
@@ -69,7 +69,7 @@ pub(crate) fn unfold(im2col: &Im2col) -> Result<()> {
     let &Im2col { windows: w, x, out, inside } = im2col;
     let device = out.cl_device()?;
     let (count, size) = (out.numel() / (w.kernel[0] * w.kernel[1]), out.dtype.size());
-    // If there are few windows a work-item copies one row of a window, otherwise the whole window.
+    // If there are few windows, a work-item copies one row of a window, otherwise a whole window.
     let each = if count < device.info().compute_units * ITEMS_PER_UNIT { 1 } else { w.kernel[0] };
     let items = count * w.kernel[0].div_ceil(each);
     let wide = needs_64_bit([items]);
@@ -91,7 +91,7 @@ pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     launch_tuned(device, &kernel, &args, count)
 }
 
-/// Returns the number of adjacent channels of a work-item: a vector on GPUs if channels are contiguous, otherwise one.
+/// Returns the number of adjacent channels of a work-item: a vector's length on GPUs if channels are contiguous, otherwise 1.
 fn channels_per_item(device: &ClDevice, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> usize {
     let [strides, channels] = [x.strides(), &[out.shape().dims()[1] as isize]];
     if out.is_contiguous() || strides[1] != 1 || !out.dtype.is_float() {
@@ -99,7 +99,7 @@ fn channels_per_item(device: &ClDevice, task: PoolTask, x: &Tensor, index: &Tens
     }
     let offsets = [x, out].map(|t| t.layout.offset as isize);
     let starts = [strides[0], strides[2], strides[3]].into_iter().chain(offsets).chain(channels.iter().copied());
-    // Two indices are loaded at once.
+    // Indices are loaded in pairs, so their offset must be even.
     match matches!(task, PoolTask::Max | PoolTask::MaxBackward) && !index.layout.offset.is_multiple_of(2) {
         true => 1,
         false => vector_width(device, out.dtype, starts),

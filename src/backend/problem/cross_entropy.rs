@@ -8,11 +8,11 @@ pub enum LossReduction {
     /// The mean over rows that are not ignored.
     #[default]
     Mean,
-    /// The sum of all rows' losses.
+    /// The sum over all rows.
     Sum,
-    /// The sum divided by the batch size, the first dim: the mean of [`Tensor::kl_div`] in the mathematical sense (PyTorch's `batchmean`).
+    /// The sum divided by the batch size (the first dim). For [`Tensor::kl_div`] this is the mathematical mean (PyTorch's `batchmean`).
     BatchMean,
-    /// No reduction: one loss a row.
+    /// No reduction: one loss for each row.
     None,
 }
 
@@ -30,11 +30,11 @@ pub enum LossReduction {
 pub struct CrossEntropy<'a> {
     /// How the losses of the rows are reduced.
     pub reduction: LossReduction,
-    /// Rows with this label have loss and gradient 0 and are left out of the mean; -100 by default, as in PyTorch.
+    /// Rows with this label have loss and gradient 0 and do not count in the mean. The default is -100, as in PyTorch.
     pub ignore_index: i64,
-    /// The fraction of each label's probability that is spread evenly over all classes, in `0..=1`.
+    /// The fraction of the probability that is taken from each label and spread evenly over all classes, in `0..=1`.
     pub label_smoothing: f64,
-    /// A weight for each class: `[C]`, in the logits' dtype.
+    /// A weight for each class: `[C]`, in the dtype of the logits. `None` weights all classes equally.
     pub weight: Option<&'a Tensor>,
 }
 
@@ -51,8 +51,8 @@ pub(crate) struct LabelEntropy<'a> {
     pub(crate) options: CrossEntropy<'a>,
     /// The dtype of the losses.
     pub(crate) dtype: DType,
-    /// Receives the gradient of the logits.
+    /// Receives the gradient of the logits; `None` if no gradient is needed.
     pub(crate) grad: Option<&'a Tensor>,
-    /// Counts the labels that are not ignored, on the device.
+    /// Counts the labels that are not ignored, in a launch on the device.
     pub(crate) count: &'a dyn Fn() -> Result<Tensor>,
 }

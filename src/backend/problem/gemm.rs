@@ -1,4 +1,4 @@
-//! Matrix products with an epilogue, and the loop nest that computes them.
+//! Matrix products with an epilogue, and the plan of the loops that compute them.
 
 use std::sync::LazyLock;
 
@@ -13,24 +13,24 @@ use crate::{DType, Scalar, Tensor};
 /// A matrix product with an epilogue. Autograd does not record it.
 pub(crate) struct Gemm<'a> {
     pub(crate) op: &'static str,
-    /// The left operand, `[.., m, k]`; `b` is `[.., k, n]`. Batch dims are broadcast.
+    /// The left matrix, `[.., m, k]`; the right matrix `b` is `[.., k, n]`. Batch dims are broadcast.
     pub(crate) a: &'a Tensor,
     pub(crate) b: &'a Tensor,
-    /// One expression for each result. Input 0 is the product and inputs 1.. are `extras`; all are evaluated in the accumulator's type:
-    /// f32 for floats up to f32, f64, or i64.
+    /// One expression for each result. Input 0 is the product, and inputs 1.. are `extras`. All are evaluated in the type of the
+    /// accumulator: f32 for floats up to f32, f64, or i64.
     pub(crate) epilogue: &'a [Expr],
-    /// Epilogue operands, broadcast to the results' shape, `[.., m, n]`.
+    /// Operands of the epilogue, broadcast to the shape of the results, `[.., m, n]`.
     pub(crate) extras: &'a [&'a Tensor],
     pub(crate) scalars: &'a [Scalar],
-    /// Memory for the first result, with the results' shape. Ignored if it shares storage with an operand.
+    /// Memory for the first result, with the shape of the results. Ignored if it shares storage with an operand; `None` allocates.
     pub(crate) out: Option<Tensor>,
     /// The dtypes of the results, in order.
     pub(crate) dtypes: &'a [DType],
-    /// Receives the sum of each row of `a`, in the dtype of `a`: shape `[m]`. Only for products without batch dims.
+    /// Receives the sum of each row of `a`, in the dtype of `a`: shape `[m]`. Allowed only for products without batch dims.
     pub(crate) sums: Option<&'a Tensor>,
 }
 
-/// The strides of one matrix, in elements: between rows, between columns, and along each batch dim of the plan.
+/// The strides of a matrix, in elements: between rows, between columns, and along each batch dim of the plan.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct GemmOperand {
     pub(crate) row: isize,
@@ -38,7 +38,7 @@ pub(crate) struct GemmOperand {
     pub(crate) batch: Dims<isize>,
 }
 
-/// The loop nest of a product: an m x k times a k x n matrix for each index of `batch`.
+/// The plan of a product: for each index of `batch`, an m x k matrix times a k x n matrix.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct GemmPlan {
     pub(crate) batch: Dims,
@@ -47,12 +47,12 @@ pub(crate) struct GemmPlan {
     pub(crate) k: usize,
     pub(crate) a: GemmOperand,
     pub(crate) b: GemmOperand,
-    /// The results, then the extras, all broadcast to the results' shape.
+    /// The results, then the extras, all broadcast to the shape of the results.
     pub(crate) others: SmallVec<[GemmOperand; 4]>,
 }
 
 impl GemmPlan {
-    /// Plans the product of `a` and `b`. `others` are the layouts of results and extras, broadcast to `shape`, which must not be empty.
+    /// Plans the product of `a` and `b`. `others` holds the layouts of results and extras, broadcast to `shape`. `shape` must not be empty.
     pub(crate) fn new(a: &Layout, b: &Layout, shape: &Shape, others: &[&Layout]) -> GemmPlan {
         let (batch, [m, n]) = split_matrix_dims(shape.dims());
         let k = a.shape.dims()[a.shape.rank() - 1];
@@ -65,7 +65,7 @@ impl GemmPlan {
         let (b_batch, [b_row, b_col]) = split_matrix_dims(&b.strides);
 
         if a_batch.iter().all(|&s| s == 0) && b_batch.iter().any(|&s| s != 0) {
-            // All batches use the same left matrix. In the transposed product that matrix is on the right, as handled below.
+            // All batches use the same left matrix. In the transposed product, that matrix is on the right, which the code below handles.
             let flip = |t: &Layout| t.transpose(t.shape.rank() - 2, t.shape.rank() - 1);
             let others: SmallVec<[Layout; 4]> = others.iter().map(|t| flip(t)).collect();
             let others: SmallVec<[&Layout; 4]> = others.iter().collect();
@@ -73,7 +73,7 @@ impl GemmPlan {
             return GemmPlan::new(&flip(&b), &flip(&a), &shape, &others).transposed();
         }
 
-        // If all batches use the same right matrix, batch dims and rows collapse together: the last collapsed dim becomes the rows.
+        // If all batches use the same right matrix, batch dims and rows collapse into fewer dims, and the last collapsed dim becomes the rows.
         let shared = b_batch.iter().all(|&s| s == 0);
         let outer = |t: &Layout| -> Dims<isize> {
             let (batch, [row, _]) = split_matrix_dims(&t.strides);
@@ -111,7 +111,7 @@ impl GemmPlan {
         }
     }
 
-    /// Returns the transposed product, `bᵀ aᵀ`.
+    /// Returns the plan of the transposed product, `bᵀ aᵀ`.
     pub(crate) fn transposed(self) -> GemmPlan {
         let flip = |t: GemmOperand| GemmOperand { row: t.col, col: t.row, ..t };
         GemmPlan {
@@ -124,28 +124,28 @@ impl GemmPlan {
         }
     }
 
-    /// The number of matrices in the batch.
+    /// Returns the number of matrices in the batch.
     pub(crate) fn count(&self) -> usize {
         self.batch.iter().product()
     }
 }
 
-/// Splits off the last two dims: returns the batch dims and the matrix dims.
+/// Splits dims into the batch dims and the last two dims, which are the matrix.
 fn split_matrix_dims<T: Copy>(dims: &[T]) -> (&[T], [T; 2]) {
     let (batch, matrix) = dims.split_at(dims.len() - 2);
     (batch, [matrix[0], matrix[1]])
 }
 
-/// Product plus bias. The common epilogues are static, because building an expression allocates.
+/// The product plus a bias. The common epilogues are static, because building an expression allocates.
 pub(crate) static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
 
-/// relu of the product, without and with a bias.
+/// relu of the product: without a bias, and with a bias.
 pub(crate) static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
 
-/// The product times the derivative of relu at input 1.
+/// The product times the derivative of relu at input 1, for the backward pass of relu.
 pub(crate) static RELU_GRAD: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
 
-/// The product itself.
+/// The product without further operations.
 pub(crate) static PRODUCT: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
 
 #[cfg(test)]

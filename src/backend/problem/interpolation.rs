@@ -1,9 +1,9 @@
-//! Source coordinates of interpolation, in integer arithmetic, so that host and kernels compute the same elements.
+//! The coordinates of interpolation in its input, in integer arithmetic, so that host and kernels compute the same elements.
 
 use crate::{Error, Result, Tensor};
 
-/// The source coordinates along one dim, from `from` inputs to `to` outputs. Output o has the coordinate
-/// `(scale * o + shift) / unit`, clamped at 0.
+/// The source coordinates along one dim when `from` inputs are resized to `to` outputs. Output o has the coordinate `(scale * o +
+/// shift) / unit`, which is clamped to at least 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Samples {
     pub(crate) from: usize,
@@ -33,18 +33,18 @@ impl Samples {
         Ok(Samples { from, to, scale, shift, unit, linear: matches!(mode, Interpolation::Linear { .. }) })
     }
 
-    /// The identity map: output i reads input i.
+    /// Returns the identity map: output i reads input i.
     pub(crate) fn identity(n: usize) -> Samples {
         Samples { from: n, to: n, scale: 1, shift: 0, unit: 1, linear: false }
     }
 
-    /// True if all coordinates, in multiples of `1 / unit`, fit in 31 bits.
+    /// True if all coordinates, as multiples of `1 / unit`, fit in 31 bits.
     pub(crate) fn fits_32_bits(&self) -> bool {
         // All intermediate values are at most twice this product: see `new`.
         (self.from as u128 + 1) * (self.to as u128 + 1) < 1 << 29
     }
 
-    /// Returns the inputs before and after the coordinate of output o, and the weight of the second.
+    /// Returns the inputs before and after the coordinate of output o, and the weight of the input after it.
     pub(crate) fn source(&self, o: usize) -> (usize, usize, f64) {
         let coordinate = (self.scale * o as i64 + self.shift).max(0);
         let low = (coordinate / self.unit) as usize;
@@ -54,7 +54,7 @@ impl Samples {
         }
     }
 
-    /// Returns the first output whose coordinate is at least k, or `to`.
+    /// Returns the first output whose coordinate is at least k, or `to` if there is none.
     pub(crate) fn first_output_at(&self, k: usize) -> usize {
         match (k, self.scale) {
             (0, _) => 0,
@@ -66,7 +66,7 @@ impl Samples {
         }
     }
 
-    /// Returns the range of outputs that read input j, as first and end.
+    /// Returns the range of outputs that read input j, as the first output and the end (exclusive).
     pub(crate) fn outputs_reading(&self, j: usize) -> (usize, usize) {
         (self.first_output_at(if self.linear { j.saturating_sub(1) } else { j }), self.first_output_at(j + 1))
     }
@@ -126,22 +126,22 @@ mod tests {
     }
 }
 
-/// The mode of [`Tensor::interpolate`](crate::Tensor::interpolate).
+/// The mode of interpolation for [`Tensor::interpolate`](crate::Tensor::interpolate).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Interpolation {
-    /// The element at the coordinate rounded down (PyTorch's `'nearest'`).
+    /// The element at the coordinate, rounded down (PyTorch's `'nearest'`).
     Nearest,
-    /// The element whose centre is nearest (PyTorch's `'nearest-exact'`).
+    /// The element whose centre is closest to the coordinate (PyTorch's `'nearest-exact'`).
     NearestExact,
-    /// A weighted mean of the two nearest elements in each dim (PyTorch's `'linear'`, `'bilinear'` and `'trilinear'`).
+    /// The weighted mean of the two closest elements in each dim (PyTorch's `'linear'`, `'bilinear'` and `'trilinear'`).
     Linear {
-        /// Whether the centres of the corner elements are aligned, instead of their outer edges (PyTorch's `align_corners`).
+        /// Whether the centres of the corner elements of input and output are aligned, instead of the outer edges (PyTorch's `align_corners`).
         align_corners: bool,
     },
 }
 
-/// Resizes x into `out`, or if `transposed` applies the transposed linear map, which is the gradient.
+/// Resizes x into `out`. If `transposed`, applies the transposed linear map instead, which computes the gradient.
 pub(crate) struct Interpolate<'a> {
     pub(crate) resize: &'a Resize,
     pub(crate) x: &'a Tensor,
@@ -150,7 +150,7 @@ pub(crate) struct Interpolate<'a> {
 }
 
 impl Interpolation {
-    /// PyTorch's name of the mode for one dim.
+    /// Returns PyTorch's name of the mode for one dim.
     pub fn name(self) -> &'static str {
         match self {
             Interpolation::Nearest => "nearest",
@@ -164,8 +164,8 @@ impl Interpolation {
     }
 }
 
-/// Resizes rows, columns or both of `[N, C, H, W]` in one launch. The map is linear: its gradient is the transposed map, and the gradient of
-/// the transposed map is this map.
+/// Resizes the rows, the columns or both of `[N, C, H, W]` in one launch. The map is linear, so its gradient is the transposed map, and the
+/// gradient of the transposed map is this map again.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Resize {
     pub(crate) rows: Option<Samples>,

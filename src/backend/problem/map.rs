@@ -1,4 +1,4 @@
-//! Formulas over tensors, computed in one launch.
+//! Formulas over tensors that are computed in one launch.
 
 use smallvec::SmallVec;
 
@@ -21,29 +21,29 @@ pub(crate) struct Launch<'a> {
     pub(crate) strided: StridedDims,
 }
 
-/// The inputs of an expression that are not elementwise tensors.
+/// The inputs of an expression besides the elementwise tensors.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Params<'a> {
     pub(crate) scalars: &'a [Scalar],
     pub(crate) seeds: &'a [Seed],
-    /// A key and a stream number in device memory that are added to every seed, so that replays of an OpenCL graph draw new numbers.
+    /// A key and a stream number in device memory that are added to every seed. They let each replay of an OpenCL graph draw new random numbers.
     pub(crate) base: Option<&'a Tensor>,
 }
 
 impl<'a> Params<'a> {
-    /// Parameters with scalars only.
+    /// Returns parameters that consist of scalars only.
     pub(crate) fn from_scalars(scalars: &'a [Scalar]) -> Params<'a> {
         Params { scalars, ..Params::default() }
     }
 }
 
-/// Returns the type to compute in: the widest compute type of the inputs. If all inputs are integers, or there are none, the outputs decide.
-/// The result is at least f32 if a primitive needs floats.
+/// Returns the type in which a program computes: the widest compute type of the inputs. If all inputs are integers, or there are no inputs,
+/// the outputs decide. If a primitive needs floats, the type is at least f32.
 pub(crate) fn compute_type(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) -> Compute {
     compute_type_of_dtypes(program, inputs.iter().map(|t| t.dtype), outputs.iter().map(|t| t.dtype))
 }
 
-/// [`compute_type`] of operands with these dtypes.
+/// Like [`compute_type`], for operands of these dtypes.
 pub(crate) fn compute_type_of_dtypes(
     program: &Program,
     inputs: impl Iterator<Item = DType>,
@@ -77,8 +77,9 @@ pub(crate) struct Formulas<'a> {
 }
 
 impl Formulas<'_> {
-    /// Checks devices and shapes, and calls `launch` unless the outputs are empty. An input that overlaps an output is copied first;
-    /// the second argument of `launch` is true if any input was copied. Without `by_parts`, all ranges of one storage count as overlapping.
+    /// Checks devices and shapes, and calls `launch` unless the outputs are empty. An input that overlaps an output is copied first; the second
+    /// argument of `launch` is true if any input was copied. With `by_parts`, only ranges of bytes can overlap; otherwise any two tensors with the same
+    /// storage overlap.
     pub(crate) fn checked(&self, by_parts: bool, launch: impl FnOnce(&Launch, bool) -> Result<()>) -> Result<()> {
         let Formulas { op, inputs, params: Params { scalars, seeds, base }, program, outputs } = *self;
         let (shape, device) = (outputs[0].shape(), outputs[0].device());
@@ -121,13 +122,13 @@ impl Formulas<'_> {
     }
 }
 
-/// True if `input` can be overwritten elementwise: it shares no storage with the outputs, or is exactly the same view.
+/// True if outputs may be written elementwise while `input` is read: `input` has no storage in common with any output, or is exactly the same view.
 pub(crate) fn can_overwrite_elementwise(input: &Tensor, outputs: &[&Tensor]) -> bool {
     let same = |out: &Tensor| input.layout == out.layout && input.dtype == out.dtype;
     outputs.iter().all(|out| !input.shares_storage(out) || same(out))
 }
 
-/// True if writing `out` element by element could change elements of `input` that are yet to be read.
+/// True if writing `out` element by element could change elements of `input` before they are read.
 fn overlaps(input: &Tensor, out: &Tensor, by_parts: bool) -> bool {
     if can_overwrite_elementwise(input, &[out]) {
         return false;

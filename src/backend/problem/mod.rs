@@ -1,4 +1,4 @@
-//! Problems: checked, plain descriptions of work that operations hand to a backend.
+//! Problems: plain descriptions of work, checked by the operations, that backends compute.
 
 pub(crate) mod attention;
 pub(crate) mod conv;

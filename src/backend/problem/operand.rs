@@ -1,23 +1,23 @@
-//! How an elementwise launch indexes its operands.
+//! The ways in which an elementwise launch indexes its operands.
 
 use crate::Tensor;
 use crate::layout::collapse::StridedDims;
 
-/// How an operand is indexed when output element `i` is computed.
+/// The index into an operand when output element `i` is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum OperandKind {
-    /// At `i`.
+    /// The index is `i`.
     Contiguous,
-    /// At `i` modulo this length: a contiguous row is broadcast.
+    /// The index is `i` modulo this length: a contiguous row is broadcast.
     RowBroadcast(usize),
-    /// At 0: one element for all outputs.
+    /// The index is 0: one element for all outputs.
     Scalar,
-    /// Through dims and strides.
+    /// The index is computed from dims and strides.
     Strided,
 }
 
 impl OperandKind {
-    /// Classifies `t` broadcast to the shape of `out`. Shapes that do not broadcast are reported as strided, without an error.
+    /// Classifies `t`, broadcast to the shape of `out`. A `t` that cannot be broadcast is classified as strided; there is no error.
     pub(crate) fn classify(t: &Tensor, out: &Tensor) -> OperandKind {
         let (dims, all) = (t.shape().dims(), out.shape().dims());
         if t.layout.same_layout(&out.layout, 1) && t.device() == out.device() {
@@ -34,7 +34,7 @@ impl OperandKind {
         }
     }
 
-    /// Classifies operand `k` of an iteration.
+    /// Classifies operand `k` of `iteration`, which holds the dims and strides of all operands.
     pub(crate) fn classify_dims(iteration: &StridedDims, k: usize) -> OperandKind {
         let (dims, strides) = (&iteration.dims, &iteration.strides[k]);
         let outer = strides.iter().take_while(|&&s| s == 0).count();

@@ -9,11 +9,11 @@ use crate::{Error, Result};
 
 const PRECISION_NAMES: [&str; 3] = ["highest", "high", "medium"];
 
-/// The process-wide precision, as an index of `PRECISION_NAMES`.
+/// The precision for all threads, as an index into `PRECISION_NAMES`.
 static PRECISION: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// The precision set by [`with_matmul_precision`] on this thread, which takes precedence over `PRECISION`.
+    /// The precision that [`with_matmul_precision`] set on this thread. Takes precedence over `PRECISION`.
     static SCOPED_PRECISION: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
@@ -26,7 +26,7 @@ thread_local! {
 /// - `"medium"`: the first 11 bits of each f32 are multiplied (TF32), for a sixth of the work. PyTorch computes convolutions in TF32 on
 ///   CUDA unless `torch.backends.cudnn.allow_tf32` is false. A NaN whose first 10 bits of payload are zeros counts as an infinity.
 ///
-/// Without tensor cores, for small matrices, and for every other dtype, all three are the same.
+/// On devices without tensor cores, for small matrices, and for every other dtype, all three settings give the same results.
 ///
 /// ```
 /// claystone::set_float32_matmul_precision("high")?;
@@ -46,8 +46,8 @@ pub fn set_float32_matmul_precision(precision: &str) -> Result<()> {
     Ok(())
 }
 
-/// Returns the current precision: that of the enclosing [`with_precision`](crate::with_precision) on this thread, else the last one passed to
-/// [`set_float32_matmul_precision`] (PyTorch's `get_float32_matmul_precision`).
+/// Returns the current precision: the precision of the enclosing [`with_precision`](crate::with_precision) on this thread, otherwise the last
+/// precision passed to [`set_float32_matmul_precision`] (PyTorch's `get_float32_matmul_precision`).
 pub fn get_float32_matmul_precision() -> &'static str {
     PRECISION_NAMES[current_index()]
 }
@@ -57,12 +57,12 @@ fn current_index() -> usize {
     SCOPED_PRECISION.get().unwrap_or_else(|| PRECISION.load(Relaxed))
 }
 
-/// The number of bf16 terms that each f32 is split into; 1 means no split, with TF32 products.
+/// Returns the number of bf16 terms into which each f32 is split. 1 means that f32 is not split but multiplied as TF32.
 pub(crate) fn split_terms() -> usize {
     3 - current_index()
 }
 
-/// Runs `f` with the precision `"highest"` or `"high"` on this thread.
+/// Runs `f` with the precision `"highest"` on this thread, or with `"high"` if `highest` is false.
 pub(crate) fn with_matmul_precision<R>(highest: bool, f: impl FnOnce() -> R) -> R {
     struct Restore(Option<usize>);
     impl Drop for Restore {

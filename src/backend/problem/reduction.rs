@@ -1,4 +1,4 @@
-//! Reductions, and their loop nest: kept dims outside, reduced dims inside, each group collapsed as far as its strides allow.
+//! Reductions and their plan: kept dims in the outer loops, reduced dims in the inner loops, both collapsed as far as strides allow.
 
 use smallvec::SmallVec;
 
@@ -7,7 +7,7 @@ use crate::layout::collapse::StridedDims;
 use crate::tensor::{Dims, Layout, Shape};
 use crate::{Compute, Tensor};
 
-/// Dims with the strides of one operand, innermost last. There is at least one dim.
+/// Dims and the strides of one operand, with the innermost dim last. There is at least one dim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Axes {
     pub(crate) sizes: Dims,
@@ -42,7 +42,7 @@ impl Axes {
         (self.sizes[self.rank() - 1], self.strides[self.rank() - 1])
     }
 
-    /// Returns the offset of position `i`, and the number of positions from `i` on, at most `most`, within the same innermost dim.
+    /// Returns the offset of position `i`, and the number of positions (at most `most`) from `i` on that are in the same innermost dim.
     pub(crate) fn locate(&self, i: usize, most: usize) -> (isize, usize) {
         let (inner, stride) = self.inner();
         let mut rest = i / inner;
@@ -54,18 +54,18 @@ impl Axes {
         (at, most.min(inner - i % inner))
     }
 
-    /// True if there is a single dim, with this size and stride.
+    /// True if there is exactly one dim, with this size and stride.
     pub(crate) fn is_single(&self, size: usize, stride: isize) -> bool {
         self.sizes[..] == [size] && self.strides[..] == [stride]
     }
 
-    /// Encodes sizes and then strides, as in the kernels' struct.
+    /// Returns the sizes and then the strides, in the layout of the struct that kernels take.
     pub(crate) fn words(&self) -> SmallVec<[i64; 16]> {
         self.sizes.iter().map(|&n| n as i64).chain(self.strides.iter().map(|&s| s as i64)).collect()
     }
 }
 
-/// The loop nest of a reduction: result `o` combines the elements at `start + kept[o] + reduced[r]` for every r.
+/// The plan of a reduction: result `o` combines the elements at `start + kept[o] + reduced[r]` for every r.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ReductionPlan {
     pub(crate) start: usize,
@@ -77,7 +77,7 @@ pub(crate) struct ReductionPlan {
 
 impl ReductionPlan {
     /// Plans a reduction of a layout that is not empty. With `in_order`, r is the row-major index over the reduced dims, as argmax needs.
-    /// Otherwise the reduced dims are sorted by descending stride, and negative strides are reversed.
+    /// Otherwise the reduced dims are sorted by descending stride, and dims with negative strides are reversed.
     pub(crate) fn new(layout: &Layout, reduced: &[bool], in_order: bool) -> ReductionPlan {
         let dims = || layout.shape.dims().iter().copied().zip(layout.strides.iter().copied()).zip(reduced);
         let kept = Axes::new(dims().filter(|(_, r)| !**r).map(|(d, _)| d));
@@ -88,7 +88,7 @@ impl ReductionPlan {
                 start += (*n as isize - 1) * *stride;
                 *stride = -*stride;
             }
-            // Broadcast dims, whose stride is 0, come first, so that the remaining dims can collapse.
+            // Broadcast dims (with stride 0) come first, so that the other dims can collapse.
             inner.sort_by_key(|&(_, stride)| std::cmp::Reverse(if stride == 0 { isize::MAX } else { stride }));
         }
         let reduced = Axes::new(inner.into_iter());
@@ -96,23 +96,23 @@ impl ReductionPlan {
         ReductionPlan { start: start as usize, kept, reduced, outs, n }
     }
 
-    /// True if the inputs of neighbouring results are closer in memory than successive inputs of one result.
+    /// True if the inputs of adjacent results are closer in memory than successive inputs of one result.
     pub(crate) fn by_column(&self) -> bool {
         let ((columns, across), (n, along)) = (self.kept.inner(), self.reduced.inner());
         columns > 1 && n > 1 && across != 0 && across.unsigned_abs() < along.unsigned_abs()
     }
 }
 
-/// A checked reduction: the result is allocated, and neither the result nor the reduced part of the input is empty.
+/// A checked reduction: the result is allocated, and neither the result nor the reduced dims are empty.
 pub(crate) struct Reduction<'a> {
     pub(crate) op: &'static str,
     pub(crate) rule: &'static Rule,
     pub(crate) x: &'a Tensor,
-    /// For each dim of x, whether to reduce it.
+    /// For each dim of x, whether the dim is reduced.
     pub(crate) mask: &'a [bool],
-    /// The result. Contiguous.
+    /// The result, which is contiguous.
     pub(crate) out: &'a Tensor,
-    /// Scalar 0 of [`Rule::finish`]: the number of elements, or the degrees of freedom.
+    /// The value of scalar 0 in [`Rule::finish`]: the number of elements, or the degrees of freedom.
     pub(crate) number: f64,
 }
 
@@ -169,9 +169,9 @@ pub(crate) enum Combination {
     Mul,
     Max,
     Min,
-    /// The index of the maximum.
+    /// The index of the maximum; the result is an index instead of a combined value.
     ArgMax,
-    /// The index of the minimum.
+    /// The index of the minimum; the result is an index instead of a combined value.
     ArgMin,
 }
 
@@ -181,32 +181,32 @@ impl Combination {
     }
 }
 
-/// The function that is applied to each element before elements are combined.
+/// The function that is applied to each element before the elements are combined.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Element {
     Identity,
-    /// 1 for a nonzero element, else 0.
+    /// 1 if the element is nonzero, otherwise 0.
     NonZero,
     Formula(Expr),
 }
 
-/// The formula of a reduction: map each element, combine, finish.
+/// The formula of a reduction: maps each element, combines the elements, and finishes the combined value.
 #[derive(Debug, Clone)]
 pub(crate) struct Rule {
     pub(crate) combination: Combination,
     pub(crate) element: Element,
-    /// An expression over the combined value (input 0) and [`Reduction::number`] (scalar 0); None returns the combined value itself.
+    /// An expression of the combined value (input 0) and [`Reduction::number`] (scalar 0). With None, the result is the combined value.
     pub(crate) finish: Option<Expr>,
-    /// How to repeat a sum that left the accumulator's range.
+    /// How a sum is computed again if it leaves the accumulator's range. None for sums that are never computed again.
     pub(crate) rescaled: Option<Rescaled>,
-    /// Whether to accumulate in i64 for every dtype.
+    /// Whether to accumulate in i64, whatever the dtype.
     pub(crate) counts: bool,
 }
 
-/// Float sums that are repeated with scaled elements if the plain sum overflows or its squares underflow. The scale is a power of two.
+/// Float sums that are computed again, from elements scaled by a power of two, if the sum overflows or its squares underflow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Rescaled {
-    /// The sum divided by the number of elements.
+    /// A sum divided by the number of elements.
     Mean,
     /// The square root of a sum of squares.
     Norm,
@@ -215,26 +215,26 @@ pub(crate) enum Rescaled {
 }
 
 impl Rescaled {
-    /// True if elements are squared, so that a small sum may have lost terms to underflow.
+    /// True if elements are squared. In this case small sums may have lost terms to underflow.
     pub(crate) fn squares(self) -> bool {
         self != Rescaled::Mean
     }
 }
 
-/// The range in which a plain sum is exact enough, and the factors that bring other sums into the range.
+/// The range in which a sum of unscaled elements is exact enough, and the factors that bring other sums into this range.
 pub(crate) struct SafeRange {
-    /// The largest plain sum that is accepted.
+    /// The largest sum that is accepted.
     pub(crate) max_sum: f64,
-    /// The smallest plain sum of squares that is accepted.
+    /// The smallest sum of squares that is accepted.
     pub(crate) min_square_sum: f64,
-    /// Factor for the elements of a sum that is too large.
+    /// The factor for the elements if the sum is too large.
     pub(crate) scale_down: f64,
-    /// Factor for the elements of a sum that is too small.
+    /// The factor for the elements if the sum of squares is too small.
     pub(crate) scale_up: f64,
 }
 
 impl SafeRange {
-    /// The range for sums accumulated in `compute`. The square of an element times its factor never leaves this range.
+    /// Returns the range for sums accumulated in `compute`. The square of an element times its factor always stays in the accumulator's range.
     pub(crate) fn for_accumulator(compute: Compute) -> SafeRange {
         let (max_sum, [min_square_sum, scale_down, scale_up]) = match compute {
             Compute::F64 => (f64::MAX, [-900, -600, 700]),
@@ -249,7 +249,7 @@ impl SafeRange {
         }
     }
 
-    /// Returns the factor for the elements whose plain sum is `sum`: 1 if the sum is accepted. Only sums of `squares` can be too small.
+    /// Returns the factor for the elements whose unscaled sum is `sum`: 1 if that sum is accepted. Only sums of squares can be too small.
     pub(crate) fn factor(&self, sum: f64, squares: bool) -> f64 {
         match sum.abs() {
             size if size.is_nan() || size > self.max_sum => self.scale_down,

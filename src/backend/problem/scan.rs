@@ -2,7 +2,7 @@
 
 use crate::Tensor;
 
-/// A scan along dim `d` of x. `indices` receives the indices of running maxima or minima.
+/// A scan along dim `d` of x. `indices` receives the index of each running maximum or minimum.
 pub(crate) struct RunningReduction<'a> {
     pub(crate) scan: Scan,
     pub(crate) x: &'a Tensor,
@@ -11,7 +11,7 @@ pub(crate) struct RunningReduction<'a> {
     pub(crate) indices: Option<&'a Tensor>,
 }
 
-/// How a scan combines elements.
+/// The operation by which a scan combines elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Scan {
     Sum,
@@ -22,7 +22,7 @@ pub(crate) enum Scan {
 }
 
 impl Scan {
-    /// True if the scan also returns the index of the maximum or minimum.
+    /// True if the scan also returns the index of each running maximum or minimum.
     pub(crate) fn is_arg(self) -> bool {
         matches!(self, Scan::Max | Scan::Min)
     }

@@ -4,7 +4,7 @@ use crate::layout::Layout;
 use crate::layout::shape::Dims;
 use crate::{DType, Tensor};
 
-/// A stable sort along dim `d` of x. `indices` receives each element's index before the sort.
+/// A stable sort along dim `d` of x. `indices` receives the index that each element had before the sort.
 pub(crate) struct Sorting<'a> {
     pub(crate) x: &'a Tensor,
     pub(crate) d: usize,
@@ -13,17 +13,17 @@ pub(crate) struct Sorting<'a> {
     pub(crate) indices: &'a Tensor,
 }
 
-/// A search for the insertion index of each value in a line of `sorted`.
+/// A search for the index at which each value could be inserted into a sorted line.
 pub(crate) struct Search<'a> {
-    /// The tensor whose lines are sorted along its last dim.
+    /// The tensor with the lines, which are sorted along its last dim.
     pub(crate) sorted: &'a Tensor,
-    /// The lines, broadcast to the shape of the values. The elements of a line are `step` apart.
+    /// The lines, broadcast to the shape of the values. Adjacent elements of a line are `step` elements apart.
     pub(crate) lines: &'a Layout,
     pub(crate) step: isize,
     pub(crate) values: &'a Tensor,
-    /// Whether a value is inserted after elements equal to it.
+    /// Whether a value is inserted after equal elements, instead of before.
     pub(crate) right: bool,
-    /// The result. If it is bool, it receives whether the line contains the value.
+    /// The result: insertion indices, or if its dtype is bool, whether the line contains the value.
     pub(crate) out: &'a Tensor,
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct TopK<'a> {
     pub(crate) descending: bool,
 }
 
-/// The element of one rank from each line along dim `d` of x.
+/// The element of a given rank of each line along dim `d` of x.
 #[derive(Clone, Copy)]
 pub(crate) struct RankedElement<'a> {
     pub(crate) x: &'a Tensor,
@@ -44,14 +44,14 @@ pub(crate) struct RankedElement<'a> {
     pub(crate) rank: RankQuery<'a>,
 }
 
-/// The result of a selection: indices, and the values if the backend computes those as well.
+/// The result of a selection: the indices, and the values if the backend computes them as well.
 pub(crate) struct Selected {
     pub(crate) values: Option<Tensor>,
     pub(crate) indices: Tensor,
 }
 
 impl Selected {
-    /// The values. Only for selections from [`allocate`](Selected::allocate), which have values.
+    /// Returns the values of a selection that [`allocate`](Selected::allocate) made; any other selection may have no values.
     pub(crate) fn values(&self) -> &Tensor {
         self.values.as_ref().unwrap_or(&self.indices)
     }
@@ -63,21 +63,21 @@ impl From<Tensor> for Selected {
     }
 }
 
-/// The rank to select from each line, in ascending order and counted from 0. NaN is greater than every number.
+/// The rank to select from each line, in ascending order, counted from 0. NaN is greater than every number.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum RankQuery<'a> {
     /// The element of this rank.
     Rank(usize),
-    /// The element of this rank, or the first NaN if the line has any.
+    /// The element of this rank, or the first NaN if the line contains any NaN.
     OrNan(usize),
     /// The median of the elements that are not NaN.
     NanMedian,
-    /// A rank for each line: contiguous i64.
+    /// A different rank for each line: a contiguous I64 tensor.
     Ranks(&'a Tensor),
 }
 
 impl<'a> RankQuery<'a> {
-    /// Returns the rank in a line of n elements, `nans` of them NaN. `listed` reads the line's rank from [`RankQuery::Ranks`].
+    /// Returns the rank in a line of n elements, of which `nans` are NaN. For [`RankQuery::Ranks`], `listed` reads the line's rank.
     pub(crate) fn rank(self, n: usize, nans: usize, listed: impl FnOnce() -> i64) -> usize {
         match self {
             RankQuery::OrNan(_) if nans > 0 => n - nans,
@@ -92,8 +92,8 @@ impl<'a> RankQuery<'a> {
     }
 }
 
-/// The range of bits in which sort keys of a dtype differ, in multiples of four. f16 and bf16 keys are widened to 32 bits, and
-/// their lowest bits only repeat the sign.
+/// Returns the range of bits in which sort keys of a dtype can differ; its ends are multiples of four. Keys of f16 and bf16 are
+/// widened to 32 bits, and their lowest bits only repeat the sign.
 pub(crate) fn key_bits(dtype: DType) -> [usize; 2] {
     match dtype {
         DType::F16 => [12, 32],
@@ -105,7 +105,7 @@ pub(crate) fn key_bits(dtype: DType) -> [usize; 2] {
     }
 }
 
-/// The sizes of `t`, with `k` in place of the size of dim d.
+/// Returns the sizes of `t`, with the size of dim d replaced by `k`.
 pub(crate) fn dims_with(t: &Tensor, d: usize, k: usize) -> Dims {
     let mut dims = Dims::from_slice(t.shape().dims());
     dims[d] = k;

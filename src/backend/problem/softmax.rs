@@ -5,7 +5,7 @@ use crate::backend::problem::lines::without_dim;
 use crate::layout::collapse::StridedDims;
 use crate::layout::shape::{Dims, Shape};
 
-/// The operation on each row.
+/// The operation that is applied to each row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum RowOp {
     Softmax,
@@ -13,40 +13,40 @@ pub(crate) enum RowOp {
     MaskedSoftmax,
     LogSoftmax,
     LogSumExp,
-    /// The gradient of softmax, from its result and the result's gradient.
+    /// The gradient of softmax, computed from the result of softmax and the gradient of that result.
     SoftmaxGrad,
-    /// The gradient of log-softmax, from its result and the result's gradient.
+    /// The gradient of log-softmax, computed from the result of log-softmax and the gradient of that result.
     LogSoftmaxGrad,
 }
 
-/// How a mask applies to the elements of a row.
+/// How a mask changes the elements of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum MaskKind {
     #[default]
     None,
-    /// A bool mask: excludes elements where the mask is false.
+    /// A bool mask: elements are excluded where the mask is false.
     Keep,
-    /// A float mask: added to the elements.
+    /// A float mask, which is added to the elements.
     Add,
 }
 
-/// The element mask and the causal mask of a softmax.
+/// The masks of a softmax: the kind of the element mask, and the causal mask.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct SoftmaxMask {
     pub(crate) kind: MaskKind,
-    /// The number of rows in each causally masked matrix; 0 without a causal mask. Row i keeps the elements 0 to `first + i`.
+    /// The number of rows of each causally masked matrix; 0 without a causal mask. Row i of a matrix keeps the elements 0 to `first + i`.
     pub(crate) causal: usize,
     pub(crate) first: usize,
 }
 
 impl SoftmaxMask {
-    /// The number of elements of row r that the causal mask keeps, for rows of n elements.
+    /// Returns the number of elements of row r that the causal mask keeps, of n.
     pub(crate) fn visible_len(self, r: usize, n: usize) -> usize {
         if self.causal == 0 { n } else { n.min(self.first + r % self.causal + 1) }
     }
 }
 
-/// Rows of n elements in three operands. `strided` holds the strides between rows, `steps` the strides along a row.
+/// Rows of n elements in three operands. `strided` holds the strides between rows, and `steps` the strides along a row.
 #[derive(Debug)]
 pub(crate) struct SoftmaxRows {
     pub(crate) strided: StridedDims,
@@ -56,7 +56,7 @@ pub(crate) struct SoftmaxRows {
 }
 
 impl SoftmaxRows {
-    /// The rows of `shape` along dim d, for operands with these strides.
+    /// Returns the rows of `shape` along dim d. `operands` holds the strides of the three operands.
     pub(crate) fn new(shape: &Shape, d: usize, operands: [&[isize]; 3]) -> SoftmaxRows {
         let rest: Shape = without_dim(shape.dims(), d);
         let starts = operands.map(|strides| -> Dims<isize> { without_dim(strides, d) });
@@ -69,11 +69,11 @@ impl SoftmaxRows {
     }
 }
 
-/// An operation on rows along dim `d` of x and z, which have the same shape.
+/// An operation on the rows along dim `d` of x and z, which have the same shape.
 pub(crate) struct Softmax<'a> {
     pub(crate) kind: RowOp,
     pub(crate) x: &'a Tensor,
-    /// The mask, or the second operand of a gradient; otherwise x again.
+    /// The mask, or the second operand of a gradient. For other operations, x again.
     pub(crate) z: &'a Tensor,
     pub(crate) out: &'a Tensor,
     pub(crate) d: usize,
@@ -81,7 +81,7 @@ pub(crate) struct Softmax<'a> {
 }
 
 impl Softmax<'_> {
-    /// The rows of x, the result and z, in this order.
+    /// Returns the rows of x, of the result and of z, in this order.
     pub(crate) fn rows(&self) -> SoftmaxRows {
         let operands = [self.x.strides(), self.out.strides(), self.z.strides()];
         SoftmaxRows { mask: self.mask, ..SoftmaxRows::new(self.x.shape(), self.d, operands) }

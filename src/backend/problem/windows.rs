@@ -1,29 +1,29 @@
-//! Sliding windows over images: their geometry, and pooling.
+//! Sliding windows over images: geometry and pooling.
 
 use crate::Tensor;
 
-/// The geometry of sliding windows over D dims. Backends take two dims, rows and columns.
+/// The geometry of sliding windows over D dims. Backends support D = 2: rows and columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Windows<const D: usize = 2> {
-    /// The size of the image; `kernel` is the size of a window, and `grid` the number of windows, which is the output's size.
+    /// The size of the image; `kernel` is the size of a window, and `grid` the number of windows along each dim, which is the output size.
     pub(crate) image: [usize; D],
     pub(crate) kernel: [usize; D],
     pub(crate) grid: [usize; D],
-    /// The step between windows; `padding` is the padding before the image, and `padding_after` the padding after it.
+    /// The step from window to window; `padding` is the padding before the image, and `padding_after` the padding after the image.
     pub(crate) stride: [usize; D],
     pub(crate) padding: [usize; D],
     pub(crate) padding_after: [usize; D],
     pub(crate) dilation: [usize; D],
-    /// Whether the image is divided evenly among the windows (PyTorch's adaptive pooling). Only `image` and `grid` are then used.
+    /// Whether the image is divided evenly among the windows (PyTorch's adaptive pooling). If so, only `image` and `grid` are used.
     pub(crate) adaptive: bool,
 }
 
 /// The divisor of average pooling.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Divisor {
-    /// The number of elements of the window, padding included.
+    /// The number of elements of the window, including padding.
     Window,
-    /// The number of elements of the window inside the image.
+    /// The number of elements of the window that are inside the image.
     InsideImage,
     Number(usize),
 }
@@ -37,7 +37,7 @@ pub(crate) enum PoolTask {
     MeanBackward(Divisor),
 }
 
-/// Pooling of x. Only maxima use `index`: forward writes the index of each maximum, and backward reads it.
+/// Pooling of x. Only max pooling uses `index`: the forward pass writes the index of each maximum, and the backward pass reads it.
 pub(crate) struct Pooling<'a> {
     pub(crate) windows: &'a Windows,
     pub(crate) task: PoolTask,
@@ -46,12 +46,12 @@ pub(crate) struct Pooling<'a> {
     pub(crate) out: &'a Tensor,
 }
 
-/// Im2col: copies the elements of each window of x into columns of `out`.
+/// Im2col: copies the elements of each window of x to a column of `out`.
 pub(crate) struct Im2col<'a> {
     pub(crate) windows: &'a Windows,
     pub(crate) x: &'a Tensor,
     pub(crate) out: &'a Tensor,
-    /// Whether the batch is inside, `[C, kernel, N, grid]`, instead of `[N, C, kernel, grid]`.
+    /// Whether the batch is an inner dim of `out`, `[C, kernel, N, grid]`, instead of the first dim, `[N, C, kernel, grid]`.
     pub(crate) inside: bool,
 }
 

@@ -1,5 +1,5 @@
-//! Attention: every weight by its definition, and the gradients from the weights. Keys hidden by a causal mask are skipped. A kernel may instead
-//! multiply their values by a weight of 0, which differs if the values are not finite.
+//! Attention: every weight by its definition, and the gradients from the weights. Keys that a causal mask hides are skipped. A kernel may
+//! instead multiply the values of these keys by a weight of 0, which gives NaN if a value is not finite.
 
 use ndarray::ArrayD;
 
@@ -8,7 +8,7 @@ use crate::backend::problem::attention::{AttentionBackward, FusedAttention};
 use crate::expr::philox::Uniform;
 use crate::{DType, Result, Tensor};
 
-/// Computes scores and dropout factors.
+/// Computes the scores and the dropout factors of attention.
 struct Scores<'a> {
     a: &'a FusedAttention<'a>,
     q: ArrayD<f64>,
@@ -22,7 +22,7 @@ impl Scores<'_> {
         Ok(Scores { a, q: read_floats(a.q)?, k: read_floats(a.k)?, mask })
     }
 
-    /// The scores of the visible keys for one row; `row` is the index of its query.
+    /// Returns the scores of a row for the keys that are visible to it. `row` is the index of the row's query.
     fn scores(&self, row: &[usize]) -> Vec<f64> {
         let [_, _, keys, width, _] = self.a.sizes();
         let query = row[row.len() - 1];
@@ -41,7 +41,7 @@ impl Scores<'_> {
         (0..if self.a.causal { keys.min(query + 1) } else { keys }).map(score).collect()
     }
 
-    /// The dropout factor of weight j in this row, where rows are numbered over the whole tensor.
+    /// Returns the dropout factor of weight j in this row. Rows are numbered over the whole tensor.
     fn dropout_factor(&self, row: usize, j: usize) -> f64 {
         let Some((p, seed)) = self.a.dropout else { return 1.0 };
         let mut uniform = [0f32];
@@ -49,7 +49,7 @@ impl Scores<'_> {
         if f64::from(uniform[0]) < p { 0.0 } else { 1.0 / (1.0 - p) }
     }
 
-    /// The index of each row of scores.
+    /// Iterates over the indices of all rows of scores.
     fn rows(&self) -> impl Iterator<Item = Vec<usize>> + use<> {
         let scores = self.a.scores();
         indices(&scores.dims()[..scores.rank() - 1])
@@ -60,7 +60,7 @@ fn with_column(row: &[usize], column: usize) -> Vec<usize> {
     [row, &[column]].concat()
 }
 
-/// The index of an element of key or value j for a row of scores. Keys and values have one head.
+/// Returns the index of an element of key or value j, for a row of scores. Keys and values have one head.
 fn key_index(row: &[usize], j: usize, column: usize) -> Vec<usize> {
     [&row[..row.len() - 2], &[0, j, column]].concat()
 }

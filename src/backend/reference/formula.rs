@@ -1,4 +1,4 @@
-//! Formulas, evaluated an element at a time, in f64 or i64 depending on the compute type.
+//! Formulas, evaluated one element at a time, in f64 or i64 depending on the compute type.
 
 use ndarray::ArrayD;
 
@@ -9,7 +9,7 @@ use crate::expr::primitives::{gcd, shl, shr};
 use crate::expr::{Binary, Expr, Leaf, Op, Unary};
 use crate::{Compute, Result, Scalar};
 
-/// Computes every result from the inputs' original values, then writes it in row-major order.
+/// Computes all results from the values that the inputs have before the launch, then writes the results in row-major order.
 pub(super) fn map(formulas: &Formulas) -> Result<()> {
     let Formulas { inputs, params, program, outputs, .. } = *formulas;
     let (shape, compute) = (outputs[0].shape(), compute_type(program, inputs, outputs));
@@ -23,7 +23,7 @@ pub(super) fn map(formulas: &Formulas) -> Result<()> {
     outputs.iter().zip(results).try_for_each(|(out, result)| write(out, result))
 }
 
-/// Evaluates a formula at element `e`.
+/// Returns the value of a formula at element `e`.
 pub(super) fn value(expr: &Expr, inputs: &[Scalar], params: Params, e: u64, compute: Compute) -> Scalar {
     let arg = |i: usize| value(&expr.args()[i], inputs, params, e, compute);
     match expr.op() {
@@ -50,7 +50,7 @@ pub(super) fn value(expr: &Expr, inputs: &[Scalar], params: Params, e: u64, comp
     }
 }
 
-/// Draws the random number of element `e`.
+/// Returns the random number of element `e`.
 fn drawn<D: Draw<Number: Into<Scalar>>>(seed: Seed, e: u64) -> Scalar {
     let mut number = [Scalar::Int(0)];
     seed.fill::<D, _>(e, &mut number, Into::into);
@@ -73,7 +73,7 @@ fn binary(op: Binary, a: Scalar, b: Scalar) -> Scalar {
         Binary::Add => i64::wrapping_add,
         Binary::Sub => i64::wrapping_sub,
         Binary::Mul => i64::wrapping_mul,
-        // Division by zero gives 0; backends also report an error.
+        // Division by zero gives 0. Backends also report an error, which the reference does not.
         Binary::Div => |a, b| if b == 0 { 0 } else { a.wrapping_div(b) },
         Binary::Rem => |a, b| if b == 0 { 0 } else { a.wrapping_rem(b) },
         Binary::Pow => power,
@@ -94,7 +94,7 @@ fn binary(op: Binary, a: Scalar, b: Scalar) -> Scalar {
     }
 }
 
-/// Integer power, with wrapping. A negative power is the truncated quotient.
+/// Returns the integer power, with wrapping. For a negative exponent, returns the truncated quotient.
 fn power(base: i64, exponent: i64) -> i64 {
     match (base, u32::try_from(exponent)) {
         (_, Ok(exponent)) => base.wrapping_pow(exponent),

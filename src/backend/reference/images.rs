@@ -8,7 +8,7 @@ use crate::backend::problem::interpolation::{Resize, Samples};
 use crate::backend::problem::windows::{Divisor, PoolTask, Windows};
 use crate::{Result, Scalar, Tensor};
 
-/// The taps of window o along dim d that are inside the image, each with the row or column that it reads.
+/// Returns the taps of window o along dim d that are inside the image, each with the row or column that the tap reads.
 fn taps(w: &Windows, d: usize, o: usize) -> Vec<(usize, usize)> {
     let (image, grid) = (w.image[d], w.grid[d]);
     if w.adaptive {
@@ -28,15 +28,15 @@ fn each_tap(w: &Windows, mut f: impl FnMut([usize; 2], [usize; 2], [usize; 2])) 
     }
 }
 
-/// A convolution: `y[n, o, window] = bias[o] + sum of x[n, group of o and c, position] * weight[o, c, tap]`. Each of x, weight and y can be
-/// computed from the other two.
+/// A convolution: `y[n, o, window] = bias[o] + sum of x[n, group of o and c, position] * weight[o, c, tap]`. From any two of x, weight and
+/// y (the others may be gradients), the third is computed.
 pub(super) struct Convolution {
     pub(super) windows: Windows,
     pub(super) groups: usize,
 }
 
 impl Convolution {
-    /// Calls `f(index in x, index in weight, index in y)` for every product.
+    /// Calls `f(index in x, index in weight, index in y)` for every product of the sum.
     fn each_product(&self, n: usize, weight: &[usize], mut f: impl FnMut([usize; 4], [usize; 4], [usize; 4])) {
         let (outer, inner) = (weight[0] / self.groups, weight[1]);
         for index in indices(&[n, weight[0], inner]) {
@@ -84,7 +84,7 @@ impl conv::Convolution for Convolution {
     }
 }
 
-/// Gathers columns `[N, C, kernel, grid]`, or `[C, kernel, N, grid]` if `inside`, with 0 for the padding.
+/// Copies windows to columns `[N, C, kernel, grid]`, or `[C, kernel, N, grid]` if `inside`, with 0 for the padding.
 pub(super) fn im2col(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
     let images = read(x)?;
     let mut columns = ArrayD::from_elem(out.shape().dims(), Scalar::Int(0));
@@ -111,13 +111,13 @@ pub(super) fn col2im(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> 
     write(out, images)
 }
 
-/// The elements that window `[oh, ow]` reads, in row-major order.
+/// Returns the image elements that window `[oh, ow]` reads, in row-major order.
 fn window_elements(w: &Windows, [oh, ow]: [usize; 2]) -> Vec<[usize; 2]> {
     let columns = taps(w, 1, ow);
     taps(w, 0, oh).into_iter().flat_map(|(_, i)| columns.iter().map(move |&(_, j)| [i, j])).collect()
 }
 
-/// The divisor of a window's mean.
+/// Returns the divisor of a window's mean.
 fn divisor(w: &Windows, o: [usize; 2], divisor: Divisor) -> f64 {
     let padded = |d: usize| {
         let start = o[d] * w.stride[d];
@@ -131,8 +131,8 @@ fn divisor(w: &Windows, o: [usize; 2], divisor: Divisor) -> f64 {
     count as f64
 }
 
-/// `Max` computes the greatest element of each window, or the last NaN, and its position in the image. `MaxBackward` adds each window's
-/// gradient at that position. `Mean` and `MeanBackward` are each other's gradient.
+/// `Max` computes the largest element of each window, or the last NaN, and its position in the image. `MaxBackward` adds each window's
+/// gradient to the element at that position. Each of `Mean` and `MeanBackward` is the gradient of the other.
 pub(super) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
     let (x, mut results) = (read(x)?, ArrayD::from_elem(out.shape().dims(), Scalar::Int(0)));
     let mut chosen = read(index)?;
@@ -174,7 +174,7 @@ pub(super) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out:
     write(out, results)
 }
 
-/// The input elements that output o of a resized dim depends on, with their weights.
+/// Returns the input elements that output o of a resized dim depends on, and their weights.
 fn source_weights(samples: Option<Samples>, o: usize) -> Vec<(usize, f64)> {
     match samples.map(|samples| (samples.linear, samples.source(o))) {
         None => vec![(o, 1.0)],
@@ -183,7 +183,7 @@ fn source_weights(samples: Option<Samples>, o: usize) -> Vec<(usize, f64)> {
     }
 }
 
-/// Computes `out[i, j] = sum of weight * x[k, l]`. The transposed map adds `weight * x[i, j]` to each `out[k, l]`.
+/// Computes `out[i, j] = sum of weight * x[k, l]`. If `transposed`, adds `weight * x[i, j]` to each `out[k, l]` instead.
 pub(super) fn interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
     let (x, mut results) = (read_floats(x)?, ArrayD::<f64>::zeros(IxDyn(out.shape().dims())));
     let large = if transposed { x.shape() } else { out.shape().dims() }.to_vec();

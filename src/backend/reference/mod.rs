@@ -1,7 +1,7 @@
 //! The definition of every problem: plain loops over indices and strides, in f64, or in i64 for integers.
 //!
-//! Compiled in tests only, for tensors on the CPU. Tensors are read value by value ([`values`]), and results are rounded once, when they are
-//! written. The reference declines no problem. [`suite`] compares both backends with the reference.
+//! Compiled in tests only, for tensors on the CPU. Tensors are read value by value ([`values`]), and each result is rounded once, when it is
+//! written. The reference never declines a problem. [`suite`] compares both backends with the reference.
 
 mod attention;
 mod formula;
@@ -15,7 +15,7 @@ mod values;
 
 use super::*;
 
-/// The reference backend.
+/// A backend that computes every problem by its definition.
 struct Reference;
 
 impl Backend for Reference {

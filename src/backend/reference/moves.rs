@@ -31,7 +31,7 @@ pub(super) fn tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
     new_tensor(&values, x.dtype)
 }
 
-/// Resolves an index to a position along a dim of this size.
+/// Converts an index to a position along a dim of the given size. If `wraps`, negative indices count from the end.
 fn checked(op: &'static str, index: Scalar, size: usize, wraps: bool) -> Result<isize> {
     let index = index.to_i64();
     let position = if wraps && index < 0 { index + size as i64 } else { index };
@@ -39,7 +39,7 @@ fn checked(op: &'static str, index: Scalar, size: usize, wraps: bool) -> Result<
     inside.then_some(position as isize).ok_or(Error::IndexOutOfRange { op, index, size })
 }
 
-/// Calls `f(index, offset along the indexed dim)` for every element of the index, in row-major order.
+/// Calls `f(index, offset along the indexed dim)` for every element of the index tensor, in row-major order.
 fn for_each_index(g: &Indexed, mut f: impl FnMut(&[usize], isize)) -> Result<()> {
     let index = Memory::read(g.index)?;
     for i in indices(g.x_layout.shape.dims()) {
@@ -55,7 +55,7 @@ pub(super) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
     write(out, values)
 }
 
-/// Scatters elements in the order of the indices.
+/// Scatters elements in the order of the indices, so that later elements overwrite earlier ones.
 pub(super) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout) -> Result<()> {
     let (x, mut to) = (Memory::read(g.x)?, Memory::read(target)?);
     for_each_index(g, |i, along| {

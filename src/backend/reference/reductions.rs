@@ -1,4 +1,4 @@
-//! Matrix products, reductions and scans: sums in f64 or i64, one term after another.
+//! Matrix products, reductions and scans. Sums are computed in f64 or i64, one term after another.
 
 use super::formula;
 use super::values::{add, converted, indices, is_true, max, min, mul, order, read, read_as, write};
@@ -38,7 +38,7 @@ pub(super) fn gemm(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     Ok(g.sums.is_some())
 }
 
-/// Reduces the elements that share a result's index in the kept dims, in row-major order.
+/// Computes each result from the elements that have the result's index in the kept dims, in row-major order.
 pub(super) fn reduce(reduction: &Reduction) -> Result<()> {
     let Reduction { rule, x, mask, out, .. } = *reduction;
     let (compute, accumulator) = (x.dtype.compute(), rule.accumulator(x.dtype));
@@ -73,13 +73,13 @@ pub(super) fn reduce(reduction: &Reduction) -> Result<()> {
     write(out, results)
 }
 
-/// The index of the first element that equals `chosen`.
+/// Returns the index of the first element that equals `chosen`.
 fn first_index(elements: &[Scalar], chosen: Option<Scalar>) -> Scalar {
     let same = |x: &Scalar| chosen.is_some_and(|chosen| order(*x, chosen).is_eq());
     Scalar::Int(elements.iter().position(same).expect("one of them") as i64)
 }
 
-/// Element i of the result reduces the elements `0..=i` of its line. Indices refer to the last of equal elements.
+/// Computes element i of each line of the result from the elements `0..=i` of the input's line. Indices refer to the last of equal elements.
 pub(super) fn scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, chosen: Option<&Tensor>) -> Result<()> {
     let mut results = read(x)?;
     let mut indices = results.clone();
@@ -106,13 +106,13 @@ pub(super) fn scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, chosen: Op
     write(values, results)
 }
 
-/// `log(sum(exp(x)))`. If the greatest element is infinite, it is the result.
+/// Returns `log(sum(exp(x)))`. If the largest element is infinite, returns that element.
 pub(super) fn log_sum_exp(x: impl Iterator<Item = f64> + Clone) -> f64 {
     let top = max_of(x.clone());
     if top.is_infinite() { top } else { top + x.map(|x| (x - top).exp()).sum::<f64>().ln() }
 }
 
-/// The greatest element; NaN if there is any, -inf for an empty iterator.
+/// Returns the largest element: NaN if any element is NaN, and -inf for an empty iterator.
 pub(super) fn max_of(x: impl Iterator<Item = f64>) -> f64 {
     x.fold(f64::NEG_INFINITY, |a, b| max(a.into(), b.into()).to_f64())
 }

@@ -37,7 +37,7 @@ fn plain_softmax(x: &Array1<f64>) -> Array1<f64> {
     &powers / powers.sum()
 }
 
-/// Softmax over the visible elements of row r. Hidden elements are 0; all are 0 if none is visible.
+/// Computes softmax over the visible elements of row r. Hidden elements give 0; if no element is visible, the whole row is 0.
 fn masked_softmax(s: &Softmax, r: usize, x: Array1<f64>, z: Array1<f64>) -> Array1<f64> {
     let visible = s.mask.visible_len(r, x.len());
     let score = |i: usize| match s.mask.kind {
@@ -57,7 +57,7 @@ fn masked_softmax(s: &Softmax, r: usize, x: Array1<f64>, z: Array1<f64>) -> Arra
     if nothing { Array1::zeros(x.len()) } else { plain_softmax(&scores) }
 }
 
-/// The loss of a row is `log(sum(exp(x))) - x[label]`. Its gradient is the softmax, minus 1 at the label.
+/// Computes the loss of each row, `log(sum(exp(x))) - x[label]`. The gradient of a row is its softmax, minus 1 at the label.
 pub(super) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     let LabelEntropy { logits, labels, options, dtype, grad, .. } = *entropy;
     let (x, labels) = (read_floats(logits)?, read(labels)?.mapv(|label| label.to_i64()));
@@ -84,7 +84,7 @@ pub(super) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     Ok(out)
 }
 
-/// Copies one row: the elements of the last two dims.
+/// Copies one row, which consists of the last two dims.
 fn row(t: &ArrayD<f64>, r: [usize; 2]) -> Array1<f64> {
     t.index_axis(Axis(0), r[0]).index_axis(Axis(0), r[1]).iter().copied().collect()
 }
@@ -93,8 +93,8 @@ fn mean(x: &Array1<f64>) -> f64 {
     x.sum() / x.len() as f64
 }
 
-/// Forward: `y = (x - mean) / sqrt(var + eps) * weight + bias`, with mean 0 in RMS norms. Backward: the gradient of z, where x is the gradient
-/// of the result, and the sums of x and of x times the normalised z over each row and over each column.
+/// The forward pass is `y = (x - mean) / sqrt(var + eps) * weight + bias`; in RMS norms the mean is 0. In the backward pass, x is the gradient
+/// of the result. That pass computes the gradient of z, and the sums of x and of x times the normalised z over each row and over each column.
 pub(super) fn norm(rows: &Normalisation) -> Result<()> {
     let x = read_floats(rows.x)?;
     let other = |t: Option<&Tensor>, otherwise: f64| match t {
@@ -134,11 +134,11 @@ pub(super) fn norm(rows: &Normalisation) -> Result<()> {
         None => write(rows.statistics, statistics)?,
         Some(_) => rows.sums.map_or(Ok(()), |t| write(t, sums))?,
     }
-    // The reference accumulates the columns in one part.
+    // The reference accumulates the columns in a single part.
     rows.columns.map_or(Ok(()), |t| write(t, columns))
 }
 
-/// Like the forward pass of [`norm`], for `[N, C, ..]` with known statistics of each channel.
+/// Like the forward pass of [`norm`], for `[N, C, ..]` with given statistics of each channel.
 pub(super) fn normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Tensor> {
     let mut values = read_floats(x)?;
     let [mean, variance, weight, bias] = numbers.map(|t| t.map(read_floats).transpose());
@@ -151,7 +151,7 @@ pub(super) fn normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Res
     new_tensor(&values, x.dtype)
 }
 
-/// The sum of squared deviations of each row, divided by `freedom`, or its square root.
+/// Writes the sum of squared deviations of each row divided by `freedom`, or with `root` its square root.
 pub(super) fn variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<()> {
     let x = read_floats(rows)?;
     let [first, second, ..] = *x.shape() else { unreachable!("four dims") };

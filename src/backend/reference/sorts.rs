@@ -1,4 +1,4 @@
-//! Sorting, searching and selection. NaN is above everything, and equal elements keep their order.
+//! Sorting, searching and selection. NaN is greater than every number, and equal elements keep their order.
 
 use ndarray::{ArrayD, Axis};
 
@@ -6,14 +6,14 @@ use super::values::{Memory, indices, is_nan, new_tensor, order, read, storage_in
 use crate::backend::problem::select::{RankQuery, Search, Selected};
 use crate::{DType, Result, Scalar, Tensor};
 
-/// The indices of a line's elements in sorted order.
+/// Returns the indices of a line's elements in sorted order.
 fn sorted_indices(line: &[Scalar], descending: bool) -> Vec<usize> {
     let mut at: Vec<usize> = (0..line.len()).collect();
     at.sort_by(|&a, &b| if descending { order(line[b], line[a]) } else { order(line[a], line[b]) });
     at
 }
 
-/// The values and indices of the elements that `choose` selects from each line along d, in the same order.
+/// Returns the values and the indices of the elements that `choose` selects from each line along d, in the order of `choose`.
 fn select_lines(
     x: &Tensor,
     d: usize,
@@ -55,7 +55,7 @@ pub(super) fn kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Selected> 
     Ok(Selected { values: Some(new_tensor(&values, x.dtype)?), indices: new_tensor(&indices, DType::I64)? })
 }
 
-/// Counts the elements before each value in its line: lesser elements, and with `right` also equal ones. All elements are before NaN.
+/// Counts the elements in front of each value in its line: smaller elements, and with `right` also equal elements. All numbers are in front of NaN.
 pub(super) fn searchsorted(search: &Search) -> Result<()> {
     let &Search { sorted: x, lines, step, values: v, right, out } = search;
     let (x, n, values) = (Memory::read(x)?, *x.shape().dims().last().expect("a line"), read(v)?);

@@ -7,7 +7,7 @@ use ndarray::{ArrayD, IxDyn};
 use crate::layout::Layout;
 use crate::{Compute, DType, Device, Result, Scalar, Shape, Tensor};
 
-/// A copy of a tensor's storage, for access to single elements.
+/// A copy of a tensor's storage in which single elements can be read and written.
 pub(super) struct Memory {
     dtype: DType,
     bytes: Vec<u8>,
@@ -20,7 +20,7 @@ impl Memory {
         Ok(Memory { dtype: t.dtype, bytes })
     }
 
-    /// The element at index `at` of the storage.
+    /// Returns the element at index `at` of the storage.
     pub(super) fn get(&self, at: isize) -> Scalar {
         let (at, size) = (at as usize, self.dtype.size());
         Scalar::decode(self.dtype, &self.bytes[at * size..][..size])
@@ -31,13 +31,13 @@ impl Memory {
         value.encode(self.dtype, &mut self.bytes[at * size..][..size]);
     }
 
-    /// Writes the bytes back to the tensor's storage.
+    /// Writes the copied bytes back to the tensor's storage.
     pub(super) fn write_to(&self, t: &Tensor) -> Result<()> {
         t.storage.write(0, &self.bytes)
     }
 }
 
-/// The storage index of the element with this index.
+/// Returns the position in the storage of the element with the given index.
 pub(super) fn storage_index(layout: &Layout, index: &[usize]) -> isize {
     layout.offset as isize + index.iter().zip(&layout.strides).map(|(&i, &stride)| i as isize * stride).sum::<isize>()
 }
@@ -54,17 +54,17 @@ pub(super) fn read(t: &Tensor) -> Result<ArrayD<Scalar>> {
     Ok(ArrayD::from_shape_fn(IxDyn(t.shape().dims()), value))
 }
 
-/// [`read`], after broadcasting.
+/// Like [`read`], after broadcasting the tensor to `shape`.
 pub(super) fn read_as(t: &Tensor, shape: &Shape) -> Result<ArrayD<Scalar>> {
     read(&t.with_layout(t.layout.broadcast_to(shape)))
 }
 
-/// [`read`], in f64.
+/// Like [`read`], with the values converted to f64.
 pub(super) fn read_floats(t: &Tensor) -> Result<ArrayD<f64>> {
     Ok(read(t)?.mapv(Scalar::to_f64))
 }
 
-/// Writes one value to each element of the tensor, in row-major order.
+/// Writes `values` to the elements of the tensor, one value per element, in row-major order.
 pub(super) fn write<V: Into<Scalar>>(t: &Tensor, values: impl IntoIterator<Item = V>) -> Result<()> {
     let mut memory = Memory::read(t)?;
     let mut values = values.into_iter();
@@ -82,7 +82,7 @@ pub(super) fn new_tensor<V: Copy + Into<Scalar>>(values: &ArrayD<V>, dtype: DTyp
     Ok(out)
 }
 
-/// Converts the value to the compute type.
+/// Returns the value converted to the compute type.
 pub(super) fn converted(value: Scalar, compute: Compute) -> Scalar {
     match compute {
         Compute::I64 => Scalar::Int(value.to_i64()),
@@ -90,7 +90,7 @@ pub(super) fn converted(value: Scalar, compute: Compute) -> Scalar {
     }
 }
 
-/// Applies `ints` to two integers, `floats` to all other pairs.
+/// Applies `ints` if both operands are integers, otherwise `floats`.
 pub(super) fn apply_typed(a: Scalar, b: Scalar, ints: fn(i64, i64) -> i64, floats: fn(f64, f64) -> f64) -> Scalar {
     match (a, b) {
         (Scalar::Int(a), Scalar::Int(b)) => Scalar::Int(ints(a, b)),
@@ -114,7 +114,7 @@ pub(super) fn is_true(a: Scalar) -> bool {
     a.to_f64() != 0.0
 }
 
-/// The sort order: NaN is above everything, -0 equals 0.
+/// Returns the sort order of two values: NaN is greater than every number, and -0 equals 0.
 pub(super) fn order(a: Scalar, b: Scalar) -> Ordering {
     match (a, b) {
         (Scalar::Int(a), Scalar::Int(b)) => a.cmp(&b),
@@ -122,12 +122,12 @@ pub(super) fn order(a: Scalar, b: Scalar) -> Ordering {
     }
 }
 
-/// The greater value; NaN if either is NaN.
+/// Returns the larger value, or NaN if either is NaN.
 pub(super) fn max(a: Scalar, b: Scalar) -> Scalar {
     if order(b, a) == Ordering::Greater { b } else { a }
 }
 
-/// The lesser value; NaN if either is NaN.
+/// Returns the smaller value, or NaN if either is NaN.
 pub(super) fn min(a: Scalar, b: Scalar) -> Scalar {
     if is_nan(b) || (!is_nan(a) && order(b, a) == Ordering::Less) { b } else { a }
 }

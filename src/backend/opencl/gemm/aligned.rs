@@ -1,22 +1,22 @@
-//! Aligned copies of f16 and bf16 matrices whose rows are not aligned for tensor cores. For a large product the copy takes less time
-//! than the loss from a kernel without tensor cores.
+//! Copies f16 and bf16 matrices whose rows are not aligned for tensor cores. For a large product, the copies take less time than a
+//! kernel without tensor cores would lose.
 
 use crate::backend::opencl::gemm::uses_cpu_kernels;
 use crate::backend::problem::gemm::Gemm;
 use crate::layout::Layout;
 use crate::{Result, Shape, Tensor};
 
-/// The smallest m, n or k of a product whose matrices are copied.
+/// The minimum m, n and k of a product whose matrices are copied.
 const MIN_SIDE_LEN: usize = 64;
-/// The minimum number of multiplications of a product whose matrices are copied.
+/// The minimum number of multiplications, m * n * k, of a product whose matrices are copied.
 const MIN_MULTIPLICATIONS: usize = 1 << 28;
 
-/// The alignment in bytes that rows need, which is the size of the shortest asynchronous copy.
+/// The alignment of rows, in bytes, that tensor cores need: the size of the shortest asynchronous copy.
 const MIN_ROW_ALIGNMENT_BYTES: usize = 4;
-/// The alignment in bytes of the rows of a copy, which is the size of the longest asynchronous copy.
+/// The alignment of the rows of a copy, in bytes: the size of the longest asynchronous copy.
 const COPY_ALIGNMENT_BYTES: usize = 16;
 
-/// Returns the product's matrices, at least one of them copied. None if both can be loaded without a copy, or the product is too small.
+/// Returns both matrices of the product, with at least one of them copied. None if neither needs a copy, or if the product is too small.
 pub(super) fn aligned_copies(g: &Gemm, shape: &Shape) -> Result<Option<[Tensor; 2]>> {
     let size = g.a.dtype.size();
     if size != 2 || g.b.dtype != g.a.dtype || has_aligned_rows(&g.a.layout, size) && has_aligned_rows(&g.b.layout, size)
@@ -36,7 +36,7 @@ pub(super) fn aligned_copies(g: &Gemm, shape: &Shape) -> Result<Option<[Tensor; 
     Ok(Some([copy(g.a)?, copy(g.b)?]))
 }
 
-/// True if one of the last two dims is contiguous, and all lines along it begin at multiples of [`MIN_ROW_ALIGNMENT_BYTES`] bytes.
+/// True if one of the last two dims is contiguous, and each line along that dim begins at a multiple of [`MIN_ROW_ALIGNMENT_BYTES`] bytes.
 fn has_aligned_rows(layout: &Layout, size: usize) -> bool {
     let [batch @ .., row, col] = &layout.strides[..] else { return true };
     let line = match (*row, *col) {
@@ -47,8 +47,8 @@ fn has_aligned_rows(layout: &Layout, size: usize) -> bool {
     steps.all(|step| (step.unsigned_abs() * size).is_multiple_of(MIN_ROW_ALIGNMENT_BYTES))
 }
 
-/// Copies a matrix so that its rows, or its columns if these are contiguous, begin at multiples of [`COPY_ALIGNMENT_BYTES`] bytes. Broadcast batch
-/// dims stay broadcast.
+/// Copies a matrix so that its rows, or its columns if the columns are contiguous, begin at multiples of [`COPY_ALIGNMENT_BYTES`] bytes. Batch
+/// dims with stride 0 stay broadcast.
 fn copy_aligned(t: &Tensor) -> Result<Tensor> {
     let last = t.rank() - 1;
     let by_columns = t.strides()[last - 1] == 1;
@@ -95,8 +95,8 @@ mod tests {
         }
     }
 
-    /// Checks that copies are aligned and equal, and that products of copies equal the CPU's, for odd numbers of columns, transposed
-    /// matrices, odd offsets and broadcast matrices.
+    /// Checks that copies have aligned rows and unchanged elements, and that products of copies equal the CPU's products. Covers odd
+    /// numbers of columns, transposed matrices, odd offsets and broadcast matrices.
     #[test]
     fn aligned_copies_give_the_cpus_products() {
         if opencl::count() == 0 {
@@ -130,7 +130,7 @@ mod tests {
         let got = run(Device::OpenCL(0));
         PRETEND_GPU.set(false);
         assert!(got == run(Device::Cpu));
-        // This product is too small for copies.
+        // This product is below the size limits, so no matrix is copied.
         let t = small_ints([65, 65], DType::BF16, Device::OpenCL(0));
         let small = Gemm::plain("test", &t, &t, std::slice::from_ref(&PRODUCT), &DType::F32);
         PRETEND_GPU.set(true);

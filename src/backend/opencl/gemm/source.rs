@@ -1,4 +1,4 @@
-//! Generates the source of a product's kernel: the definitions that precede `kernels/gemm.cl`.
+//! Generates the source of a product's kernel: the definitions in front of `kernels/gemm.cl`.
 
 use std::fmt::Write;
 
@@ -19,7 +19,7 @@ fn is_product(program: &Program) -> bool {
     program.exprs() == [Expr::input(0)]
 }
 
-/// The configuration of a product's kernel, besides its epilogue.
+/// The configuration of a product's kernel, without the epilogue.
 #[derive(Hash)]
 pub(super) struct GemmConfig {
     pub(super) variant: GemmKernel,
@@ -30,11 +30,11 @@ pub(super) struct GemmConfig {
     pub(super) others: SmallVec<[DType; 4]>,
     /// The number of batch dimensions.
     pub(super) batch: usize,
-    /// The number of results; the other operands are extras.
+    /// The number of results. The operands after the results are extras.
     pub(super) outs: usize,
     pub(super) sums: bool,
     pub(super) parts: bool,
-    /// The number of results that are stored at once.
+    /// The number of results that a work-item stores at once.
     pub(super) wide: usize,
 }
 
@@ -47,7 +47,7 @@ impl GemmConfig {
         let (first, step) = (9 + 3 * batch, 3 + batch);
         let as_windows = if let GemmKernel::Mma(mma) = variant { mma.windows } else { None };
         let windows = as_windows.is_some();
-        // For windows, `windows_mma.cl` computes the offsets of results, along rows or along columns.
+        // If a matrix consists of windows, `windows_mma.cl` computes the offsets of results, along rows or along columns.
         let windows_along_rows = as_windows == Some(WindowsOperand::LeftApart);
         let windows_along_columns = as_windows.is_some_and(|windows| {
             matches!(windows, WindowsOperand::Columns | WindowsOperand::ColumnsApart | WindowsOperand::RowsApart)
@@ -62,11 +62,11 @@ impl GemmConfig {
         let mut starts = String::new();
         let mut call: Vec<String> = vec![format!("({c})(value)")];
         let mut stores = String::new();
-        // Writing to a String cannot fail.
+        // `write!` to a `String` cannot fail, so its results are ignored below.
         for (i, t) in others.iter().enumerate() {
             let at = first + i * step;
             let constant = if i < outs { "" } else { "const " };
-            // No result overlaps another operand, so `restrict` lets the next loads start before a store completes.
+            // No result overlaps another operand. `restrict` tells the compiler, which can then start the next loads before a store completes.
             let _ = write!(operands, ", {constant}__global {t}_t* restrict p{i}");
             let _ = write!(starts, "const long at{i} = p.v[{at}] + batch_offset(p, z, {}); ", at + 3);
             let row = format!("at{i} + (i) * p.v[{}]", at + 1);

@@ -7,7 +7,7 @@ use crate::device::opencl;
 use crate::ops::Expr;
 
 thread_local! {
-    /// Makes every device use the kernels for GPUs.
+    /// Makes every device use the GPU kernels.
     pub(crate) static PRETEND_GPU: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -16,8 +16,8 @@ pub(super) fn small_ints(shape: [usize; 2], dtype: DType, device: Device) -> Ten
     Tensor::from_vec(values, shape, device).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Compares tiles of 32, 64 and 128 with the CPU, in every orientation, with an epilogue of two results, a row and a scalar. A device with
-/// few compute units uses large tiles for small sizes.
+/// Compares products with tiles of 32, 64 and 128 with the CPU's, in every orientation, with an epilogue of two results, a row and a
+/// scalar. A device with few compute units uses large tiles even for small sizes.
 #[test]
 fn the_tiled_kernel_equals_the_cpu() {
     if opencl::count() == 0 {
@@ -25,7 +25,7 @@ fn the_tiled_kernel_equals_the_cpu() {
     }
     let device = Device::OpenCL(0);
     let sizes = [(1, 1, 1), (31, 33, 64), (20, 32, 65), (64, 65, 33), (70, 63, 1), (3, 99, 0)];
-    // For the second and third size, work-items store four adjacent results at once.
+    // With the second and the third size, work-items store four adjacent results at once.
     let large = [(129, 130, 17), (128, 128, 16), (256, 128, 17)]; // a slow kernel to build on a CPU: two orientations
     let all = sizes.into_iter().flat_map(|size| (0..8).map(move |turns| (size, turns)));
     for (size, turns) in all.chain(large.into_iter().flat_map(|size| [(size, 0), (size, 7)])) {
@@ -40,7 +40,7 @@ fn the_tiled_kernel_equals_the_cpu() {
     }
 }
 
-/// One to four rows or columns, long and short, in every orientation.
+/// Products with one to four rows or columns, with a small and a large k, in every orientation, equal the CPU's.
 #[test]
 fn the_thin_kernel_equals_the_cpu() {
     if opencl::count() == 0 {
@@ -60,7 +60,7 @@ fn the_thin_kernel_equals_the_cpu() {
     }
 }
 
-/// Compares a product with the CPU's. The bits of `turns` say whether a, b and the result are transposed.
+/// Compares a product with the CPU's. The bits of `turns` select which of a, b and the result are transposed.
 fn check(device: Device, dtype: DType, (m, n, k): (usize, usize, usize), turns: u8) {
     let run = |device| {
         let matrix = |rows, cols, transposed: bool| match transposed {
@@ -93,8 +93,8 @@ fn check(device: Device, dtype: DType, (m, n, k): (usize, usize, usize), turns: 
     assert_eq!(got, run(Device::Cpu), "{dtype} {m} x {k} x {n}, transposed {turns:03b}, on {device}");
 }
 
-/// Half-precision results that are part of a larger tensor, whose other elements must stay. Tests numbers of columns that are not
-/// multiples of eight, and tiles of every size with their edges, against the CPU.
+/// A product whose f16 or bf16 result is a view must not change the other elements of the larger tensor. Compares with the CPU for
+/// numbers of columns that are not multiples of eight, and for tiles of every size including their edges.
 #[test]
 fn products_into_part_of_a_tensor_keep_the_rest() {
     if opencl::count() == 0 {

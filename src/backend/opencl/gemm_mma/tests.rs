@@ -6,8 +6,8 @@ use crate::tensor::Layout;
 const HOPPER: TensorCores = TensorCores { local: 200 << 10, wgmma: true };
 const OTHER: TensorCores = TensorCores { local: 97 << 10, wgmma: false };
 
-/// Returns the kernel for row-major matrices on 132 compute units. Rows of the left matrix have `pad` elements of padding, and the left
-/// matrix begins at element `first`.
+/// Returns the kernel that is chosen on 132 compute units for row-major matrices. Rows of the left matrix end with `pad` elements of
+/// padding, and the left matrix begins at element `first` of its buffer.
 fn choose([m, n, k]: [usize; 3], dtype: DType, pad: usize, first: usize, cores: TensorCores) -> Option<Mma> {
     let layout = |rows: usize, cols: usize, pad: usize| Layout {
         shape: Shape::from([rows, cols]),
@@ -74,7 +74,7 @@ fn windows_on_the_left_get_narrow_tiles() {
     assert_eq!(tile([100_000, 64, 576], DType::F16, OTHER), (64, 64, 64));
 }
 
-/// The weight gradient of 64 images of 256 x 14 x 14 and 3 x 3 windows.
+/// The weight gradient of a convolution of 64 images of 256 x 14 x 14 with 3 x 3 windows.
 #[test]
 fn weight_gradients_use_wgmma_and_split_k() {
     let [a, b, out] = [[256, 12_544], [12_544, 2304], [256, 2304]].map(|dims| Layout::contiguous(dims.into()));
@@ -94,7 +94,7 @@ fn products_of_few_tiles_use_split_k() {
         let b = Layout::contiguous([k, n].into());
         let (plan, k_of_tile) = (GemmPlan::new(&a, &b, &out.shape, &[&out]), mma.tile.k);
         let SplitK { count, depth } = mma.parts(&plan, 132);
-        // The parts cover k, none is empty, and all but the last are whole slices.
+        // The parts together cover k, no part is empty, and all parts but the last are whole slices.
         assert!((count - 1) * depth < k && k <= count * depth && depth.is_multiple_of(k_of_tile), "{count} of {depth}");
         assert!(count == 1 || mma.tile_count(&plan) <= SplitK::MAX_TILES);
         count

@@ -12,16 +12,16 @@ use crate::backend::problem::windows::sizes_4d;
 use crate::device::opencl::TuningParameter;
 use crate::{Result, Tensor};
 
-/// The number of outputs of a row that a work-item computes: COLUMNS in the template.
+/// The number of adjacent outputs of a row that a work-item computes: COLUMNS in the template.
 const COLUMNS: usize = 4;
 
-/// True if convolutions of this tensor should read images.
+/// True if convolutions of this tensor should read images instead of buffers.
 pub(crate) fn reads_images(x: &Tensor) -> bool {
     image_device(x, TuningParameter::ConvolutionImages).is_some()
 }
 
 /// Convolves `[n, c, h, w]` with a weight `[o, c / groups, kh, kw]`. Returns `None` if buffers should be read. Supports one group, and
-/// depthwise convolutions with as many outputs as inputs. Batches are divided if their images would be too high.
+/// depthwise convolutions with as many output as input channels. A batch whose image would be too high is divided.
 pub(crate) fn convolution(conv: &Conv2d) -> Result<Option<Tensor>> {
     let &Conv2d { windows: ref w, x, weight, bias, groups, .. } = conv;
     let ([n, c, ..], [o, each, kh, kw]) = (sizes_4d(x), sizes_4d(weight));
@@ -50,7 +50,7 @@ pub(crate) fn convolution(conv: &Conv2d) -> Result<Option<Tensor>> {
         let sizes = [count, c, o].into_iter();
         let pairs = [w.image, w.kernel, w.grid, w.stride, w.padding, w.dilation];
         let words: Vec<i32> = sizes.chain(pairs.into_iter().flatten()).map(|size| size as i32).collect();
-        // The kernel needs a buffer for the bias, even if it does not read the bias.
+        // The kernel needs a buffer argument for the bias even if there is no bias.
         let (bias_or_any, to) = (bias.unwrap_or(&out).device_view()?, out.device_view()?);
         let bias_step = bias.map_or(0, |bias| bias.strides()[0]);
         let args = args![

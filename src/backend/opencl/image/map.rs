@@ -16,10 +16,10 @@ use crate::expr::program::Program;
 use crate::storage::Image;
 use crate::{Compute, DType, Result, Tensor};
 
-/// The number of images that a kernel can have as arguments on every device.
+/// The number of image arguments that every device supports.
 const MAX_IMAGE_ARGS: usize = 8;
 
-/// Computes a formula of inputs of up to four dims into one output, in f32. Returns false if buffers should be read.
+/// Computes a formula of inputs of up to four dims into one output, with f32 arithmetic. Returns false if buffers should be read.
 pub(crate) fn elementwise(formulas: &Formulas) -> Result<bool> {
     if formulas.outputs.len() != 1 || image_device(formulas.outputs[0], TuningParameter::ElementwiseImages).is_none() {
         return Ok(false);
@@ -41,7 +41,7 @@ fn launch_on_images(launch: &Launch) -> Result<bool> {
     let fits = |t: &Tensor| {
         exact_format(t.dtype).is_some() && Tensor4::new(&t.layout).is_some_and(|four| four.fits(Blocks::Across, cl))
     };
-    // Copies read buffers, so that NaNs keep their bits.
+    // Formulas that only copy read buffers, because images would change the bits of NaNs.
     let moves = program.exprs().iter().all(|expr| (0..launch.inputs.len()).any(|k| *expr == crate::Expr::input(k)));
     let plain = program.seeds() == 0 && launch.compute == Compute::F32 && !program.can_fault(launch.compute);
     if used.is_empty() || used.len() > MAX_IMAGE_ARGS || moves || !plain || !operands().all(fits) {
@@ -61,7 +61,7 @@ fn launch_on_images(launch: &Launch) -> Result<bool> {
     Ok(true)
 }
 
-/// The configuration of the kernel for a formula: the output's dtype and the inputs that the formula reads.
+/// The configuration of the kernel for a formula: the dtype of the output, and the inputs that the formula reads.
 #[derive(Hash)]
 struct ImageFormula {
     dtype: DType,

@@ -8,8 +8,8 @@ use crate::backend::opencl::window::{divisor_code, window_kernel, words};
 use crate::backend::problem::windows::{PoolTask, Pooling, sizes_4d};
 use crate::device::opencl::TuningParameter;
 
-/// Computes [`pool`](crate::backend::Backend::pool) for maxima and means. Returns false if buffers should be read. Batches are divided if
-/// their images would be too high.
+/// Computes [`pool`](crate::backend::Backend::pool) for maxima and means. Returns false if buffers should be read. A batch whose image
+/// would be too high is divided.
 pub(crate) fn pool(pooling: &Pooling) -> Result<bool> {
     let &Pooling { windows: w, task, x, index, out } = pooling;
     let (name, divisor) = match task {
@@ -31,7 +31,7 @@ pub(crate) fn pool(pooling: &Pooling) -> Result<bool> {
     for from in (0..n).step_by(most) {
         let count = most.min(n - from);
         let (x, out) = (slice(x, from, count)?, slice(out, from, count)?);
-        // Means have no indices, but the kernel needs a buffer.
+        // Means have no indices, but the kernel needs a buffer for that argument.
         let index = if task == PoolTask::Max { slice(index, from, count)? } else { out.shallow_clone() };
         let Some(image) = none_if_out_of_memory(single_use_image(cl, &x))? else { return Ok(false) };
         let words = words(w, &x, &[]);

@@ -1,4 +1,4 @@
-//! Matrix products that read their right matrix, a weight, as an image.
+//! Matrix products that read the right matrix, a weight, as an image.
 
 use std::fmt::Write;
 
@@ -14,7 +14,7 @@ use crate::expr::program::Program;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Result, Shape, Tensor};
 
-/// Computes `[.., k]` times a weight `[k, n]`, whose image is cached until the weight changes. Returns false if buffers should be read.
+/// Multiplies `[.., k]` by a weight `[k, n]`. The weight's image is cached until the weight changes. Returns false if buffers should be read.
 pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let Some(cl) = image_device(g.a, TuningParameter::ProductImages) else { return Ok(false) };
     let program = Program::shared(g.epilogue);

@@ -6,11 +6,11 @@ use crate::storage::{MemoryMode, with_memory_mode};
 use crate::{AvgPoolOptions, ConvOptions, Device, MaxPoolOptions, Result, Tensor};
 
 thread_local! {
-    /// Limits on images that a test sets instead of the device's.
+    /// Image size limits (width and height in pixels) that a test sets instead of the device's.
     pub(super) static IMAGE_LIMITS: Cell<Option<[usize; 2]>> = const { Cell::new(None) };
 }
 
-/// Returns the result of `f` and its number of launches, on a device whose images are at most this large.
+/// Returns the result of `f` and the number of its launches, on a device whose images have at most the width and height `limits`.
 fn run_with_limits(limits: [usize; 2], f: impl Fn() -> Result<Tensor>) -> (Vec<f32>, u64) {
     IMAGE_LIMITS.set(Some(limits));
     let (made, launches) = count_launches(|| with_memory_mode(MemoryMode::Image, || f().unwrap()));
@@ -32,13 +32,13 @@ fn high_batches_are_divided_and_wide_ones_read_buffers() {
             [(&conv, true), (&most, true), (&mean, true), (&sum, false)];
         for (f, cuts) in operations {
             let want = with_memory_mode(MemoryMode::Buffer, || f().unwrap()).to_vec::<f32>().unwrap();
-            // The whole batch fits in an image of 10 x 20 pixels; the other limits divide the batch into 2 + 2 + 1 items, and into single items.
+            // The whole batch fits in an image of 10 x 20 pixels. The other limits divide the batch into 2 + 2 + 1 items, or into single items.
             for (limits, launches) in [([10, 20], 1), ([10, 8], 3), ([10, 11], 3), ([64, 4], 5)] {
                 let (got, count) = run_with_limits(limits, f);
                 assert_eq!(got, want);
                 assert!(count == launches || !cuts, "{count} launches within {limits:?}");
             }
-            // Not even one item of the batch fits, in width or in height.
+            // Not even one item of the batch fits in the width or in the height, so buffers are read.
             for limits in [[9, 20], [10, 3], [0, 0]] {
                 assert_eq!(run_with_limits(limits, f).0, want);
             }
@@ -46,7 +46,7 @@ fn high_batches_are_divided_and_wide_ones_read_buffers() {
     }
 }
 
-/// In mode auto the measured parameter decides. Other threads that pool meanwhile get the same results.
+/// In mode auto, the tuning parameter decides whether images are read. Other threads that pool meanwhile get the same results.
 #[test]
 fn auto_reads_images_if_the_tuned_parameter_says_so() {
     for device in Device::all().into_iter().filter(|&device| device != Device::Cpu) {

@@ -1,6 +1,6 @@
-//! The image gradient for few channels. Images are cut into blocks of pixels, and a block's elements are the output channels of a
-//! convolution over the windows' gradient. An infinity or NaN in that gradient reaches whole blocks, because the taps that a pixel
-//! does not have are zeros of the weight.
+//! The image gradient for few channels. Images are cut into blocks of pixels, and the elements of a block are the output channels
+//! of a convolution over the output's gradient. The weight holds zeros for taps that a pixel does not have, so an infinity or NaN
+//! in that gradient can reach all pixels of a block.
 
 use crate::backend::opencl::implicit_gemm::channels_last::{Matrix, Strided, padded};
 use crate::backend::opencl::implicit_gemm::{PIECE_BYTES, Steps};
@@ -9,14 +9,14 @@ use crate::tensor::Layout;
 use crate::tensor::view::reshape_detached;
 use crate::{MemoryFormat, Result, Shape, Tensor};
 
-/// The maximum number of elements of a block: the columns of the narrowest tile.
+/// The maximum number of elements of a block, which is the number of columns of the narrowest tile.
 const MAX_BLOCK_ELEMENTS: usize = 64;
 
 /// The maximum number of channels of an image that is cut into blocks.
 const MAX_CHANNELS: usize = 7;
 
-/// Blocks of pixels: their sides, which are multiples of the windows' strides, the first window that reaches the first block, and the
-/// number of windows that reach it.
+/// Blocks of pixels: their sides in pixels (multiples of the windows' strides), the first window that reads from the first block, and
+/// the number of windows that read from a block.
 #[derive(Clone, Copy)]
 pub(super) struct Blocks {
     sides: [usize; 2],
@@ -28,7 +28,7 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// Returns None if images have too many channels or taps are dilated.
+    /// Returns None if images have too many channels, blocks would be empty, or taps are dilated.
     pub(super) fn new(w: &Windows, channels: usize) -> Option<Blocks> {
         let &Windows { image, kernel, stride, padding, .. } = w;
         let most = (MAX_BLOCK_ELEMENTS / channels / stride[0] / stride[1]).isqrt();
@@ -43,7 +43,7 @@ impl Blocks {
         Some(Blocks { sides, first, taps, grid, stride, padding })
     }
 
-    /// Returns the rows, columns and depth of the product for `n` images.
+    /// Returns the sizes of the product for `n` images: rows, columns and depth.
     pub(super) fn sizes(&self, n: usize, inner: usize, outer: usize) -> [usize; 3] {
         let [windows, elements, taps] = [self.grid, self.sides, self.taps].map(|[a, b]| a * b);
         [n * windows, elements * inner, taps * outer]
@@ -56,12 +56,12 @@ impl Blocks {
     }
 
     /// Returns the weight as a matrix with a row for each element of a block. The matrix is a view of a copy with zeros around the taps: the
-    /// taps of the next pixel begin one element after those of the previous pixel, and the taps of the next window a stride before.
+    /// taps of the next pixel begin one element later, and the taps of the next window begin one stride earlier.
     pub(super) fn matrix(&self, weight: &Tensor) -> Result<Matrix> {
         let Blocks { sides, first, taps, stride, padding, .. } = *self;
         let [outer, inner, ..] = sizes_4d(weight);
         let channels = outer.next_multiple_of(PIECE_BYTES / weight.dtype.size());
-        // The first row and column of taps that the last window has for the first pixel.
+        // The first row and column of taps with which the last window reads the first pixel.
         let lowest = [0, 1].map(|d| padding[d] as isize - stride[d] as isize * (first[d] + taps[d] as isize - 1));
         let back = [0, 1].map(|d| stride[d] * (taps[d] - 1));
         let size = [0, 1].map(|d| sides[d] + back[d]);
@@ -80,7 +80,7 @@ impl Blocks {
         Ok(Matrix { tensor, channels, channel: 1, row, group: 0, taps: [0, 0] })
     }
 
-    /// Assembles images from blocks: each pixel of `[N, elements, grid]`, which is channels-last, is a block.
+    /// Assembles images from `blocks`, a channels-last tensor `[N, elements, grid]` in which each pixel holds one block.
     pub(super) fn images(&self, blocks: &Tensor, image: [usize; 2], last: bool) -> Result<Tensor> {
         let Blocks { sides: [down, right], grid: [rows, columns], .. } = *self;
         let [n, elements, ..] = sizes_4d(blocks);

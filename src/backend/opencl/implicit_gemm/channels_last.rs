@@ -1,4 +1,4 @@
-//! Channels-last images and weights, which products read. Other layouts are copied (`kernels/channels_last.cl`).
+//! Channels-last images and weights, as the products read them. Other layouts are copied (`kernels/channels_last.cl`).
 
 use smallvec::SmallVec;
 
@@ -11,20 +11,20 @@ use crate::{MemoryFormat, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/channels_last.cl");
 
-/// The work-group size of the kernel that copies.
+/// The work-group size of the copy kernel.
 const COPY_GROUP_SIZE: usize = 256;
 /// The number of channels in a tile of the copy.
 const TILE_CHANNELS: usize = 64;
 /// The number of pixels in a tile of the copy, for large and for small images.
 const TILE_PIXELS: [usize; 2] = [64, 16];
 
-/// The bytes of the longest slice along k. If the channels of a tap are a multiple of this size, every slice belongs to one tap.
+/// The size in bytes of the longest slice along k. If the channels of a tap are a multiple of this size, every slice is inside one tap.
 const MAX_SLICE_BYTES: usize = 128;
 
-/// Kernels compute byte offsets in images with 31 bits.
+/// The maximum number of bytes of images. Kernels compute byte offsets in images with 31 bits.
 pub(super) const MAX_IMAGE_BYTES: usize = 1 << 31;
 
-/// A strided view `[N, groups, channels, rows, columns]` of a tensor: its offset from the tensor's first element, and its strides.
+/// A strided view `[N, groups, channels, rows, columns]` of a tensor: `skip` is the offset from the tensor's first element, in elements.
 #[derive(Clone, Copy)]
 pub(super) struct Strided {
     skip: isize,
@@ -32,31 +32,31 @@ pub(super) struct Strided {
     strides: [isize; 5],
 }
 
-/// Images with contiguous channels, in which the channels of a group are padded to a multiple of 16 bytes.
+/// Images with contiguous channels. The channels of each group are padded to a multiple of 16 bytes.
 pub(super) struct ChannelsLast {
     pub(super) tensor: Tensor,
-    /// The number of elements of a tap: the channels of a group, or the padded row of a kernel if rows are taps ([`WholeRows`]).
+    /// The number of elements of a tap: the channels of a group, or the padded row of the kernel if whole rows are taps ([`WholeRows`]).
     pub(super) channels: usize,
-    /// The number of these elements that are multiplied. The kernel reads zeros instead of the others.
+    /// The number of elements of a tap that are multiplied. For the other elements the kernel reads zeros.
     pub(super) inside: usize,
-    /// Rows and columns.
+    /// The number of rows and columns of an image.
     pub(super) size: [usize; 2],
-    /// The distance in elements from one pixel to the next.
+    /// The distance from one pixel to the next, in elements.
     pub(super) pixel: usize,
 }
 
-/// Rows of a kernel as taps, for images of few channels. A row of a window is contiguous, and the whole row is padded to a multiple of
-/// 16 bytes instead of each pixel. Pixels are padded only until windows, which are a stride apart, begin at multiples of 16 bytes.
+/// Taps that are whole rows of the convolution kernel, for images of few channels. A row of a window is contiguous, so the whole row is padded to a
+/// multiple of 16 bytes, instead of each pixel. Pixels are padded only until windows, which are a stride apart, begin at multiples of 16 bytes.
 #[derive(Clone, Copy)]
 pub(super) struct WholeRows {
-    /// The number of elements of a pixel with padding.
+    /// The number of elements of a pixel, including padding.
     pub(super) pixel: usize,
-    /// The number of elements of a row of a kernel with padding.
+    /// The number of elements of a kernel row, including padding.
     pub(super) row: usize,
 }
 
 impl WholeRows {
-    /// Returns None if whole rows would not make k smaller.
+    /// Returns None if taps of whole rows would not make k smaller.
     pub(super) fn new(w: &Windows, channels: usize, size: usize) -> Option<WholeRows> {
         let piece = PIECE_BYTES / size;
         let pixel = channels.next_power_of_two().max(piece >> w.stride[1].trailing_zeros().min(piece.ilog2()));
@@ -64,7 +64,7 @@ impl WholeRows {
         (pixel < piece && w.kernel[1] > 1 && w.dilation[1] == 1).then_some(WholeRows { pixel, row })
     }
 
-    /// Copies images with their padding. Pixels a stride apart become the pixels of windows with one column of taps.
+    /// Copies images with their padding. In the copy, each group of `stride` adjacent pixels counts as one pixel, and windows have one column of taps.
     pub(super) fn images(self, t: &Tensor, steps: Steps) -> Result<(ChannelsLast, Steps)> {
         let WholeRows { pixel, row } = self;
         let [rows, _] = steps.read_extent();
@@ -90,12 +90,12 @@ impl ChannelsLast {
     }
 }
 
-/// A weight as a matrix for each group. Its rows are output channels, and its columns are the elements of windows, tap by tap.
+/// The weight as a matrix for each group. Rows are output channels, and columns are the elements of windows, tap by tap.
 pub(super) struct Matrix {
     pub(super) tensor: Tensor,
-    /// The number of channels of a tap.
+    /// The number of channels of a tap, including padding.
     pub(super) channels: usize,
-    /// The strides of channels, rows, groups, and of the rows and columns of taps. Either the channels of all taps or the rows are contiguous.
+    /// The strides of channels, rows, groups, and of the rows and columns of taps. Either the rows or the channels of all taps are contiguous.
     pub(super) channel: isize,
     pub(super) row: isize,
     pub(super) group: isize,
@@ -109,7 +109,7 @@ impl Matrix {
 }
 
 impl Strided {
-    /// Returns the view of images `[N, groups * channels, rows, columns]`.
+    /// Returns the view for images `[N, groups * channels, rows, columns]`.
     pub(super) fn images(t: &Tensor, groups: usize) -> Strided {
         let ([n, c, rows, columns], s) = (sizes_4d(t), t.strides());
         let each = c / groups;
@@ -120,7 +120,7 @@ impl Strided {
         }
     }
 
-    /// Returns the pixels that strided windows of a single tap read. None if products can read the images without a copy.
+    /// Returns a view of only the pixels that strided windows of a single tap read. None if products can read the images without a copy.
     pub(super) fn subsampled(mut self, t: &Tensor, w: &Windows) -> Option<Strided> {
         if self.pixel_stride(t).is_some() {
             return None;
@@ -132,14 +132,14 @@ impl Strided {
         Some(self)
     }
 
-    /// Returns the view of a weight `[groups * rows, channels, kernel]` in which each row is an image.
+    /// Returns the view for a weight `[groups * rows, channels, kernel]`, in which each row is treated as an image.
     pub(super) fn weight(t: &Tensor, groups: usize) -> Strided {
         let ([outer, c, kh, kw], s) = (sizes_4d(t), t.strides());
         let rows = outer / groups;
         Strided { skip: 0, dims: [rows, groups, c, kh, kw], strides: [s[0], s[0] * rows as isize, s[1], s[2], s[3]] }
     }
 
-    /// Returns the weight for the image gradient of a phase, with rows and channels exchanged and the phase's taps reversed.
+    /// Returns the weight for the image gradient of a phase: rows and channels exchanged, and the phase's taps in reverse order.
     pub(super) fn reversed(self, phases: [Phase; 2]) -> Strided {
         let Strided { dims: [rows, groups, c, ..], strides: [row, group, channel, ..], mut skip } = self;
         let mut strides = [channel, group, row, 0, 0];
@@ -150,11 +150,11 @@ impl Strided {
         Strided { skip, dims: [c, groups, rows, phases[0].taps, phases[1].taps], strides }
     }
 
-    /// Returns the stride of pixels if products can read the images without a copy, in pieces of 16 bytes.
+    /// Returns the stride between pixels if products can read the images in place, in pieces of 16 bytes; otherwise None.
     fn pixel_stride(&self, t: &Tensor) -> Option<usize> {
         let Strided { dims: [n, groups, each, rows, columns], strides: [image, group, channel, row, column], .. } =
             *self;
-        // A dim of size 1 may have any stride.
+        // The stride of a dim of size 1 is arbitrary, so such dims are ignored.
         let steps = [(columns, column), (rows, row), (n, image)];
         let pixel = steps.iter().find(|(count, _)| *count > 1).map_or((groups * each) as isize, |(_, step)| *step);
         let follows = |across: usize, (count, step): (usize, isize)| count == 1 || step == pixel * across as isize;
@@ -168,14 +168,14 @@ impl Strided {
         (usable && bytes < MAX_IMAGE_BYTES).then_some(pixel as usize)
     }
 
-    /// True if the first element and all steps of each direction are aligned to 16 bytes.
+    /// True if the first element and all strides of dims larger than 1 are aligned to 16 bytes. `steps` lists the size and the stride of each dim.
     fn is_piece_aligned(&self, t: &Tensor, steps: &[(usize, isize)]) -> bool {
         let piece = PIECE_BYTES / t.dtype.size();
         t.layout.offset.wrapping_add_signed(self.skip).is_multiple_of(piece)
             && steps.iter().all(|&(count, step)| count == 1 || step.unsigned_abs().is_multiple_of(piece))
     }
 
-    /// Returns the strides of a weight that products can read without a copy: of channels, of rows and groups, and of taps.
+    /// Returns the strides of a weight that products can read in place: of channels, of rows and groups, and of taps. None if a copy is needed.
     fn matrix_strides(&self, t: &Tensor, by_rows: bool) -> Option<(isize, [isize; 2], [isize; 2])> {
         let Strided { dims: [rows, groups, each, kh, kw], strides: [row, group, channel, down, right], .. } = *self;
         let bytes = each * t.dtype.size();
@@ -203,7 +203,7 @@ pub(super) fn is_channels_last(t: &Tensor) -> bool {
     t.layout.format() == MemoryFormat::ChannelsLast
 }
 
-/// Allocates a result `[N, C, H, W]`, zeroed or uninitialised, row-major or channels-last, with the dtype and device of `t`.
+/// Allocates a result `[N, C, H, W]`, row-major or channels-last (`last`), zeroed or uninitialised, with the dtype and device of `t`.
 pub(super) fn empty_result(dims: [usize; 4], last: bool, zeros: bool, t: &Tensor) -> Result<Tensor> {
     let format = if last { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous };
     let layout = Layout::with_format(dims.into(), format);
@@ -213,7 +213,7 @@ pub(super) fn empty_result(dims: [usize; 4], last: bool, zeros: bool, t: &Tensor
     }
 }
 
-/// Returns images as `[N, size, groups, channels]`, with `before` zero rows and columns in front. Negative numbers crop.
+/// Returns images as `[N, size, groups, channels]`, with `before` rows and columns of zeros in front. Negative numbers crop the images.
 pub(super) fn channels_last(t: &Tensor, view: Strided, before: [isize; 2], size: [usize; 2]) -> Result<ChannelsLast> {
     let [_, groups, each, rows, columns] = view.dims;
     let without_copy = view.pixel_stride(t).filter(|_| before == [0, 0] && size == [rows, columns]);
@@ -225,7 +225,7 @@ pub(super) fn channels_last(t: &Tensor, view: Strided, before: [isize; 2], size:
     Ok(ChannelsLast { tensor, channels, inside: channels, size, pixel: groups * channels })
 }
 
-/// Copies images as [`channels_last`] returns them, with `channels` channels for each group.
+/// Copies images to the layout that [`channels_last`] returns, with `channels` channels for each group, including padding.
 pub(super) fn padded(
     t: &Tensor,
     view: Strided,
@@ -240,7 +240,8 @@ pub(super) fn padded(
     Ok(tensor)
 }
 
-/// Returns a strided weight as a matrix, without a copy if products can read it. With `rows` its rows may be contiguous instead of its channels.
+/// Returns a strided weight as a matrix, without a copy if products can read the weight in place. With `rows`, rows may be contiguous instead of
+/// channels.
 pub(super) fn matrix(weight: &Tensor, view: Strided, rows: bool) -> Result<Matrix> {
     let [.., each, _, kw] = view.dims;
     if let Some((channel, [row, group], taps)) = view.matrix_strides(weight, rows) {
@@ -251,7 +252,7 @@ pub(super) fn matrix(weight: &Tensor, view: Strided, rows: bool) -> Result<Matri
     copied_matrix(weight, view, kw, each.next_multiple_of(PIECE_BYTES / weight.dtype.size()))
 }
 
-/// Copies a strided weight into a matrix whose taps have `columns` columns and `channels` channels.
+/// Copies a strided weight to a matrix in which taps have `columns` columns, and each tap has `channels` channels, including padding.
 fn copied_matrix(weight: &Tensor, view: Strided, columns: usize, channels: usize) -> Result<Matrix> {
     let [count, groups, _, kh, _] = view.dims;
     let row = kh * columns * channels;
@@ -261,7 +262,7 @@ fn copied_matrix(weight: &Tensor, view: Strided, columns: usize, channels: usize
     Ok(Matrix { tensor, channels, channel: 1, row, group, taps: [0, 0] })
 }
 
-/// Launches `kernels/channels_last.cl`, which copies with `padded` channels. `to` holds the strides of the copy: of images, groups and pixels.
+/// Launches `kernels/channels_last.cl`, which pads each group to `padded` channels. `to` holds the copy's strides of images, groups and pixels.
 fn launch_copy(
     t: &Tensor,
     view: Strided,
@@ -274,7 +275,7 @@ fn launch_copy(
     let piece = PIECE_BYTES / bytes;
     let (pixels, contiguous) = (size[0] * size[1], view.strides[2] == 1 && each > 1);
     let channels = padded.next_power_of_two().min(TILE_CHANNELS);
-    // If pieces hold all channels of their pixels, each work-item copies one piece. Otherwise each work-item reads at least one element.
+    // If a piece holds all channels of a pixel, each work-item copies one piece. Otherwise each work-item reads at least one element.
     let tile = match channels <= piece {
         true => COPY_GROUP_SIZE * piece / channels,
         false if pixels < TILE_PIXELS[0] => TILE_PIXELS[1].max(COPY_GROUP_SIZE / channels),

@@ -7,11 +7,11 @@ use crate::device::opencl::{self, TensorCores};
 use crate::{ConvOptions, ConvTransposeOptions, Device, Padding};
 
 thread_local! {
-    /// Tensor cores that every device is assumed to have. [`STAND_IN`] replaces the kernels that a device cannot run.
+    /// The tensor cores that every device is assumed to have. [`STAND_IN`] replaces the kernels, which most devices cannot run.
     pub(crate) static PRETENDED_CORES: Cell<Option<TensorCores>> = const { Cell::new(None) };
 }
 
-/// A kernel of the same parameters in OpenCL C, which computes one element after another.
+/// A kernel in OpenCL C with the same parameters as the tensor-core kernel. It computes one element after another.
 pub(crate) const STAND_IN: &str = concat!(
     "
 // Functions that no one calls here have PTX, which only NVIDIA's compiler reads.
@@ -61,7 +61,7 @@ __kernel void gemm(const __global CAT(A, _t)* a, const __global CAT(B, _t)* b, c
 "
 );
 
-/// Returns small whole numbers, whose sums of products are exact in every dtype.
+/// Returns integers from -2 to 2, whose sums of products are exact in every dtype.
 fn small_ints(dims: &[usize], seed: usize, dtype: DType, device: Device) -> Tensor {
     let value = |i: usize| ((i * 37 + i * i * 11 + seed) % 5) as i64 - 2;
     let values: Vec<i64> = (0..dims.iter().product()).map(value).collect();
@@ -70,7 +70,7 @@ fn small_ints(dims: &[usize], seed: usize, dtype: DType, device: Device) -> Tens
 
 struct Case {
     n: usize,
-    /// The channels of images and of windows, for all groups together.
+    /// The number of channels of images and of windows, over all groups.
     channels: [usize; 2],
     image: [usize; 2],
     kernel: [usize; 2],
@@ -93,8 +93,8 @@ impl Case {
         Windows::new("conv2d", self.image, self.kernel, [stride, before, behind, dilation]).unwrap()
     }
 
-    /// Returns the result, and the gradients of images, weight and bias. `last` says whether images, weight and the result's gradient are
-    /// channels-last.
+    /// Returns the result, and the gradients of images, weight and bias. `last` selects which of the images, the weight and the result's
+    /// gradient are channels-last.
     fn run(&self, device: Device, dtype: DType, last: [bool; 3], transposed: bool) -> [Vec<f64>; 4] {
         let Case { n, channels: [c, o], image: [h, w], kernel: [kh, kw], options } = *self;
         let made = |dims: [usize; 4], seed: usize, last: bool| {
@@ -124,7 +124,7 @@ impl Case {
 
 const OTHER: TensorCores = TensorCores { local: 97 << 10, wgmma: false };
 
-/// Runs `f` with devices that are assumed to have tensor cores.
+/// Runs `f` while devices are assumed to have tensor cores.
 fn with_pretended_cores<R>(f: impl FnOnce() -> R) -> R {
     PRETENDED_CORES.set(Some(OTHER));
     let made = f();
@@ -136,7 +136,8 @@ fn conv2d<'a>(windows: Windows, x: &'a Tensor, weight: &'a Tensor, groups: usize
     Conv2d { windows, x, weight, bias: None, groups, single }
 }
 
-/// Tests copies of images and weights, and plans and parameters of all three products, with the stand-in kernel.
+/// Compares with the CPU while the stand-in kernel replaces tensor cores. Covers copies of images and weights, and the plans and kernel parameters of
+/// the forward pass and both gradients.
 #[test]
 fn convolutions_and_their_gradients_equal_the_cpu() {
     if opencl::count() == 0 {
@@ -147,7 +148,7 @@ fn convolutions_and_their_gradients_equal_the_cpu() {
         Case::new(2, [16, 24], [5, 7], [3, 3]).with(one, one, one, 1),
         Case::new(2, [9, 20], [6, 5], [3, 2]).with(one, [2, 0], [1, 2], 1),
         Case::new(2, [8, 8], [5, 6], [3, 3]).with(one, one, one, 1),
-        Case::new(1, [16, 9], [8, 8], [3, 3]).with(one, [3, 3], one, 1), // more padding than the gradient has
+        Case::new(1, [16, 9], [8, 8], [3, 3]).with(one, [3, 3], one, 1), // so much padding that the image gradient has negative padding
         Case::new(3, [3, 64], [9, 11], [5, 5]).with([2, 2], [2, 2], one, 1),
         Case::new(2, [40, 32], [7, 8], [3, 3]).with(one, one, one, 2),
         Case::new(2, [18, 36], [4, 6], [1, 3]).with([1, 2], [0, 1], one, 2),
@@ -157,21 +158,21 @@ fn convolutions_and_their_gradients_equal_the_cpu() {
         Case::new(2, [16, 40], [9, 8], [3, 3]).with([2, 2], one, one, 1),
         Case::new(1, [24, 32], [11, 13], [4, 5]).with([2, 2], [1, 2], one, 1),
         Case::new(2, [16, 72], [10, 12], [3, 4]).with([1, 2], [3, 0], [2, 3], 2),
-        Case::new(2, [16, 64], [6, 7], [3, 3]).with(one, one, one, 1), // a weight that both passes read without a copy
+        Case::new(2, [16, 64], [6, 7], [3, 3]).with(one, one, one, 1), // both passes read the weight without a copy
         Case::new(2, [16, 64], [9, 8], [3, 3]).with([2, 2], one, one, 1),
         Case::new(1, [48, 128], [6, 5], [3, 2]).with([2, 1], one, [1, 2], 2),
         Case::new(2, [24, 64], [8, 8], [1, 1]).with(one, none, one, 1),
-        Case::new(2, [24, 64], [8, 7], [1, 1]).with([2, 2], none, one, 1), // pixels that no window reaches
-        Case::new(1, [16, 32], [3, 40], [1, 20]).with(one, [0, 9], one, 1), // more columns of taps than bits
+        Case::new(2, [24, 64], [8, 7], [1, 1]).with([2, 2], none, one, 1), // some pixels are read by no window
+        Case::new(1, [16, 32], [3, 40], [1, 20]).with(one, [0, 9], one, 1), // a row has more taps than a padding bit mask has bits
         Case::new(1, [16, 64], [3, 40], [2, 35]).with([1, 2], [1, 30], one, 1),
-        // Rows of kernels as taps.
+        // Here taps are whole rows of the kernel.
         Case::new(2, [3, 64], [10, 13], [7, 7]).with([2, 2], [3, 3], one, 1),
         Case::new(1, [4, 16], [10, 13], [4, 6]).with([1, 2], [2, 7], [2, 1], 1),
         Case::new(2, [2, 24], [9, 17], [7, 10]).with([2, 4], [1, 2], one, 1),
         Case::new(1, [1, 16], [17, 23], [11, 11]).with([4, 4], [0, 2], one, 1),
         Case::new(2, [3, 32], [16, 17], [8, 8]).with([8, 8], none, one, 1),
         Case::new(1, [3, 16], [20, 23], [17, 18]).with([3, 2], [1, 0], one, 1),
-        // Images of whole blocks, and blocks of a single window.
+        // Here the image gradient is computed by blocks: images of whole blocks, and blocks that a single window reads.
         Case::new(2, [3, 16], [8, 12], [3, 3]).with(one, one, one, 1),
         Case::new(1, [5, 64], [9, 8], [5, 4]).with([2, 2], [1, 1], one, 1),
     ];
@@ -190,7 +191,7 @@ fn convolutions_and_their_gradients_equal_the_cpu() {
             }
             let run = |device| case.run(device, dtype, last, transposed);
             let (want, got) = (run(Device::Cpu), with_pretended_cores(|| run(device)));
-            // Kernels without tensor cores read the same strides.
+            // The kernels without tensor cores must give the same result for channels-last tensors.
             let without = if last[2] && i % 4 == 0 { run(device) } else { want.clone() };
             for (k, name) in ["result", "images", "weight", "bias"].iter().enumerate() {
                 let what = format!("case {i}, {dtype}, channels last {last:?}, transposed {transposed}: {name}");
@@ -201,7 +202,7 @@ fn convolutions_and_their_gradients_equal_the_cpu() {
     }
 }
 
-/// Images, weights and gradients with innermost channels are read without a copy, and results have innermost channels.
+/// Images, weights and gradients with innermost channels are read in place, so the number of launches is minimal. Results have innermost channels too.
 #[test]
 fn channels_last_tensors_are_not_copied() {
     if opencl::count() == 0 {
@@ -213,14 +214,14 @@ fn channels_last_tensors_are_not_copied() {
         small_ints(&[n, h, w, c], 1, DType::F16, device).permute(&[0, 3, 1, 2]).unwrap()
     };
     let (one, none) = ([1, 1], [0, 0]);
-    // The launches of the forward pass, of the image gradient and of the weight gradient.
+    // The third column is the number of launches of the forward pass, of the image gradient and of the weight gradient.
     let cases = [
         (Case::new(2, [16, 64], [8, 8], [3, 3]).with(one, one, one, 1), [1, 1, 1]),
         (Case::new(2, [16, 64], [8, 8], [3, 3]).with([2, 2], one, one, 1), [1, 4, 1]),
         (Case::new(2, [32, 64], [8, 8], [1, 1]).with(one, none, one, 1), [1, 1, 1]),
-        (Case::new(2, [32, 64], [8, 8], [1, 1]).with([2, 2], none, one, 1), [1, 1, 1]), // and zeros
-        (Case::new(2, [32, 24], [8, 8], [3, 3]).with(one, one, one, 1), [1, 2, 1]), // taps of the weight that are not whole slices
-        (Case::new(2, [12, 64], [9, 9], [3, 3]).with(one, one, one, 1), [3, 2, 2]), // channels that are padded
+        (Case::new(2, [32, 64], [8, 8], [1, 1]).with([2, 2], none, one, 1), [1, 1, 1]), // also zeros the pixels that no window reads
+        (Case::new(2, [32, 24], [8, 8], [3, 3]).with(one, one, one, 1), [1, 2, 1]), // the taps of the weight are not whole slices
+        (Case::new(2, [12, 64], [9, 9], [3, 3]).with(one, one, one, 1), [3, 2, 2]), // channels are padded
         (Case::new(2, [12, 64], [9, 9], [3, 3]).with([2, 2], one, one, 1), [3, 8, 2]),
     ];
     for (i, (case, want)) in cases.into_iter().enumerate() {
@@ -238,7 +239,7 @@ fn channels_last_tensors_are_not_copied() {
         .into_iter()
         .unzip();
         assert_eq!(launches, want, "case {i}");
-        // The weight gradient is the same if written to a given tensor of either memory format.
+        // The weight gradient is the same if it is written to a given tensor, in either memory format.
         for slot in [weight.zeros_like().unwrap(), last([o, c, kh, kw])] {
             assert!(made.accepts(&slot));
             let (made, launches) = run(&|| made.weight_gradient(&x, &y, Some(slot.shallow_clone())));
@@ -252,7 +253,7 @@ fn channels_last_tensors_are_not_copied() {
     }
 }
 
-/// Images that are views and contain an infinity, which only the windows that contain it may read.
+/// The image is a view that contains an infinity. Only the windows that contain the infinity may give infinite or NaN results.
 #[test]
 fn infinities_reach_only_their_windows_in_whole_rows() {
     if opencl::count() == 0 {
@@ -279,7 +280,7 @@ fn infinities_reach_only_their_windows_in_whole_rows() {
     }
 }
 
-/// An infinity reaches only the elements of its window, although the image gradient of so few channels is computed by blocks.
+/// The image gradient of few channels is computed by blocks, but an infinity must reach only the elements of its window.
 #[test]
 fn infinities_reach_only_their_windows_in_blocks() {
     if opencl::count() == 0 {
@@ -298,7 +299,7 @@ fn infinities_reach_only_their_windows_in_blocks() {
     assert_eq!(got, want);
 }
 
-/// Zeros around images and after the channels of groups, every order of dims, and parts of images.
+/// Copies have zeros around images and after the channels of each group. Covers every order of dims, and views of parts of images.
 #[test]
 fn copies_are_channels_last() {
     if opencl::count() == 0 {
@@ -328,7 +329,7 @@ fn copies_are_channels_last() {
     }
 }
 
-/// The convolutions and image gradients that implicit GEMM computes, and those that im2col computes.
+/// Checks which convolutions and image gradients implicit GEMM computes, and which are left to im2col.
 #[test]
 fn unsuitable_convolutions_are_left_to_im2col() {
     if opencl::count() == 0 {
@@ -352,7 +353,7 @@ fn unsuitable_convolutions_are_left_to_im2col() {
     assert_eq!(of(plain([64, 64], [3, 3]), DType::F16), Some(true));
     assert_eq!(of(plain([64, 64], [3, 3]), DType::F32), Some(true));
     assert_eq!(of(plain([64, 64], [3, 3]), DType::F64), None);
-    // One of the phases has a single tap.
+    // With stride 2, one phase has a single tap, which implicit GEMM accepts only if channels are innermost.
     assert_eq!(of(plain([64, 64], [3, 3]).with([2, 2], none, one, 1), DType::F16), Some(true));
     assert_eq!(of(plain([64, 24], [3, 3]).with([2, 2], none, one, 1), DType::F16), Some(false));
     let large = |kernel| Case { image: [40, 40], ..plain([64, 64], kernel) };

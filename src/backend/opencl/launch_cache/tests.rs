@@ -1,4 +1,4 @@
-//! Tests that repeated launches use cached plans, and that results are right with new and with cached plans.
+//! Tests that repeated launches use cached plans, and that new plans and cached plans give the right results.
 
 use std::sync::{Mutex, MutexGuard, mpsc};
 
@@ -8,7 +8,7 @@ use crate::device::opencl::TuningParameter;
 use crate::storage::{MemoryMode, with_memory_mode};
 use crate::sync;
 
-/// The number of plans that this thread has cached so far.
+/// Returns the number of plans that this thread has cached so far.
 fn cached_plans() -> usize {
     PLAN_CACHE.with_borrow(|table| table.insertions)
 }
@@ -17,7 +17,7 @@ fn devices() -> impl Iterator<Item = Device> {
     (0..opencl::count()).map(Device::OpenCL)
 }
 
-/// Serialises the tests, because a change of a parameter clears the caches of all threads.
+/// Serialises the tests, because a change of a tuning parameter clears the caches of all threads.
 fn lock_tests() -> MutexGuard<'static, ()> {
     static TEST_LOCK: Mutex<()> = Mutex::new(());
     sync::lock(&TEST_LOCK)
@@ -29,7 +29,7 @@ fn test_values(shape: impl Into<crate::Shape>, device: Device) -> Result<Tensor>
     Tensor::from_vec(values, shape, device)
 }
 
-/// Operands of the test cases: two matrices, a row, and labels.
+/// The operands of the test cases: two matrices, a row, and labels.
 struct Operands {
     x: Tensor,
     y: Tensor,
@@ -54,7 +54,7 @@ impl Operands {
 
 type Case = (&'static str, fn(&Operands) -> Result<Tensor>);
 
-/// Operations that all have different keys.
+/// The operations under test. All have different launch-cache keys.
 const CASES: [Case; 26] = [
     ("add", |o| o.x.add(&o.y)),
     ("sub", |o| o.x.sub(&o.y)),
@@ -92,17 +92,17 @@ fn assert_close(what: &str, got: &Tensor, right: &Tensor) {
     }
 }
 
-/// Runs `f` with tensors in buffers, whose launches are cached, even if the environment asks for images.
+/// Runs `f` in memory mode buffer, even if the environment asks for images, because only launches on buffers are cached.
 fn with_buffers<R>(f: impl FnOnce() -> R) -> R {
     with_memory_mode(MemoryMode::Buffer, f)
 }
 
-/// The cases run in turn, so that a plan cached under a wrong key would give another case's result.
+/// The cases run alternately. A plan cached under a wrong key would give the result of another case.
 #[test]
 fn repeated_calls_are_planned_once() {
     let _guard = lock_tests();
     for device in devices() {
-        // A new thread, whose cache is empty.
+        // Runs in a new thread, whose cache is empty.
         let rounds = std::thread::spawn(move || {
             with_buffers(|| {
                 let (right, operands) = (Operands::new(Device::Cpu).unwrap(), Operands::new(device).unwrap());
@@ -159,7 +159,7 @@ fn offsets_count_only_by_their_alignment() {
     });
 }
 
-/// An in-place operation has its own plan, because it reads the storage that it writes.
+/// An in-place operation needs a plan of its own, because it reads the storage that it writes.
 #[test]
 fn in_place_launches_have_their_own_plan() {
     let _guard = lock_tests();
@@ -200,7 +200,7 @@ fn the_cache_of_a_thread_is_bounded() {
     });
 }
 
-/// Checks that plans of all threads are dropped.
+/// A changed tuning parameter must drop the cached plans of all threads.
 #[test]
 fn a_changed_tuning_parameter_drops_cached_plans() {
     let _guard = lock_tests();

@@ -1,4 +1,4 @@
-//! Generates the source of an elementwise kernel that precedes its template: formulas, parameters, loads and stores.
+//! Generates the source in front of the template of an elementwise kernel: formulas, parameters, loads and stores.
 
 use std::fmt::Write;
 
@@ -13,16 +13,16 @@ use crate::{Compute, DType};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/elementwise.cl");
 
-/// Converts f32 to bf16 with an instruction that devices with tensor cores have.
+/// The template that converts f32 to bf16 with a single instruction, which devices with tensor cores have.
 const BF16_ROUNDING: &str = include_str!("../../../../kernels/rounded.cl");
 
-/// Computes the random numbers of [`RANDOM_BLOCK_LEN`](super::RANDOM_BLOCK_LEN) elements at once.
+/// The template that computes the random numbers of [`RANDOM_BLOCK_LEN`](super::RANDOM_BLOCK_LEN) elements at once.
 const RANDOM_BLOCKS: &str = include_str!("../../../../kernels/random.cl");
 
-/// Functions that compilers for CPUs vectorise, unlike the built-in ones.
+/// The template of functions that CPU compilers vectorise, unlike the built-in functions.
 const BRANCHLESS_FUNCTIONS: &str = include_str!("../../../../kernels/branchless.cl");
 
-/// Defines a non-temporal store if the compiler has one.
+/// Defines a macro that stores without filling the cache, if the compiler has such a store; otherwise it is a plain store.
 const STORE_NONTEMPORAL: &str = "#ifdef __has_builtin
 #if __has_builtin(__builtin_nontemporal_store)
 #define STORE_PAST(value, to) __builtin_nontemporal_store(value, to)
@@ -45,7 +45,7 @@ pub(super) fn generate_source(device: &ClDevice, launch: &Launch, config: &MapCo
         names.join(", ")
     );
     let w = &mut s;
-    // Copies do not round with the instruction, because they must keep the bits of NaNs. The query may build a kernel, so it comes last.
+    // Copies must keep the bits of NaNs, so they do not round with the instruction. The query may build a kernel, so it comes last.
     let rounds = |o: &MapOperand| o.dtype == DType::BF16 && o.access == MemoryAccess::Vector;
     if launch.program.computes()
         && launch.compute == Compute::F32
@@ -54,10 +54,10 @@ pub(super) fn generate_source(device: &ClDevice, launch: &Launch, config: &MapCo
     {
         w.push_str(BF16_ROUNDING);
     }
-    // Writing to a String cannot fail.
+    // `write!` to a `String` cannot fail, so its results are ignored below.
     if rank > 0 {
         let n = operands.len();
-        // One array for all strides: Mesa counts only the outermost dimension of an array of arrays in an argument's size.
+        // All strides are in one array, because Mesa counts only the outermost dimension of an array of arrays in an argument's size.
         let _ = writeln!(w, "typedef struct {{ ulong dims[{rank}]; long strides[{}]; }} layout_t;", n * rank);
         let _ = writeln!(w, "#define STRIDE(k, d) layout.strides[(k) * {rank} + (d)]");
     }
@@ -73,7 +73,7 @@ pub(super) fn generate_source(device: &ClDevice, launch: &Launch, config: &MapCo
     }
     w.push_str(&formula);
     let are_halves = operands[launch.inputs.len()..].iter().all(|o| matches!(o.dtype, DType::F16 | DType::BF16));
-    // A quotient that is rounded to an integer must be exact in its last place.
+    // If a quotient is rounded to an integer, its last bit matters, so fast division is not allowed.
     if are_halves && !["floor", "ceil", "trunc", "rint", "round", "mod"].iter().any(|name| formula.contains(name)) {
         w.push_str(FAST_DIVISION);
     }
@@ -112,7 +112,7 @@ pub(super) fn generate_source(device: &ClDevice, launch: &Launch, config: &MapCo
         }
         Form::Tiled { side, across, dim, lines } => {
             let inner = rank - 1;
-            // Padding puts the columns of a tile into different banks of local memory.
+            // With this padding, the columns of a tile are in different banks of local memory.
             let pad = if lines.is_some() { 1 } else { (32 / across).max(1) };
             let _ =
                 writeln!(w, "#define TILE {side}\n#define ACROSS {across}\n#define PAD {pad}\n#define GROUP {local}");
@@ -162,12 +162,12 @@ pub(super) fn generate_source(device: &ClDevice, launch: &Launch, config: &MapCo
     s
 }
 
-/// True if a tiled kernel accesses this operand in global memory by row and column.
+/// True if a tiled kernel accesses this operand in global memory, by row and column, instead of through a tile.
 fn is_global(o: &MapOperand) -> bool {
     o.access != MemoryAccess::Tile && o.kind != OperandKind::Scalar
 }
 
-/// Returns the declarations and names of the kernel's parameters.
+/// Returns the declaration and the name of each parameter of the kernel.
 fn parameters(launch: &Launch, operands: &[MapOperand], rank: usize) -> Vec<(String, String)> {
     let (program, c) = (launch.program, launch.compute.cl_name());
     let mut params: Vec<(String, String)> = Vec::new();
@@ -195,8 +195,8 @@ fn parameters(launch: &Launch, operands: &[MapOperand], rank: usize) -> Vec<(Str
     params
 }
 
-/// The machine words through which `n` contiguous elements are loaded and stored, because compilers split vectors of short elements or
-/// spill them. Words are extracted one by one, because some compilers would otherwise combine all of them into one large integer.
+/// The machine words in which `n` contiguous elements are loaded and stored. Compilers would split vectors of short elements or spill
+/// them. Words are extracted one by one, because some compilers would otherwise combine all words into one large integer.
 struct VectorWords {
     word: &'static str,
     count: usize,
@@ -217,12 +217,12 @@ impl VectorWords {
         format!("typedef union {{ {} word[{}]; {dtype}_t each[{n}]; }} wide_{dtype};\n", self.word, self.count)
     }
 
-    /// Returns the vector type of all words.
+    /// Returns the vector type that holds all words.
     fn vector_type(&self) -> String {
         if self.count > 1 { format!("{}{}", self.word, self.count) } else { self.word.into() }
     }
 
-    /// Returns a statement that loads the words of `to` from the address `from`.
+    /// Returns a statement that loads all words of the variable `to` from the address `from`.
     fn load(&self, to: &str, from: &str) -> String {
         let all = self.vector_type();
         let part = |i: usize| if self.count > 1 { format!("{to}_all.s{i}") } else { format!("{to}_all") };
@@ -230,20 +230,20 @@ impl VectorWords {
         format!("const {all} {to}_all = *(const __global {all}*)({from});{each}")
     }
 
-    /// Returns a vector of all words of `from`.
+    /// Returns an expression for the vector of all words of the variable `from`.
     fn value(&self, from: &str) -> String {
         let each: Vec<String> = (0..self.count).map(|i| format!("{from}.word[{i}]")).collect();
         format!("({})({})", self.vector_type(), each.join(", "))
     }
 }
 
-/// Writes the functions and statements of one kernel.
+/// Writes the generated functions and statements of one kernel.
 struct SourceWriter<'a> {
     launch: &'a Launch<'a>,
     operands: &'a [MapOperand],
     /// Whether vectors are written with non-temporal stores.
     nontemporal: bool,
-    /// Whether functions get the random numbers of their element as arguments.
+    /// Whether functions take the random numbers of their element as arguments.
     drawn: bool,
 }
 
@@ -252,12 +252,12 @@ impl SourceWriter<'_> {
         self.operands.iter().enumerate().filter(|(_, o)| o.used)
     }
 
-    /// Returns the terms that a graph's replay adds to each seed's key and stream.
+    /// Returns the terms that are added to the key and the stream of each seed when a graph is replayed; empty without a base.
     fn replay_terms(&self) -> [&'static str; 2] {
         if self.launch.base.is_some() { [" + base[base_offset]", " + base[base_offset + 1]"] } else { [""; 2] }
     }
 
-    /// Returns statements that declare `at{k}`, the offset in operand k of position `e` over `dims`.
+    /// Returns statements that declare `at{k}` for each operand k: the offset in operand k of position `e`, an index over `dims`.
     fn position_statements(&self, e: &str, dims: &[usize]) -> String {
         let mut s = String::new();
         for (k, o) in self.used_operands() {
@@ -279,7 +279,7 @@ impl SourceWriter<'_> {
         s
     }
 
-    /// Writes a function that computes the results at `width` consecutive positions, starting at `e`.
+    /// Writes a function that computes the results at `width` consecutive positions, starting at position `e`.
     fn write_function(&self, w: &mut String, name: &str, dims: &[usize], width: usize) {
         let draws = self.drawn.then(|| self.launch.program.draws()).into_iter().flatten();
         let numbers: String = draws.map(|(kind, i)| format!(", const {} {kind}{i}", draw_type(kind))).collect();
@@ -327,7 +327,7 @@ impl SourceWriter<'_> {
         w.push_str("}\n");
     }
 
-    /// Returns statements that compute row r of a tile and store it line by line.
+    /// Returns statements that compute row `r` of a tile and store the row, line by line.
     fn line_statements(&self, side: usize, dim: usize, inner: usize) -> String {
         let (mut s, inputs) = (String::new(), self.launch.inputs.len());
         for (k, _) in self.used_operands().filter(|(_, o)| is_global(o)) {
@@ -358,8 +358,8 @@ impl SourceWriter<'_> {
         s.replace('\n', " ")
     }
 
-    /// Writes statements that compute one position from the expressions that `load` returns, and store the results: at offset
-    /// `{at}{k}`, or with a width above 1 in element k of the array `b{k}{at}`.
+    /// Writes statements that compute one position and store the results. `load(k)` returns the expression for input k. Results are
+    /// stored at offset `{at}{k}`, or, with a `width` above 1, in element k of the array `b{k}{at}`.
     fn write_body(&self, w: &mut String, width: usize, load: impl Fn(usize) -> String, at: &str) {
         let (program, compute) = (self.launch.program, self.launch.compute);
         let (c, class, inputs) = (compute.cl_name(), format!("{compute:?}"), self.launch.inputs.len());
@@ -378,7 +378,7 @@ impl SourceWriter<'_> {
             (0..program.seeds()).for_each(|i| call.push(format!("key{i}{key}, stream{i}{stream}")));
             call.push(match width {
                 1 => "e".into(),
-                // Written so that compilers recognise which positions share a block of four random numbers.
+                // In this form, compilers recognise which positions share a block of four random numbers.
                 _ if width.is_multiple_of(4) => "((ulong)(e / 4) + k / 4) << 2 | k % 4".into(),
                 _ => "e + k".into(),
             });

@@ -1,4 +1,4 @@
-//! Tests of attention, its gradients and its division into blocks.
+//! Tests of attention, its gradients, and the sizes of the blocks into which it is divided.
 
 use super::{Side, Suite, View, numbers};
 use crate::backend::opencl::gemm::tests::PRETEND_GPU;
@@ -7,10 +7,10 @@ use crate::device::DeviceKind;
 use crate::expr::philox::Seed;
 use crate::{DType, Result};
 
-/// Batch, heads that share keys, queries, keys, width of keys and width of values.
+/// The batch size, the number of heads that share keys, of queries and of keys, the width of keys and the width of values.
 type Sizes = [usize; 6];
 
-/// The parameters of a case besides its sizes.
+/// The parameters of a case, besides its sizes.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     dtype: DType,
@@ -20,14 +20,14 @@ struct Case {
     dropout: f64,
 }
 
-/// A case without any option.
+/// A case without mask and dropout.
 const PLAIN: Case = Case { dtype: DType::F32, view: View::Plain, mask: None, causal: false, dropout: 0.0 };
 
-/// No special elements.
+/// Replaces no elements; see [`compare_case`].
 const NONE: [Option<f64>; 2] = [None; 2];
 
-/// Compares one case. The two options replace an element of the second query and of the second key. Scores are small, as in trained
-/// networks: among large scores, the greatest would get all the weight.
+/// Compares one case. `of_q` and `of_k`, if given, replace an element of the second query and of the second key. Scores are small, as in trained
+/// networks: with large scores, the largest score of a row would get all the weight, so the other keys would not be tested.
 fn compare_case(suite: &mut Suite, case: Case, sizes: Sizes, [of_q, of_k]: [Option<f64>; 2]) -> Result<()> {
     let ([batch, heads, queries, keys, width, value_width], Case { dtype, view, .. }) = (sizes, case);
     let (of_queries, of_keys) = ([2, batch, heads, queries], [2, batch, 1, keys]);
@@ -63,7 +63,7 @@ fn compare_case(suite: &mut Suite, case: Case, sizes: Sizes, [of_q, of_k]: [Opti
         if !side.backend.has_attention(&a)? {
             return Ok(None);
         }
-        // Results have the strides that operations give them, with the heads inside.
+        // Results have the strides that operations give them: the heads are an inner dim.
         let room = |width| side.alloc_output([2, queries, batch, heads, width], dtype)?.permute(&[0, 2, 3, 1, 4]);
         let (out, dq) = (room(value_width)?, room(width)?);
         let logsumexp = side.alloc_output([2, batch, heads, queries], dtype.compute().dtype())?;
@@ -78,12 +78,12 @@ fn compare_case(suite: &mut Suite, case: Case, sizes: Sizes, [of_q, of_k]: [Opti
 
 pub(super) fn attention(suite: &mut Suite) -> Result<()> {
     use DType::{BF16, Bool, F16, F32, F64};
-    // CPU devices, which decline, stand in for GPUs in some of the cases only, because their programs take seconds to compile.
+    // CPU devices would decline, so here they run the GPU kernels. They run only some of the cases, because each program takes seconds to compile.
     PRETEND_GPU.set(true);
     let kinds = suite.sides.iter().map(|side| Ok(side.device.info()?.kind)).collect::<Result<Vec<_>>>()?;
     let all = kinds.contains(&DeviceKind::DiscreteGpu) || kinds.contains(&DeviceKind::Accelerator);
     let masked = Case { causal: true, mask: Some(F32), ..PLAIN };
-    // The second case has few queries, and several groups share their keys.
+    // The second case has few queries and many keys, so several work-groups share the keys.
     compare_case(suite, PLAIN, [2, 1, 17, 33, 5, 3], NONE)?;
     compare_case(suite, masked, [2, 4, 2, 517, 8, 8], NONE)?;
     let half = Case { dtype: F16, view: View::Odd, mask: Some(Bool), dropout: 0.25, ..PLAIN };
@@ -93,7 +93,7 @@ pub(super) fn attention(suite: &mut Suite) -> Result<()> {
         compare_case(suite, PLAIN, [1, 1, 17, 9, 8, 8], [None, Some(special)])?;
     }
     suite.runs_on_opencl = all;
-    // Sizes around tiles of 8 to 64 queries and 8 to 32 keys.
+    // Sizes just below and above tiles of 8 to 64 queries and 8 to 32 keys.
     for sizes in [[1, 1, 1, 1, 1, 1], [1, 1, 65, 31, 32, 32], [1, 3, 5, 7, 33, 2], [1, 1, 1, 1031, 16, 16]] {
         compare_case(suite, PLAIN, sizes, NONE)?;
         compare_case(suite, Case { causal: true, ..PLAIN }, sizes, NONE)?;
@@ -111,7 +111,7 @@ pub(super) fn attention(suite: &mut Suite) -> Result<()> {
     Ok(())
 }
 
-/// Checks the block sizes, which do not affect results.
+/// Checks that block sizes are not zero. They do not affect results, so nothing is compared.
 pub(super) fn attention_blocking(suite: &mut Suite) -> Result<()> {
     suite.compare("memory", DType::F32, 0, |side| {
         for (memory, cheap) in [(0, false), (1 << 20, true), (1 << 40, false)] {

@@ -9,7 +9,7 @@ use crate::expr::primitives::Binary;
 use crate::expr::program::Program;
 use crate::{DType, Result, Scalar, Tensor};
 
-/// Compares formulas over these inputs, with results in tensors laid out as `view`.
+/// Compares formulas over these inputs. The results are written to tensors with the layout `view`.
 fn compare_formulas(
     suite: &mut Suite,
     (view, dims): (View, &[usize]),
@@ -37,7 +37,7 @@ fn compare_formulas(
 pub(super) fn map(suite: &mut Suite) -> Result<()> {
     use DType::{BF16, Bool, F16, F32, F64, I32, I64, U8};
     let (x, y) = (Expr::input(0), Expr::input(1));
-    // Broadcast operands, with sizes around a tile's.
+    // Broadcast operands, with sizes just below and above the size of a tile.
     let formula = [(&x * Expr::scalar(0) + &y).relu()];
     for (dtype, number) in
         [(F32, specials as fn(&mut _) -> f64), (F16, numbers), (BF16, numbers), (F64, specials), (I32, numbers)]
@@ -52,29 +52,29 @@ pub(super) fn map(suite: &mut Suite) -> Result<()> {
         }
     }
     suite.runs_on_opencl = true;
-    // Functions, with several results.
+    // Functions, in formulas with several results.
     let functions = [(x.exp() / (1.0 + y.square())).tanh(), x.sigmoid() - y.is_nan().select(0.0, y.sin())];
     let inputs =
         [suite.tensor(View::Gapped, &[5, 131], F32, specials)?, suite.tensor(View::Odd, &[5, 131], F32, numbers)?];
     compare_formulas(suite, (View::Odd, &[5, 131]), &inputs, &functions, &[F32, F16], 4)?;
-    // Wrapping integers and bit operations.
+    // Integer arithmetic that wraps, and bit operations.
     let (a, b) = (Expr::input(0), Expr::input(1));
     let bits = |op, a: &Expr, b: &Expr| Expr::binary(op, a.clone(), b.clone());
     let whole =
         [bits(Binary::Shl, &a, &b) - bits(Binary::Gcd, &a, &b), bits(Binary::Pow, &a, &bits(Binary::And, &a, &b))];
     let inputs = [suite.tensor(View::Odd, &[7, 37], I64, numbers)?, suite.tensor(View::Plain, &[37], U8, numbers)?];
     compare_formulas(suite, (View::Gapped, &[7, 37]), &inputs, &whole, &[I64, U8], 0)?;
-    // Conversions.
+    // Conversions between dtypes.
     for (from, to) in [(F32, I32), (F32, U8), (F64, F16), (F32, BF16), (I64, F32), (F16, Bool), (U8, BF16)] {
         suite.runs_on_opencl = matches!(to, U8 | F16 | Bool);
         let x = [suite.tensor(View::Odd, &[3, 85], from, specials)?];
         compare_formulas(suite, (View::Plain, &[3, 85]), &x, &[Expr::input(0)], &[to], 0)?;
     }
     suite.runs_on_opencl = true;
-    // Random numbers depend on the element's index; normal numbers are computed in f32.
+    // Random numbers, which depend on the element's index. Normal numbers are computed in f32.
     let random = [Expr::uniform(0), Expr::normal(1)];
     compare_formulas(suite, (View::Odd, &[3, 43]), &[], &random, &[F32, F64], 0)?;
-    // In place, and with overwritten elements that are yet to be read.
+    // In-place formulas. With a shift, they would overwrite elements that are not yet read, so the input must be copied first.
     let whole = suite.tensor(View::Plain, &[200], F32, numbers)?;
     for shift in [0, 1, 3] {
         suite.compare(format!("in place, shifted by {shift}"), F32, 2, |side| {

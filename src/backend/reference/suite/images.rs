@@ -8,7 +8,7 @@ use crate::backend::problem::windows::{Divisor, Im2col, PoolTask, Pooling, Windo
 use crate::storage::{MemoryMode, with_memory_mode};
 use crate::{DType, Result};
 
-/// Windows with this kernel, stride and dilation, and the same padding on both sides.
+/// Returns windows with this kernel, stride and dilation, and the same padding on both sides of the image.
 fn windows(
     image: [usize; 2],
     kernel: [usize; 2],
@@ -20,7 +20,7 @@ fn windows(
     Windows { image, kernel, grid, stride, padding, padding_after: padding, dilation, adaptive: false }
 }
 
-/// Window geometries that cover the special cases.
+/// Returns window geometries that cover the special cases.
 fn all_windows() -> [Windows; 5] {
     [
         windows([1, 1], [1, 1], [1, 1], [0, 0], [1, 1]),
@@ -125,7 +125,7 @@ pub(super) fn col2im(suite: &mut Suite) -> Result<()> {
 pub(super) fn pool(suite: &mut Suite) -> Result<()> {
     let one = [1; 2];
     let adaptive = |image, grid| Windows::adaptive(image, grid);
-    // One more element of padding before or two more behind, and an additional window for them.
+    // Padding of one more element in front of the image or two more behind it, which an additional window reads.
     let uneven = windows([6, 9], [2, 4], [2, 2], [1, 1], one);
     let shapes = [
         Windows { padding: [0, 1], padding_after: [1, 3], grid: [3, 5], ..uneven },
@@ -146,7 +146,7 @@ pub(super) fn pool(suite: &mut Suite) -> Result<()> {
                 let (from, to) =
                     if matches!(task, PoolTask::Max | PoolTask::Mean(_)) { (image, grid) } else { (grid, image) };
                 let x = suite.tensor(view, &from, dtype, if task == PoolTask::Max { specials } else { numbers })?;
-                // Indices of elements that are inside the windows.
+                // Each window has the index of an element inside that window.
                 let index = suite.tensor(View::Plain, &grid, DType::I64, numbers)?;
                 let (like, values) =
                     (suite.tensor(view, &image, dtype, numbers)?, suite.tensor(view, &grid, dtype, numbers)?);

@@ -1,4 +1,4 @@
-//! Tests of operations on lines along a dim: scans, sorts, searches and selection.
+//! Tests of operations on lines along a dim: scans, sorts, searches and selections.
 
 use super::{Random, Suite, VIEWS, View, factors, numbers, specials};
 use crate::backend::problem::scan::{RunningReduction, Scan};
@@ -6,7 +6,7 @@ use crate::backend::problem::select::{RankQuery, RankedElement, Search, Selected
 use crate::layout::Layout;
 use crate::{DType, Device, Result, Tensor};
 
-/// Views, shapes, and the dim of the lines.
+/// For each case: the view, the shape, and the dim of the lines.
 const SHAPES: [(View, &[usize], usize); 6] = [
     (View::Plain, &[3, 65], 1),
     (View::Plain, &[4, 63, 5], 1),
@@ -73,7 +73,7 @@ pub(super) fn searchsorted(suite: &mut Suite) -> Result<()> {
         suite.runs_on_opencl = dtype == DType::F32;
         for view in VIEWS {
             for (lines, n, values) in [(1, 64, 7), (3, 5, 13), (2, 0, 3), (5, 513, 1)] {
-                // Sorted lines, with steps of 0 and 1.
+                // Sorted lines in which elements come in equal pairs.
                 let x = suite.tensor(view, &[lines, n], dtype, |_| 0.0)?;
                 let rising: Vec<f64> = (0..lines * n).map(|i| (i % n / 2) as f64 - 9.0).collect();
                 super::write(&x, rising)?;
@@ -100,7 +100,7 @@ pub(super) fn searchsorted(suite: &mut Suite) -> Result<()> {
     Ok(())
 }
 
-/// The indices, and the values if the backend computes them.
+/// Returns the indices, and the values if the backend computes values.
 fn parts(chosen: Option<Selected>) -> Option<Vec<Tensor>> {
     chosen.map(|chosen| [Some(chosen.indices), chosen.values].into_iter().flatten().collect())
 }

@@ -6,7 +6,8 @@ use crate::backend::problem::reduction::{Combination, Element, Reduction, Rescal
 use crate::expr::Expr;
 use crate::{DType, Result, Shape, Tensor};
 
-/// Compares `[batch, m, k]` times `[k, n]` or `[batch, k, n]`, each laid out as one of `views`. `follows` adds an epilogue with a factor and a bias.
+/// Compares `[batch, m, k]` times `[k, n]` or `[batch, k, n]`, each with one of the layouts `views`. `follows` adds an epilogue with a factor and a
+/// bias.
 fn compare_product(
     suite: &mut Suite,
     (views, dtype): ([View; 2], DType),
@@ -63,11 +64,11 @@ pub(super) fn gemm(suite: &mut Suite) -> Result<()> {
         compare_product(suite, (views, dtype), [3, 5, 7, 11], true, true)?;
     }
     suite.runs_on_opencl = true;
-    // Row sums of the left matrix, if the kernel computes them.
+    // Row sums of the left matrix. A backend whose kernel does not compute row sums counts as declining.
     let (a, b) =
         (suite.tensor(View::Plain, &[37, 61], F32, numbers)?, suite.tensor(View::Plain, &[61, 43], F32, numbers)?);
     suite.compare("sums of rows", F32, 61, |side| {
-        // The results share one storage, as an optimiser's gradients do.
+        // Product and row sums are in one storage, like the gradients of an optimiser.
         let both = side.alloc_output(37 * 43 + 37, F32)?;
         let part = |start, len, shape: Shape| -> Result<Tensor> {
             let layout = both.layout.narrow("matmul", 0, start, len)?;
@@ -112,7 +113,7 @@ pub(super) fn reduce(suite: &mut Suite) -> Result<()> {
             (View::Odd, &[1, 13], &[true, true]),
             (View::Plain, &[70_001], &[true]),
         ];
-        // Two shapes for most rules, because OpenCL compiles a program for each number of dims.
+        // Most rules are tested on only two shapes, because OpenCL compiles a program for each number of dims.
         let count = if matches!(id, 0 | 7) { shapes.len() } else { 2 };
         suite.runs_on_opencl = matches!(id, 0 | 1 | 3 | 7);
         for (view, dims, mask) in shapes.into_iter().take(count) {
@@ -152,7 +153,7 @@ pub(super) fn join(suite: &mut Suite) -> Result<()> {
                 })?;
             }
         }
-        // Single elements, of which OpenCL writes many at once.
+        // Many tensors of one element each, of which OpenCL copies several in one launch.
         for (count, view) in [(4, VIEWS[0]), (24, VIEWS[1]), (61, VIEWS[1])] {
             let all = suite.tensor(view, &[count], dtype, specials)?;
             suite.compare(format!("{count} numbers, {view:?}"), dtype, 0, |side| {

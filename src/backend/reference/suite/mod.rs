@@ -1,8 +1,8 @@
-//! Compares the CPU and every OpenCL device with the reference, for each method of the trait. The cases have sizes around tile sizes, views with
-//! odd strides, NaN and infinities, and problems that no operation creates.
+//! Compares the CPU and every OpenCL device with the reference, for each method of [`Backend`]. The cases have sizes just below and above tile
+//! sizes, views with unusual strides, NaN and infinities, and problems that no operation creates.
 //!
-//! A case creates its tensors on the CPU once, and every side computes with copies of them. The tolerance is given by [`allowed`]. OpenCL devices
-//! run the cases of some dtypes only, because compilation takes nearly all of the time.
+//! A case creates its tensors once, on the CPU, and every backend computes with copies of these tensors. The tolerance is given by [`allowed`].
+//! On OpenCL devices, cases run for some dtypes only, because compilation takes nearly all of the time.
 
 mod attention;
 mod elements;
@@ -21,7 +21,7 @@ use crate::layout::Layout;
 use crate::storage::Storage;
 use crate::{DType, Device, Result, Scalar, Shape, Tensor};
 
-/// Defines a test for each case, and the list of the methods that the cases call.
+/// Defines a test for each case, and a list of the methods that the cases call.
 macro_rules! cases {
     ($($module:ident: $($case:ident $(+ $method:ident)*),*;)*) => {
         const METHODS: &[&str] = &[$($(stringify!($case), $(stringify!($method),)*)*)*];
@@ -46,13 +46,13 @@ cases! {
     images: convolution, forward_convolution, im2col, col2im, pool, interpolate;
 }
 
-/// Reads the trait's methods from its source.
+/// Fails if a method of [`Backend`] has no case. The names of the methods are read from the source of the trait.
 #[test]
 fn every_method_has_a_case() {
     let source = include_str!("../../mod.rs");
     let body = source.split_once("trait Backend").expect("the trait").1.split_once("\n}\n").expect("its end").0;
     let names = body.lines().filter_map(|line| line.trim().strip_prefix("fn ")?.split('(').next());
-    // Only OpenCL devices have images: see `tests/operations/images.rs`.
+    // Only OpenCL devices have images; `tests/operations/images.rs` tests them.
     let others = ["to_image", "read_image"];
     let mut methods: Vec<&str> = names.filter(|name| !others.contains(name)).collect();
     let mut cases = METHODS.to_vec();
@@ -61,14 +61,14 @@ fn every_method_has_a_case() {
     assert_eq!(methods, cases, "each method of `Backend` has its cases here");
 }
 
-/// A backend, and the device of its tensors.
+/// A backend under test, and the device of its tensors.
 struct Side {
     backend: &'static dyn Backend,
     device: Device,
 }
 
 impl Side {
-    /// Copies the tensor's storage to this device, with the same layout.
+    /// Copies the tensor's storage to this device and returns a tensor with the same layout.
     fn upload(&self, t: &Tensor) -> Result<Tensor> {
         let mut bytes = vec![0; t.storage.nbytes()];
         t.storage.read(0, &mut bytes)?;
@@ -77,7 +77,7 @@ impl Side {
         Ok(Tensor { storage, ..t.detach() })
     }
 
-    /// Allocates a contiguous tensor, filled with a byte pattern that no result has.
+    /// Allocates a contiguous tensor, filled with a byte pattern that no result has, so that elements that were not written are detected.
     fn alloc_output(&self, dims: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let out = Tensor::empty_with_shape(dims, dtype, self.device)?;
         let byte = if dtype == DType::Bool { 1 } else { 0x77 };
@@ -86,19 +86,19 @@ impl Side {
     }
 }
 
-/// The layout of a tensor in its storage.
+/// How a tensor is laid out in its storage.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum View {
     Plain,
-    /// Contiguous rows with gaps between them, and an offset.
+    /// Contiguous rows with gaps between the rows, and an offset.
     Gapped,
-    /// Reversed order of dims, gaps between all elements, and a negative stride in the last dim.
+    /// Dims in reversed order, gaps between all elements, and a negative stride in the last dim.
     Odd,
 }
 
 const VIEWS: [View; 3] = [View::Plain, View::Gapped, View::Odd];
 
-/// Xorshift random numbers from a fixed seed.
+/// A generator of xorshift random numbers with a fixed seed.
 struct Random(u64);
 
 impl Random {
@@ -110,31 +110,31 @@ impl Random {
     }
 }
 
-/// Sixteenths in -9..9, which all float dtypes represent exactly. Some are equal.
+/// Returns a multiple of 1/16 in -9..9, which all float dtypes represent exactly. Some elements are equal.
 fn numbers(random: &mut Random) -> f64 {
     random.next_below(288) as f64 / 16.0 - 9.0
 }
 
-/// Numbers greater than 0.5 and less than 2.
+/// Returns a number greater than 0.5 and less than 2.
 fn factors(random: &mut Random) -> f64 {
     (random.next_below(100) + 66) as f64 / 128.0
 }
 
-/// [`numbers`], with every fourth replaced by NaN, an infinity, or a zero of either sign.
+/// Like [`numbers`], but every fourth number is replaced by NaN, an infinity, or a zero of either sign.
 fn specials(random: &mut Random) -> f64 {
     let special = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -0.0, 0.0];
     if random.next_below(4) == 0 { special[random.next_below(5)] } else { numbers(random) }
 }
 
-/// The cases of one method.
+/// The cases for one method of [`Backend`], and their failures.
 struct Suite {
     method: &'static str,
     sides: Vec<Side>,
     random: Random,
-    /// Whether some backend has not declined every case.
+    /// Whether at least one backend has computed at least one case, instead of declining all cases.
     answered: bool,
     failures: Vec<String>,
-    /// Whether OpenCL devices run the cases as well: compiling a program costs as much as a hundred cases.
+    /// Whether the cases also run on OpenCL devices. Compiling a program takes as long as a hundred cases.
     runs_on_opencl: bool,
 }
 
@@ -145,14 +145,14 @@ impl Suite {
         Suite { method, sides, random: Random(0x5eed), answered: false, failures: Vec::new(), runs_on_opencl: true }
     }
 
-    /// Reports failures. With an OpenCL device present, some backend must have an answer, except for the variance, which needs a GPU.
+    /// Fails if a comparison failed. With an OpenCL device, also fails if every backend declined, except for the variance, which needs a GPU.
     fn finish(self) {
         assert!(self.failures.is_empty(), "{}:\n{}", self.method, self.failures.join("\n"));
         let all = self.sides.len() > 1;
         assert!(self.answered || !all || self.method == "variance", "every backend declines {}", self.method);
     }
 
-    /// Creates a tensor on the CPU. The gaps in its storage hold numbers as well.
+    /// Creates a tensor on the CPU. The gaps in its storage hold numbers as well, so that a wrong stride gives a wrong result.
     fn tensor(
         &mut self,
         view: View,
@@ -189,7 +189,8 @@ impl Suite {
         Ok(whole.with_layout(layout))
     }
 
-    /// Compares the results of `run` on every side with the reference: exactly if `n` is 0, else within [`allowed`]. `dtype` is the problem's.
+    /// Compares the results of `run` on every side with the reference: exactly if `n` is 0, otherwise within [`allowed`]. `dtype` is the problem's
+    /// dtype.
     fn compare(
         &mut self,
         what: impl Display,
@@ -216,7 +217,7 @@ impl Suite {
     }
 }
 
-/// Describes the first element that differs.
+/// Describes the first element that differs by more than allowed, or returns `None`.
 fn difference(got: &Tensor, right: &Tensor, n: usize) -> Result<Option<String>> {
     if (got.shape(), got.dtype) != (right.shape(), right.dtype) {
         return Ok(Some(format!("is {got:?}, not {right:?}")));
@@ -237,9 +238,9 @@ fn is_near(value: Scalar, right: Scalar, allowed: impl Fn(f64) -> f64) -> bool {
     }
 }
 
-/// The tolerance of a result: one unit in its last place, for the final rounding, plus `n` units in the last place of the greatest result (at
-/// least 1) in the compute type. `n` is the number of terms of a sum or of steps of a formula, and counts as at least 16, because functions
-/// are off by a few units. If `n` is 0, the result must be exact.
+/// Returns the tolerance of a result: one unit in its last place for the final rounding, plus `n` units in the last place of the largest
+/// result (at least 1) in the compute type. `n` is the number of terms of a sum or of steps of a formula. It counts as at least 16, because
+/// functions are off by a few units. If `n` is 0, the result must be exact.
 fn allowed(dtype: DType, n: usize, right: f64, greatest: f64) -> f64 {
     let unit = |dtype: DType| match dtype {
         DType::F64 => f64::EPSILON,

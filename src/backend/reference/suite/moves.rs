@@ -5,7 +5,7 @@ use crate::backend::problem::index::{Combine, IndexTerm, Indexed, Scatter};
 use crate::layout::Layout;
 use crate::{DType, Result, Tensor};
 
-/// Removes the stride along d from a layout and replaces the dim's size; returns the layout and the stride.
+/// Returns the layout of `t` with stride 0 and the size `size` along dim d, and the stride that `t` has along d.
 fn without(t: &Tensor, d: usize, size: usize) -> (Layout, isize) {
     let (mut dims, mut strides) = (t.shape().dims().to_vec(), t.layout.strides.clone());
     let step = std::mem::replace(&mut strides[d], 0);
@@ -13,7 +13,7 @@ fn without(t: &Tensor, d: usize, size: usize) -> (Layout, isize) {
     (Layout { shape: dims.into(), strides, offset: t.layout.offset }, step)
 }
 
-/// Creates `count` indices along dim d: the same for all lines, or one for each element if `each`.
+/// Creates a tensor of `count` indices along dim d: the same indices for all lines, or, with `each`, different indices for each line.
 fn index(
     suite: &mut Suite,
     (view, dtype): (View, DType),
@@ -30,7 +30,7 @@ fn index(
     Ok(index.with_layout(index.layout.broadcast_to(&shape.into())))
 }
 
-/// Views, shapes, the indexed dim, and the number of indices.
+/// For each case: the view, the shape, the indexed dim, and the number of indices.
 const SHAPES: [(View, &[usize], usize, usize); 5] = [
     (View::Plain, &[11, 64], 0, 7),
     (View::Plain, &[5, 33], 1, 65),
@@ -140,7 +140,7 @@ pub(super) fn one_hot(suite: &mut Suite) -> Result<()> {
     Ok(())
 }
 
-/// Shapes, and the inverse frequency of nonzero elements: everywhere, here and there, or nowhere.
+/// The shape of each mask, and k if one in k elements is nonzero: all elements, some, or none.
 const MASKS: [(&[usize], usize); 5] = [(&[1], 1), (&[3, 65], 3), (&[2, 9, 31], 50), (&[5003], 2), (&[4, 8], 1_000_000)];
 
 pub(super) fn nonzero(suite: &mut Suite) -> Result<()> {

@@ -102,7 +102,7 @@ pub(super) fn cross_entropy(suite: &mut Suite) -> Result<()> {
     Ok(())
 }
 
-/// Compares layer, group and batch norms of `[first, second, outer, inner]`, in which the last two dims are a row.
+/// Compares layer, group and batch norms of `[first, second, outer, inner]`, where the last two dims form a row.
 pub(super) fn norm(suite: &mut Suite) -> Result<()> {
     use DType::{F16, F32, F64};
     let (layer, group, batch) = ([false, false, false, true], [false, true, true, false], [false, true, false, false]);
@@ -125,7 +125,7 @@ pub(super) fn norm(suite: &mut Suite) -> Result<()> {
             let weight = broadcast_view(&side.upload(&weight)?, z.shape(), own)?;
             let bias = broadcast_view(&side.upload(&bias)?, z.shape(), own)?;
             let (acc, [first, second, _, inner]) = (dtype.compute().dtype(), dims);
-            // The result of a batch norm has the strides of the batch.
+            // The result of a batch norm has the same strides as the batch.
             let room = || match own == batch {
                 true => side.alloc_output([2, 1, 3, 0].map(|d: usize| dims[d]), dtype)?.permute(&[3, 1, 0, 2]),
                 false => side.alloc_output(dims, dtype),
@@ -134,7 +134,7 @@ pub(super) fn norm(suite: &mut Suite) -> Result<()> {
             let (y, of_views, again, dz, statistics, sums) =
                 (room()?, room()?, room()?, room()?, numbers(3)?, numbers(2)?);
 
-            // Forward, three times.
+            // The forward pass, three times: once directly, and twice through `norm_forward`.
             let (weight, eps) = (Some(&weight), 0.5);
             let forward = Normalisation {
                 x: &z,
@@ -150,7 +150,7 @@ pub(super) fn norm(suite: &mut Suite) -> Result<()> {
                 variance: None,
             };
             side.backend.norm(&forward)?;
-            // The second launch is served from the launch cache.
+            // The second of these launches uses the plan that the first has cached.
             for y in [&of_views, &again] {
                 let given = Normalisation { y, ..forward };
                 let views = || Ok((z.detach(), y.detach(), weight.map(Tensor::detach), Some(bias.detach())));
@@ -158,7 +158,7 @@ pub(super) fn norm(suite: &mut Suite) -> Result<()> {
                 side.backend.norm_forward(&NormForward { given, grouping, dims: own, views: &views })?;
             }
 
-            // Backward, with sums over rows if each row has one weight.
+            // The backward pass. Sums over rows are computed if each row has one weight, and sums over columns if each column has one.
             let columns = if own[3] { side.backend.alloc_column_sums(&g, first * second, inner)? } else { None };
             let of_rows = (!own[2] && !own[3]).then_some(&sums);
             side.backend.norm(&Normalisation {
@@ -173,7 +173,7 @@ pub(super) fn norm(suite: &mut Suite) -> Result<()> {
             let mut results = vec![y.detach(), of_views.detach(), again.detach(), statistics.detach(), dz.detach()];
             results.extend(of_rows.map(Tensor::detach));
             if let Some(parts) = columns {
-                // Compares the sum of all parts, because the number of parts depends on the backend.
+                // The number of parts depends on the backend, so only the sum of all parts is compared.
                 let total = read(&parts)?.mapv(|x| x.to_f64()).sum_axis(ndarray::Axis(0));
                 let sums = side.alloc_output([2, inner], acc)?;
                 write(&sums, total)?;
