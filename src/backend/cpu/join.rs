@@ -43,7 +43,7 @@ pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> 
     Ok(true)
 }
 
-/// The elements of a tensor as rows of equal length, evenly spaced. All numbers are in bytes.
+/// The elements of a tensor as rows of equal length at a constant stride. Lengths and strides are in bytes.
 struct JoinedRows<'a> {
     bytes: &'a [u8],
     start: usize,
@@ -53,7 +53,7 @@ struct JoinedRows<'a> {
     len: usize,
 }
 
-/// Fills `to` with the rows of all tensors in turn.
+/// Fills `to` with the first row of each tensor, then the second row of each, and so on.
 fn fill_rows(rows: &[JoinedRows], size: usize, to: &mut [u8]) {
     let all: usize = rows.iter().map(|r| r.len).sum();
     // The number of result rows in a job.
@@ -86,7 +86,8 @@ fn fill_rows(rows: &[JoinedRows], size: usize, to: &mut [u8]) {
     });
 }
 
-/// Rows of at least this many bytes are stored past the cache: most of their cache lines are written whole.
+/// The minimum number of bytes in rows that are stored with non-temporal stores, past the cache: such rows write most of their cache
+/// lines whole.
 const MIN_STREAMED_ROW_BYTES: usize = 1 << 10;
 
 /// [`fill_rows`] for contiguous rows of one element each.

@@ -1,5 +1,5 @@
-//! Products in which one matrix has few rows. Such a product takes as long as reading the other matrix, so that matrix is read once,
-//! without a packed copy, and halves are widened in registers.
+//! Products in which one matrix has few rows. Such a product takes as long as reading the other matrix, so the other matrix is read only
+//! once, without a packed copy, and halves are widened in registers.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
@@ -17,13 +17,13 @@ use crate::device::cpu::threads;
 pub(super) const MAX_ROWS: usize = 7;
 /// The number of sums that stay in the L1 cache while rows of the right matrix are read.
 const CACHED_SUMS: usize = 4096;
-/// The number of rows of the right matrix that are added at a time: each pass loads and stores all sums.
+/// The number of rows of the right matrix that one pass adds. More rows per pass mean fewer loads and stores of the sums.
 const ROWS_PER_PASS: usize = 8;
 
 /// A vector of f32 that is loaded from elements of another type.
 ///
 /// # Safety
-/// For its method: as [`Vector`], with [`LANES`](Vector::LANES) elements at the pointer.
+/// The requirements of [`Vector`], with [`LANES`](Vector::LANES) elements at the pointer.
 trait Widen<T>: Vector {
     unsafe fn widen(at: *const T) -> Self;
 }
@@ -45,7 +45,8 @@ widen! {
     V16 of bf16: at => V16(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast())))));
 }
 
-/// The operands and the result: the left matrix has `M` contiguous rows of `k` elements, `row` elements apart; the right has `k` rows.
+/// The operands and the result. The left matrix has `M` contiguous rows of `k` elements, `row` elements apart; the right matrix has `k`
+/// rows.
 struct Operands<T> {
     k: usize,
     a: *const f32,
@@ -102,11 +103,10 @@ pub(super) fn should_transpose(
 pub(super) struct Transposed(bool);
 
 /// Computes `out = a b` for an `m` x `k` and a `k` x `n` matrix that [`should_transpose`] accepts. `rows` is a buffer for the widened
-/// rows of `a`, which a batch of small products reuses. Contiguous f32 are not widened.
+/// rows of `a`, which the products of a batch reuse. Contiguous f32 rows are used without a copy.
 ///
-/// # Safety
-/// All elements are in memory that lives through the call. No code writes to the operands, no other code accesses the result, and
-/// the result's elements are distinct.
+/// # Safety All elements are in memory that stays valid during the call. No code writes to the operands, no other code accesses the
+///   result, and the result's elements are distinct.
 pub(super) unsafe fn product(
     (m, n, k): (usize, usize, usize),
     Transposed(transposed): Transposed,
@@ -139,7 +139,7 @@ pub(super) unsafe fn product(
     }
 }
 
-/// Widens the elements into `rows`, row by row.
+/// Widens the elements of `a` into `rows`, row by row.
 ///
 /// # Safety
 /// The elements are readable.
@@ -282,14 +282,14 @@ unsafe fn dot_columns<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N:
     N
 }
 
-/// Adds multiples of rows, for a right matrix with contiguous rows, a range of columns at a time.
+/// Computes each row of the result as a sum of multiples of the right matrix's rows, which are contiguous, a range of columns at a time.
 ///
 /// # Safety
 /// As [`dots`].
 #[inline(always)]
 unsafe fn rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>) {
     let stretch = CACHED_SUMS / M / V::LANES * V::LANES;
-    // Uninitialised, because a small product needs few of the sums.
+    // The buffer stays uninitialised, because a small product needs only few of its elements.
     let mut sums = [const { MaybeUninit::<f32>::uninit() }; CACHED_SUMS];
     for first in columns.clone().step_by(stretch) {
         let n = stretch.min(columns.end - first);
@@ -310,7 +310,8 @@ unsafe fn rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>
     }
 }
 
-/// Adds `S` rows from `p` on to the sums, in `n` columns from `first` on; there are `n` sums for each row of the left matrix.
+/// Adds multiples of `S` rows of the right matrix, starting at row `p`, to the sums, in the `n` columns starting at `first`. `sums` has
+/// `n` elements for each row of the left matrix.
 ///
 /// # Safety
 /// As [`dots`]; the sums are initialised, and no other code accesses them.
@@ -348,7 +349,8 @@ unsafe fn add_rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const S: us
 mod tests {
     use super::*;
 
-    /// Both vector lengths give the same results; a processor with AVX-512 otherwise never runs the shorter one.
+    /// Both vector lengths give the same results. Without this test, a processor with AVX-512 never runs the kernels with shorter
+    /// vectors.
     #[test]
     fn both_vector_lengths_agree() {
         let features = crate::device::cpu::vector_features();

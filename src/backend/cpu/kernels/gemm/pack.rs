@@ -1,6 +1,6 @@
-//! Packing into panels: a few adjacent rows of the left matrix, or columns of the right matrix, in the order in which the kernels
-//! read them, so that a product's inner loop reads memory sequentially. Halves become f32, or [pairs](Pairs) of bf16 for kernels
-//! of pairs.
+//! Packing into panels: a few adjacent rows of the left matrix, or columns of the right matrix, in the order in which the kernels read
+//! them, so that a product's inner loop reads memory sequentially. A step is one index along k. Halves (f16 and bf16) are converted to
+//! f32, or to [pairs](Pairs) of bf16 for kernels of pairs.
 
 use std::arch::x86_64::*;
 
@@ -14,7 +14,7 @@ pub(super) struct PanelSource<S> {
     pub(super) along: isize,
 }
 
-/// The number of adjacent panels, their distance in elements, and the number of steps per panel.
+/// The number of adjacent panels, the stride between panels in elements, and the number of steps per panel.
 #[derive(Clone, Copy)]
 pub(super) struct PanelCopies {
     pub(super) panels: usize,
@@ -60,7 +60,7 @@ pub(super) unsafe fn pack<S: PanelElement>(
     row_by_row!(1 2 3 4 5 6 7 8 9 10 11 12 16 32);
 }
 
-/// Packs rows of pairs, `stride` elements apart at `to`.
+/// Packs rows of [pairs](Pairs); rows are `stride` elements apart in `to`.
 ///
 /// # Safety
 /// The elements of the lanes and steps are readable; `to` has room for the rows, and no other code accesses it. The processor has AVX2.
@@ -120,7 +120,7 @@ unsafe fn pack_panel<S: PanelElement>(
 /// the processor has AVX2 and F16C.
 pub(super) trait PanelElement {
     type Element: Copy;
-    /// The number of the matrix's steps in a step of the panel.
+    /// The number of steps of the matrix that one step of the panel holds.
     const STEPS: usize = 1;
     /// Converts the element of one lane.
     unsafe fn one(at: *const Self::Element, along: isize) -> f32;
@@ -180,7 +180,7 @@ impl PanelElement for bf16 {
     }
 }
 
-/// Pairs of bf16 steps in the bits of an f32, the first step in the lower half.
+/// Two adjacent steps of bf16 in the bits of one f32, the first step in the lower half.
 pub(super) struct Pairs;
 
 impl PanelElement for Pairs {
@@ -231,13 +231,14 @@ unsafe fn pack_adjacent<S: PanelElement, const W: usize>(
     }
 }
 
-/// Sums all steps of a panel of up to 16 lanes, and writes the sums to `to` or adds them.
+/// Sums a panel of up to 16 lanes over all steps, and writes the sums to `to`, or adds them to `to` with `accumulate`.
 ///
 /// # Safety
 /// The panel, with [`PANEL_SLACK`] after it, and one sum per lane exist, and no other code accesses the sums; the processor has AVX2.
 #[target_feature(enable = "avx2")]
 pub(super) unsafe fn sum_steps(panel: *const f32, (steps, lanes): (usize, usize), to: *mut f32, accumulate: bool) {
-    // The number of independent chains of additions. Elements read past a step's lanes belong to the next step, and are dropped below.
+    // The number of independent chains of additions. A vector may include elements of the next step after a step's lanes; their sums are
+    // dropped below.
     const CHAINS: usize = 4;
     let mut sums = [[_mm256_setzero_ps(); 2]; CHAINS];
     let mut total = [0f32; 16];
@@ -263,7 +264,7 @@ pub(super) unsafe fn sum_steps(panel: *const f32, (steps, lanes): (usize, usize)
     }
 }
 
-/// Packs adjacent steps, `steps` a multiple of 8, by transposing blocks of 8 x 8 in registers.
+/// Packs steps that are adjacent in memory, by transposing blocks of 8 x 8 in registers. `steps` is a multiple of 8.
 ///
 /// # Safety
 /// As [`pack`].
@@ -276,7 +277,8 @@ unsafe fn pack_transposed<S: PanelElement>(
     width: usize,
 ) {
     for p in (0..steps).step_by(8) {
-        // The last lanes come first: a block writes past the width into the next step's first lanes, which are written later.
+        // The last lanes are written first: a block writes past the panel's width into the first lanes of the next step, which are
+        // written later.
         for first in (0..width).step_by(8).rev() {
             // SAFETY: lanes below `lanes` exist; a block writes 8 elements from a position in the panel on, at most 7 past
             // the panel's end.
