@@ -1,9 +1,10 @@
 //! Convolutions on the CPU with one or a few channels in each group, computed a part of a plane (one channel of one image) at a time.
 //!
-//! A part is copied with its padding into the cache. For a stride above 1, the copy is split into phases, each with every `stride`th element.
-//! Then every tap reads a contiguous slice of the copy, and a part of the result is a weighted sum of such slices ([`vectors::correlate`]). The
-//! sum has the row length of the copy; the superfluous elements are not stored. The image's gradient is the same sum over the result's gradient,
-//! for each phase. The weight's gradient is dot products of both ([`vectors::dots`]), added in an order that depends only on the shapes.
+//! A part is copied with its padding into the cache. For a stride above 1, the copy is split into phases; phase p has every `stride`th
+//! element, beginning at element p. Every tap then reads a contiguous slice of the copy, and a part of the result is a weighted sum of
+//! such slices ([`vectors::correlate`]). The sum has the row length of the copy; the surplus elements are not stored. The image's
+//! gradient is such a weighted sum of the result's gradient, for each phase. The weight's gradient consists of dot products of the image
+//! and the result's gradient ([`vectors::dots`]), added in an order that depends only on the shapes.
 
 mod jobs;
 mod planes;
@@ -132,7 +133,7 @@ impl Depthwise {
     /// Divides a range of elements of all planes into parts.
     fn parts(&self, dims: [usize; 2], range: Range<usize>) -> PlaneParts {
         let elements = (PART_ELEMENTS / (self.inner * self.phases() + self.outer)).max(1 << 10);
-        // A part has so many rows that the `reach` extra rows, which are read but not computed, are few in comparison.
+        // The part has enough rows that its `reach` extra rows, which are read but not computed, are few in comparison.
         let rows = (elements / dims[1]).max(2 * self.axes[0].reach + 1).min(dims[0]);
         PlaneParts::new(dims, [rows, dims[1].min(2 * elements)], range)
     }

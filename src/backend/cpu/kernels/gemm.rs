@@ -14,7 +14,7 @@ use gemm_common::Parallelism;
 #[cfg(target_arch = "x86_64")]
 use smallvec::SmallVec;
 
-/// Defines methods of a trait that are inlined and whose safety is their caller's promise.
+/// Defines inlined `unsafe` methods of a trait; the caller of a method guarantees its safety.
 #[cfg(target_arch = "x86_64")]
 macro_rules! unsafe_methods {
     ($($method:ident($($args:tt)*) -> $out:ty = $made:expr;)*) => { $(

@@ -19,7 +19,7 @@ pub(super) enum ElementPtr {
     F32(*const f32),
     F16(*const f16),
     BF16(*const bf16),
-    /// bf16 elements, of which each two adjacent elements along k form a step; the number is the number of elements along k.
+    /// Elements of bf16, multiplied in pairs that are adjacent along k. The second field is the number of elements along k.
     Pairs(*const bf16, usize),
 }
 
