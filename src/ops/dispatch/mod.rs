@@ -1,7 +1,7 @@
 //! The steps that all operations have in common: registry, arguments, checks, dtype promotion and autocast.
 //!
-//! A method usually begins with `return_replacement!`, `cast_first!` and its checks, and has a row in the `operations!` of its family.
-//! `#[track_caller]` makes the allocation history name the line that called the method.
+//! A method usually begins with `return_replacement!`, `cast_first!` and its checks, and has an entry in the `operations!` list of its
+//! family. Methods are `#[track_caller]`, so that the allocation history names the line that called the method.
 
 pub(crate) mod args;
 pub(crate) mod arguments;

@@ -48,7 +48,7 @@ struct Block {
 impl BlockedAttention {
     /// Partitions an attention. `options.scale` is set; `backward` says whether gradients will be needed.
     ///
-    /// Returns `None` if all scores should be computed at once, and if the shapes do not match, in which case the unblocked code returns the error.
+    /// Returns `None` if all scores should be computed at once, and if the shapes do not match: the unblocked code then returns the error.
     pub(crate) fn new([q, k, v]: [&Tensor; 3], options: &Attention<'_>, backward: bool) -> Option<BlockedAttention> {
         let Attention { attn_mask: mask, is_causal: causal, dropout_p, scale, .. } = *options;
         if dropout_p != 0.0 || mask.is_some_and(|mask| autograd::is_tracked(&[mask])) {

@@ -36,7 +36,8 @@ fn weight_and_bias<'a>(
 
 /// Converts the inputs to f32, and returns the converted inputs and the dtype of the result; `None` if no conversion is needed.
 ///
-/// A conversion is needed under autocast and, as in PyTorch's layers, for f16 or bf16 inputs with an f32 weight or bias, so that only the result is rounded.
+/// A conversion is needed under autocast and, as in PyTorch's layers, for f16 or bf16 inputs with an f32 weight or bias, so that only
+/// the result is rounded.
 fn cast_to_f32(inputs: &[&Tensor]) -> Result<Option<(SmallVec<[Tensor; 3]>, DType)>> {
     let half = inputs[0].dtype;
     let mixed = half.size() == 2 && inputs[1..].iter().any(|t| t.dtype == DType::F32);
