@@ -156,8 +156,9 @@ pub fn register(name: &'static str, backend: Backend, implementation: Implementa
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// # Errors Returns the errors of the operation. Also returns [`Error::Invalid`] for a name that is unknown on the device, and for
-///   parameters that do not match the signature; the message then contains the signature.
+/// # Errors
+/// Returns the errors of the operation. Also returns [`Error::Invalid`] for a name that is unknown on the device, and for parameters that
+/// do not match the signature; the message then contains the signature.
 #[track_caller]
 pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
     name: &str,
@@ -203,10 +204,11 @@ pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// # Errors Returns the errors of [`call`]; [`Error::ShapeMismatch`] for a tensor whose shape differs from the result's;
-///   [`Error::Invalid`] if the result cannot be converted to the dtype of the tensor ([`can_cast`](crate::can_cast)), and for more
-///   tensors than results; [`Error::Autograd`] for a tensor that is part of the graph. If one tensor causes an error, the tensors before
-///   it may already have been written.
+/// # Errors
+/// Returns the errors of [`call`]; [`Error::ShapeMismatch`] for a tensor whose shape differs from the result's; [`Error::Invalid`] if the
+/// result cannot be converted to the dtype of the tensor ([`can_cast`](crate::can_cast)), and for more tensors than results;
+/// [`Error::Autograd`] for a tensor that is part of the graph. If one tensor causes an error, the tensors before it may already have been
+/// written.
 #[track_caller]
 pub fn call_into<'a, 'o, T, O>(name: &str, tensors: &[T], arguments: &[Argument], out: &[O]) -> Result<()>
 where
@@ -250,8 +252,9 @@ where
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// # Errors Returns the errors of [`call`]; [`Error::Invalid`] for an unknown parameter, for a parameter that is given twice, and for
-///   named parameters of an operation that is not built in.
+/// # Errors
+/// Returns the errors of [`call`]; [`Error::Invalid`] for an unknown parameter, for a parameter that is given twice, and for named
+/// parameters of an operation that is not built in.
 #[track_caller]
 pub fn call_named(name: &str, tensors: &[&Tensor], named: &[(&str, Value)]) -> Result<Vec<Tensor>> {
     let _caller = Caller::enter();

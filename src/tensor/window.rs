@@ -104,8 +104,9 @@ impl Tensor {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     ///
-    /// # Errors Returns [`Error::Invalid`] for elements outside the storage, for different numbers of strides and sizes, and for a
-    ///   storage that is not a whole number of elements or not aligned for the dtype (possible for a vector of bytes).
+    /// # Errors
+    /// Returns [`Error::Invalid`] for elements outside the storage, for different numbers of strides and sizes, and for a storage that is
+    /// not a whole number of elements or not aligned for the dtype (possible for a vector of bytes).
     pub fn from_storage_strided(
         storage: Storage,
         shape: impl Into<Shape>,

@@ -2,8 +2,8 @@
 //! them:
 //!
 //! - One primitive with contiguous, row-broadcast or scalar operands of the result's dtype ([`FlatLaunch`]; [`SmallPrimitive`] for the smallest).
-//! - One cheap primitive of f16 or bf16 ([`compute_halves`]), which reads, converts, computes and writes in one loop. In the tile interpreter,
-//! every element would be written to a tile of f32 and read again three times.
+//! - One cheap primitive of f16 or bf16 ([`compute_halves`]), which reads, converts, computes and writes in one loop. In the tile
+//!   interpreter, every element would be written to a tile of f32 and read again three times.
 //! - Formulas over one or two bool tensors ([`try_run_masks`]). Every such formula is a polynomial over bits, which is evaluated on bytes.
 
 use std::ops::Range;

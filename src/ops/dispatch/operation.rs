@@ -228,8 +228,8 @@ impl Operation {
 ///
 /// - Parameters have PyTorch's names. `input: x` is a tensor, `bias: x?` an optional tensor, and `tensors: xs` a list of tensors.
 /// - An argument is followed by the method of [`Args`] that reads the value, and by its default: `dim: int = -1`.
-/// `&sizes` passes the value by reference, and `int?` passes an `Option`. `text @f` converts the value with `f(args, i)`.
-/// `options` is a dtype and a device.
+///   `&sizes` passes the value by reference, and `int?` passes an `Option`. `text @f` converts the value with `f(args, i)`.
+///   `options` is a dtype and a device.
 /// - PyTorch's name may be left out if it equals the method's name. `functional` means `nn.functional.method`, and `linalg` likewise.
 /// - A method whose parameters differ from the listed parameters is called by the closure after `=>`: `=> |args| ..`.
 macro_rules! operations {

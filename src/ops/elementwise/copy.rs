@@ -241,8 +241,9 @@ impl Tensor {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     ///
-    /// # Errors [`Error::Invalid`] for a wrong number of bytes, for bools other than 0 and 1, and for an expanded view; the errors of
-    ///   [`Tensor::fill_`]; [`Error::Partial`] if the device fails midway.
+    /// # Errors
+    /// [`Error::Invalid`] for a wrong number of bytes, for bools other than 0 and 1, and for an expanded view; the errors of
+    /// [`Tensor::fill_`]; [`Error::Partial`] if the device fails midway.
     pub fn write_bytes_(&self, bytes: &[u8]) -> Result<&Tensor> {
         self.write_elements("write_bytes_", bytes, false)
     }
@@ -295,8 +296,9 @@ impl Tensor {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     ///
-    /// # Errors [`Error::Invalid`] for a fraction if the dtype is an integer, for a number outside the dtype's range, such as NaN, for a
-    ///   finite number that rounds to infinity, and for an expanded view.
+    /// # Errors
+    /// [`Error::Invalid`] for a fraction if the dtype is an integer, for a number outside the dtype's range, such as NaN, for a finite
+    /// number that rounds to infinity, and for an expanded view.
     pub fn fill_(&self, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "fill_";
         let scalars = [value.into().stored(op, self.dtype)?];

@@ -286,8 +286,9 @@ impl Tensor {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     ///
-    /// # Errors [`Error::Invalid`] if there is no index tensor, or more indices than dims; [`Error::ShapeMismatch`] for indices that do
-    ///   not broadcast; otherwise the errors of [`Tensor::index_select`].
+    /// # Errors
+    /// [`Error::Invalid`] if there is no index tensor, or more indices than dims; [`Error::ShapeMismatch`] for indices that do not
+    /// broadcast; otherwise the errors of [`Tensor::index_select`].
     #[track_caller]
     pub fn index(&self, indices: &[Option<&Tensor>]) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -388,8 +389,9 @@ impl Tensor {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     ///
-    /// # Errors [`Error::ShapeMismatch`] for a mask that does not broadcast; [`Error::Invalid`] if `source` has fewer elements than the
-    ///   mask has true elements; [`Error::UnsupportedDType`] for a mask that is not bool.
+    /// # Errors
+    /// [`Error::ShapeMismatch`] for a mask that does not broadcast; [`Error::Invalid`] if `source` has fewer elements than the mask has
+    /// true elements; [`Error::UnsupportedDType`] for a mask that is not bool.
     #[track_caller]
     pub fn masked_scatter(&self, mask: &Tensor, source: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "masked_scatter", [self, mask, source]);

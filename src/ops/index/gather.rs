@@ -115,9 +115,10 @@ impl Tensor {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     ///
-    /// # Errors [`Error::UnsupportedDType`] for other dtypes; [`Error::Invalid`] if `index` is not a vector; [`Error::IndexOutOfRange`]
-    ///   for a negative or too large index. On the CPU this call returns the last error; on OpenCL, the next call of this thread that
-    ///   waits for the device returns it, and until then the elements are 0.
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for other dtypes; [`Error::Invalid`] if `index` is not a vector; [`Error::IndexOutOfRange`] for a
+    /// negative or too large index. On the CPU this call returns the last error; on OpenCL, the next call of this thread that waits for
+    /// the device returns it, and until then the elements are 0.
     #[track_caller]
     pub fn index_select(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
         return_replacement!("index_select", [self, index], dim);

@@ -126,8 +126,9 @@ impl Tensor {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     ///
-    /// # Errors Returns the errors of [`Tensor::linear`]; [`Error::Invalid`] if `f` reads anything except its argument;
-    ///   [`Error::UnsupportedDType`] if `f` needs floats and the tensors are integers.
+    /// # Errors
+    /// Returns the errors of [`Tensor::linear`]; [`Error::Invalid`] if `f` reads anything except its argument;
+    /// [`Error::UnsupportedDType`] if `f` needs floats and the tensors are integers.
     #[track_caller]
     pub fn linear_map(&self, weight: &Tensor, bias: Option<&Tensor>, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
         let _caller = Caller::enter();

@@ -174,8 +174,8 @@ impl Tensor {
         self.unsqueeze(1)?.mul(other).with_op("outer")
     }
 
-    /// Computes `beta * self + alpha * (a b)` of matrices a and b (PyTorch's `addmm`). This tensor broadcasts, and is not read if beta is
-    /// 0. One launch. Differentiable.
+    /// Computes `beta * self + alpha * (a b)` of matrices a and b (PyTorch's `addmm`). This tensor is broadcast to the
+    /// product's shape, and is not read if beta is 0. One launch. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -241,8 +241,9 @@ impl Tensor {
     /// Multiplies several matrices in the order that takes the fewest multiplications (PyTorch's `linalg.multi_dot`). The first tensor
     /// may be a vector, which is treated as a row, and the last a vector, which is treated as a column. Differentiable.
     ///
-    /// # Errors [`Error::Invalid`] for an empty list; [`Error::ShapeMismatch`] if adjacent sizes differ or a tensor is not a matrix; the
-    ///   errors of [`Tensor::matmul`].
+    /// # Errors
+    /// [`Error::Invalid`] for an empty list; [`Error::ShapeMismatch`] if adjacent sizes differ or a tensor is not a matrix; the errors of
+    /// [`Tensor::matmul`].
     #[track_caller]
     pub fn multi_dot<T: std::borrow::Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         let op = "multi_dot";

@@ -13,7 +13,7 @@
 //! - x86-64 CPUs have an implementation, except for windows of a single element.
 //! - OpenCL devices have an implementation for depthwise convolutions with windows of at most 64 elements.
 //! - With tensor cores, OpenCL devices also have an implementation for most other windows. It takes one launch for channels-last images and
-//! weights, and copies tensors of another memory format first. The image is saved for the backward pass.
+//!   weights, and copies tensors of another memory format first. The image is saved for the backward pass.
 //!
 //! OpenCL devices that use image objects (`image2d_t`) have a kernel for the forward pass only, and their gradients are products of
 //! columns.

@@ -184,9 +184,10 @@ macro_rules! define_reductions {
 
         /// Reductions over any dims: one method for each row of [`REDUCTIONS`](crate::ops::REDUCTIONS).
         ///
-        /// # Errors All methods fail with [`Error::DimOutOfRange`] for a dim out of range; [`Error::Invalid`] for a dim that is given
-        ///   twice, and for an empty reduced dim if the reduction of no elements has no result; [`Error::UnsupportedDType`] for integers
-        ///   and bool if the method takes floats.
+        /// # Errors
+        /// All methods fail with [`Error::DimOutOfRange`] for a dim out of range; [`Error::Invalid`] for a dim that is given twice, and
+        /// for an empty reduced dim if the reduction of no elements has no result; [`Error::UnsupportedDType`] for integers and bool if
+        /// the method takes floats.
         impl Tensor { $(
             $(#[doc = $doc])+
             #[doc = concat!("\n\nPyTorch: `", $torch, "`.")]

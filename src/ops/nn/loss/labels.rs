@@ -34,10 +34,11 @@ impl Tensor {
     /// With labels, no class weights and no smoothing, one launch computes the losses and the gradient, and at most one more launch
     /// computes the sum of the losses. Losses are accumulated in f32 (f64 for f64).
     ///
-    /// # Errors [`Error::UnsupportedDType`] for other dtypes; [`Error::Invalid`] for a smoothing outside `0..=1`;
-    ///   [`Error::IndexOutOfRange`] for a label outside `0..C`. On the CPU this call returns the last error; on OpenCL, the next call of
-    ///   this thread that waits for the device (such as reading a value or `synchronize`) returns it. Until then the loss is NaN (0 if
-    ///   weighted or smoothed) and the gradient of the row is zero.
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for other dtypes; [`Error::Invalid`] for a smoothing outside `0..=1`; [`Error::IndexOutOfRange`] for a
+    /// label outside `0..C`. On the CPU this call returns the last error; on OpenCL, the next call of this thread that waits for the
+    /// device (such as reading a value or `synchronize`) returns it. Until then the loss is NaN (0 if weighted or smoothed) and the
+    /// gradient of the row is zero.
     #[track_caller]
     pub fn cross_entropy_with(&self, target: &Tensor, options: CrossEntropy) -> Result<Tensor> {
         let _caller = Caller::enter();

@@ -66,8 +66,9 @@ pub(super) fn even_len(n: usize, most: usize, step: usize) -> usize {
 /// Computes `out = a b` for an `m` x `k` and a `k` x `n` matrix; no size may be 0. Kernels of pairs require two matrices of bf16.
 /// If `a` is packed, the sums of its `m` rows are written to `sums`; returns whether the sums were written.
 ///
-/// # Safety All elements are in memory that stays valid during the call. No code writes to the operands, including the epilogue's
-///   operand, which is as large as [`KernelEpilogue`] says. No other code accesses the results, and the results' elements are distinct.
+/// # Safety
+/// All elements are in memory that stays valid during the call. No code writes to the operands, including the epilogue's operand, which
+/// is as large as [`KernelEpilogue`] says. No other code accesses the results, and the results' elements are distinct.
 pub(super) unsafe fn product(
     kernels: &'static Kernels,
     (m, n, k): (usize, usize, usize),

@@ -105,8 +105,9 @@ pub(super) struct Transposed(bool);
 /// Computes `out = a b` for an `m` x `k` and a `k` x `n` matrix that [`should_transpose`] accepts. `rows` is a buffer for the widened
 /// rows of `a`, which the products of a batch reuse. Contiguous f32 rows are used without a copy.
 ///
-/// # Safety All elements are in memory that stays valid during the call. No code writes to the operands, no other code accesses the
-///   result, and the result's elements are distinct.
+/// # Safety
+/// All elements are in memory that stays valid during the call. No code writes to the operands, no other code accesses the result, and
+/// the result's elements are distinct.
 pub(super) unsafe fn product(
     (m, n, k): (usize, usize, usize),
     Transposed(transposed): Transposed,
