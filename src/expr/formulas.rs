@@ -318,7 +318,7 @@ impl Expr {
         1.0507009873554805 * self.elu(1.6732632423543772)
     }
 
-    /// x limited to the bounds. Unlike [`clamp`](Expr::clamp), the derivative is 0 on both bounds.
+    /// x limited to `low..=high`. Unlike for [`clamp`](Expr::clamp), the derivative is 0 on both bounds.
     pub fn hardtanh(&self, low: impl Into<Expr>, high: impl Into<Expr>) -> Expr {
         let (low, high) = (low.into(), high.into());
         self.le(&low).select(&low, high.le(self).select(&high, self))

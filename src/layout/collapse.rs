@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use crate::layout::shape::{Dims, Shape};
 
-/// The dims of a row-major iteration over one shape, collapsed as far as possible, with the strides of every operand.
+/// The dims of a row-major iteration over one shape, with adjacent dims collapsed where possible, and the strides of every operand.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct StridedDims {
     pub(crate) dims: Dims,
@@ -54,7 +54,7 @@ impl StridedDims {
         self.is_contiguous_from(0, k)
     }
 
-    /// True if operand `k` is contiguous, like [`is_contiguous`](Self::is_contiguous), within the dims from `d` on.
+    /// True if operand `k` is contiguous, like [`is_contiguous`](Self::is_contiguous), within dim `d` and the dims after it.
     pub(crate) fn is_contiguous_from(&self, d: usize, k: usize) -> bool {
         let mut step = 1;
         self.dims[d..].iter().zip(&self.strides[k][d..]).rev().all(|(&size, &stride)| {

@@ -262,7 +262,7 @@ impl Layout {
                 _ => runs.push((d, s)),
             }
         }
-        // The new dimensions are split off the groups, innermost first; none may span two groups.
+        // The new dimensions are split off the groups, innermost first. No new dimension can span two groups.
         let (mut left, mut step) = runs.pop().unwrap_or((1, 1));
         let mut axes: Dims<(usize, isize)> = Dims::new();
         for &d in shape.dims().iter().rev() {

@@ -53,7 +53,7 @@ impl Tensor {
         sizes.iter().map(piece).collect()
     }
 
-    /// Splits dimension `dim` into at most `chunks` pieces of equal size; the last has the remainder (PyTorch's `chunk`). Fails for
+    /// Splits dimension `dim` into at most `chunks` pieces of equal size; the last piece has the remainder (PyTorch's `chunk`). Fails for
     /// zero chunks.
     pub fn chunk(&self, chunks: usize, dim: isize) -> Result<Vec<Tensor>> {
         let whole = self.dim_size("chunk", dim)?;
@@ -142,7 +142,7 @@ impl Tensor {
         self.reshape(self.numel())
     }
 
-    /// Removes those of the dimensions `dims` whose size is 1 (PyTorch's `squeeze` with several dimensions).
+    /// Removes each of the dimensions `dims` whose size is 1 (PyTorch's `squeeze` with several dimensions).
     pub fn squeeze_dims(&self, dims: &[isize]) -> Result<Tensor> {
         let op = "squeeze_dims";
         let mut removed = dims.iter().map(|&d| self.shape().dim(op, d)).collect::<Result<Dims>>()?;

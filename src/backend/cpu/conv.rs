@@ -82,7 +82,7 @@ impl Conv {
         if !floats || sizes.contains(&0) {
             return None;
         }
-        // The sums of the forward pass run over `inner` channels, those of the images' gradients over `outer / groups` channels.
+        // The forward pass sums over `inner` channels, and the gradient of the images over `outer / groups` channels.
         let for_pairs = || SerialGemm::for_pairs(inner.min(outer / groups));
         let pairs = (images.dtype == DType::BF16).then(for_pairs).flatten();
         let many = if pairs.is_some() { MIN_WINDOWS_OF_LARGE_PAIRED_WEIGHT } else { MIN_WINDOWS_OF_LARGE_WEIGHT };

@@ -19,7 +19,7 @@ use crate::{DType, Result, Shape, Tensor};
 /// The maximum number of elements of a product that is stored in the accumulator's type before an epilogue converts it.
 const MAX_WIDE_ELEMENTS: usize = 1 << 22;
 
-/// Computes a product with its epilogue; returns whether the row sums were computed as well.
+/// Computes a product with its epilogue; returns whether the row sums were also computed.
 pub(crate) fn multiply(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let dtype = g.compute().dtype();
     let plain = *g.epilogue == [Expr::input(0)];

@@ -15,7 +15,7 @@ use crate::{Compute, Result};
 
 /// The number of elements in a job of the thread pool.
 const JOB_ELEMENTS: usize = 1 << 14;
-/// The number of elements that are computed in a buffer before they are stored, if they have to be converted to the result's dtype.
+/// The number of elements that are computed in a buffer before they are converted to the result's dtype or stored past the cache.
 const BUFFER_LEN: usize = 2048;
 
 /// Resizes the images of `x`. If `transposed`, applies the transposed linear map: each element of `x` is distributed, by its weights, to

@@ -11,7 +11,7 @@ const BLOCK_LEN: usize = 1 << 14;
 const INDEX_BUFFER_LEN: usize = 256;
 
 /// Returns the indices of true elements in a contiguous mask, in row-major order, as a tensor `[count, rank]`. The mask is not empty, and
-/// its elements are indexed as those of a tensor with sizes `dims`.
+/// its elements are indexed as in a tensor with sizes `dims`.
 pub(crate) fn nonzero_indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
     let (numel, rank) = (mask.numel(), dims.len());
     let block = |i: usize| {

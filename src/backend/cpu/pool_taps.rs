@@ -27,7 +27,7 @@ impl Taps<'_> {
             let at = || first * w.stride[1] + k * dilation - padding;
             (first < last).then(|| Tap { first, last, at: at() })
         };
-        // Taps before `from` are in the padding even for the last window; taps from `to` on are beyond the image even for the first
+        // Taps before `from` are in the padding even for the last window; taps at and after `to` are beyond the image even for the first
         // window.
         let from = padding.saturating_sub((w.grid[1] - 1) * w.stride[1]).div_ceil(dilation);
         let to = w.kernel[1].min((image + padding).div_ceil(dilation));

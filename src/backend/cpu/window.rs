@@ -39,7 +39,7 @@ fn im2col_as<T: bytemuck::Pod + Send + Sync>(w: &Windows, x: &Tensor, bytes: &[u
         };
         let (row_tap, column_tap) = (tap / kw, tap % kw);
         let ((top, bottom), (left, right)) = (w.windows_inside(0, row_tap), w.windows_inside(1, column_tap));
-        // The offset of the element at row 0, column 0 of the padded image.
+        // The offset of the element that this tap reads in the first window. The element may be in the padding.
         let origin = x.layout.offset as isize
             + batch as isize * strides[0]
             + channel as isize * strides[1]

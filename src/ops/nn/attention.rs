@@ -45,7 +45,7 @@ pub struct Attention<'a> {
     pub attn_mask: Option<&'a Tensor>,
     /// The probability of dropping an attention weight.
     pub dropout_p: f64,
-    /// Whether query i attends only to keys 0 to i. A mask can exclude some of these keys as well.
+    /// Whether query i attends only to keys 0 to i. A mask can exclude some of these keys.
     pub is_causal: bool,
     /// The factor of the scores; if `None`, `1 / sqrt(E)`.
     pub scale: Option<f64>,

@@ -30,7 +30,7 @@ pub struct BatchNormOptions<'a> {
     pub bias: Option<&'a Tensor>,
     /// Whether to normalise by the mean and variance of the batch instead of the running statistics.
     pub training: bool,
-    /// The fraction by which the running statistics move towards those of the batch.
+    /// The fraction by which the running statistics move towards the statistics of the batch.
     pub momentum: f64,
     /// A number that is added to the variance before the square root.
     pub eps: f64,

@@ -211,7 +211,8 @@ impl Tensor {
             return Ok(indices);
         }
         // If every index arrives at an exponentially distributed time with its weight as the rate, the order of arrival is a sample without
-        // replacement. The second uniform number refines the first, so that the earliest times, close to 0, have as many digits as later ones.
+        // replacement. The second uniform number refines the first, so that the earliest times, close to 0, have as many digits as later
+        // times.
         let wide = self.dtype.compute().dtype();
         let time = -(-(Expr::uniform(0) + Expr::uniform(1) * 2f64.powi(-24))).log1p();
         let rate = Expr::input(0) / Expr::input(1);

@@ -20,7 +20,7 @@ macro_rules! unsafe_methods {
     ($($method:ident($($args:tt)*) -> $out:ty = $made:expr;)*) => { $(
         #[inline(always)]
         unsafe fn $method($($args)*) -> $out {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees the requirements of this function.
             unsafe { $made }
         }
     )* };

@@ -111,7 +111,7 @@ impl BlockedAttention {
     }
 
     /// Returns true if every element of `t` belongs to exactly one block, so that blocks can write to `t` instead of adding to it.
-    /// `of_queries` says whether the dim before the last of `t` is the queries; otherwise it is the keys.
+    /// With `of_queries`, the second-to-last dim of `t` contains the queries, otherwise the keys.
     fn is_partitioned(&self, t: &Tensor, of_queries: bool) -> bool {
         let (batch, length) = self.sizes.split_at(self.sizes.len() - 1);
         let all_keys = self.block_size[batch.len()] == length[0] && (!self.causal || self.keys <= length[0]);

@@ -25,7 +25,7 @@ fn max_column_block_bytes(device: Device) -> Result<usize> {
     Ok((part as usize).clamp(16 << 20, 256 << 20))
 }
 
-/// The number of windows from which on an image gets its own product. Smaller images become columns of one product, whose result is
+/// The minimum number of windows of an image that gets its own product. Smaller images become columns of one product, whose result is
 /// copied to reorder it.
 const MIN_WINDOWS_OF_OWN_PRODUCT: usize = 1024;
 

@@ -57,7 +57,7 @@ struct TileConfig {
 /// Computes a tile of `R` rows and `N` vectors.
 ///
 /// # Safety
-/// As [`TileKernel`](super::kernel::TileKernel). `a` has rows of pairs, the number of steps is a multiple of [`PAIRS_PER_ROW`], and AMX
+/// The requirements of [`TileKernel`](super::kernel::TileKernel). `a` has rows of pairs, the number of steps is a multiple of [`PAIRS_PER_ROW`], and AMX
 /// [is available](is_available).
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn compute_tile<const R: usize, const N: usize>(t: &Tile) {

@@ -81,7 +81,7 @@ pub(super) unsafe fn product(
         && out.col != 1
         && out.row == 1
     {
-        // SAFETY: the caller's promise. The columns of the transposed result are one element apart.
+        // SAFETY: the caller guarantees the requirements of this function. The columns of the transposed result are one element apart.
         return unsafe {
             let out = Destination::Memory(out.transposed(), KernelEpilogue::Nothing);
             product(kernels, (n, m, k), out, b.transposed(), a.transposed(), None)
@@ -184,7 +184,7 @@ fn partition_product(
 /// Computes regions that share no element of the result. Each region starts with `threads` threads.
 ///
 /// # Safety
-/// As [`product`], for the regions' elements; no other code uses the panels' memory.
+/// The requirements of [`product`], for the regions' elements; no other code uses the panels' memory.
 unsafe fn compute(regions: &[Region], threads: usize) {
     if threads == 1 && regions.iter().all(Region::is_small) {
         return parallel::for_each_index(regions.len(), |part| {
@@ -195,7 +195,7 @@ unsafe fn compute(regions: &[Region], threads: usize) {
     }
     let works: SmallVec<[Work; 8]> = regions.iter().map(|region| Work::new(region, threads)).collect();
     let most = works.iter().map(|work| work.count).max().unwrap_or(0);
-    // SAFETY: the caller's promise. Every piece is computed once, and the pieces of a region are started in order.
+    // SAFETY: the caller guarantees the requirements of this function. Every piece is computed once, and the pieces of a region are started in order.
     parallel::for_each_in_order(works.len() * most, works.len(), |i| unsafe { works[i / most].run_piece(i % most) });
 }
 
@@ -278,7 +278,7 @@ impl<'a> Work<'a> {
     /// Performs piece `i` of the work: packs a piece of a matrix or computes tiles.
     ///
     /// # Safety
-    /// As [`compute`]; every piece is started once, after all pieces with lower numbers have been started.
+    /// The requirements of [`compute`]; every piece is started once, after all pieces with lower numbers have been started.
     unsafe fn run_piece(&self, i: usize) {
         // SAFETY: the caller's promise; groups are computed once all pieces are packed.
         unsafe {
@@ -348,7 +348,7 @@ impl Region<'_> {
     /// Computes the group of these row panels and column panels, and passes the group to the callback, if any.
     ///
     /// # Safety
-    /// As [`compute`]; all panels are packed, and no other code accesses the tiles.
+    /// The requirements of [`compute`]; all panels are packed, and no other code accesses the tiles.
     unsafe fn compute_group(&self, down: Range<usize>, across: Range<usize>, panels: (usize, usize)) {
         let (rows, columns) = (self.rows, 2 * self.kernels.lanes);
         let i = down.start * rows..self.size.0.min(down.end * rows);
@@ -379,7 +379,7 @@ impl Region<'_> {
     /// Computes the tiles of these row panels and column panels into `out`, which starts at the first tile.
     ///
     /// # Safety
-    /// As [`compute_group`](Region::compute_group); `out` has room for all tiles.
+    /// The requirements of [`compute_group`](Region::compute_group); `out` has room for all tiles.
     unsafe fn tiles(
         &self,
         down: Range<usize>,

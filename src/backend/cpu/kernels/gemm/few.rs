@@ -62,7 +62,7 @@ impl<T> Operands<T> {
     /// The element exists.
     #[inline(always)]
     unsafe fn left(&self, i: usize, p: usize) -> *const f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe { self.a.offset(i as isize * self.row).add(p) }
     }
 
@@ -72,7 +72,7 @@ impl<T> Operands<T> {
     /// The element exists, and no other code accesses it.
     #[inline(always)]
     unsafe fn write(&self, i: usize, j: usize, sum: f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe { *self.out.start.offset(i as isize * self.out.row + j as isize * self.out.col) = sum }
     }
 }
@@ -120,7 +120,7 @@ pub(super) unsafe fn product(
         true => ((n, m), out.transposed(), b.transposed(), a.transposed()),
         false => ((m, n), out, a, b),
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe {
         let (a, row) = match a.start {
             ElementPtr::F32(start) if a.col == 1 => (start, a.row),
@@ -149,7 +149,7 @@ unsafe fn widened((m, k): (usize, usize), a: Matrix<ElementPtr>, rows: &mut Vec<
     rows.reserve(m * k);
     for i in 0..m as isize {
         let at = |p: usize| i * a.row + p as isize * a.col;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe {
             match a.start {
                 ElementPtr::F32(start) => rows.extend((0..k).map(|p| *start.offset(at(p)))),
@@ -166,7 +166,7 @@ unsafe fn widened((m, k): (usize, usize), a: Matrix<ElementPtr>, rows: &mut Vec<
 /// Computes a product with the matching kernel, on several threads if it is large enough.
 ///
 /// # Safety
-/// As [`product`]; the processor has AVX2, FMA and F16C.
+/// The requirements of [`product`]; the processor has AVX2, FMA and F16C.
 unsafe fn compute<T: Copy + Into<f32>>((m, n): (usize, usize), operands: &Operands<T>)
 where
     V8: Widen<T>,
@@ -175,7 +175,7 @@ where
     let kernel = select_kernel::<T>(m, operands.b.col != 1);
     let pieces = if is_serial((m, n, operands.k)) { 1 } else { threads() };
     for_each_piece((m, n), (1, pieces), |_, columns| {
-        // SAFETY: the columns are those of the right matrix and of the result, and each is written by one thread.
+        // SAFETY: the right matrix and the result have these columns, and each column is written by one thread.
         unsafe { kernel(operands, columns) };
     });
 }
@@ -203,24 +203,24 @@ where
 macro_rules! kernels {
     ($feature:literal, $vector:ident: $dots:ident $rows:ident) => {
         /// # Safety
-        /// As [`dots`].
+        /// The requirements of [`dots`].
         #[target_feature(enable = $feature)]
         unsafe fn $dots<T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>)
         where
             $vector: Widen<T>,
         {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees the requirements of this function.
             unsafe { dots::<$vector, T, M>(x, columns) }
         }
 
         /// # Safety
-        /// As [`rows`].
+        /// The requirements of [`rows`].
         #[target_feature(enable = $feature)]
         unsafe fn $rows<T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>)
         where
             $vector: Widen<T>,
         {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees the requirements of this function.
             unsafe { rows::<$vector, T, M>(x, columns) }
         }
     };
@@ -238,7 +238,7 @@ kernels!("avx512f", V16: dots_16 rows_16);
 unsafe fn dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>) {
     let mut j = columns.start;
     while j < columns.end {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe {
             j += match columns.end - j {
                 0..4 => dot_columns::<V, T, M, 1>(x, j),
@@ -248,17 +248,17 @@ unsafe fn dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>
     }
 }
 
-/// Computes `N` columns from `j` on; returns `N`.
+/// Computes the `N` columns that begin with column `j`; returns `N`.
 ///
 /// # Safety
-/// As [`dots`].
+/// The requirements of [`dots`].
 #[inline(always)]
 unsafe fn dot_columns<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N: usize>(
     x: &Operands<T>,
     j: usize,
 ) -> usize {
     let whole = x.k / V::LANES * V::LANES;
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe {
         let column = |c: usize| x.b.start.offset((j + c) as isize * x.b.col);
         let mut sums = [[V::zero(); M]; N];
@@ -286,7 +286,7 @@ unsafe fn dot_columns<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N:
 /// Computes each row of the result as a sum of multiples of the right matrix's rows, which are contiguous, a range of columns at a time.
 ///
 /// # Safety
-/// As [`dots`].
+/// The requirements of [`dots`].
 #[inline(always)]
 unsafe fn rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>) {
     let stretch = CACHED_SUMS / M / V::LANES * V::LANES;
@@ -315,7 +315,7 @@ unsafe fn rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>
 /// `n` elements for each row of the left matrix.
 ///
 /// # Safety
-/// As [`dots`]; the sums are initialised, and no other code accesses them.
+/// The requirements of [`dots`]; the sums are initialised, and no other code accesses them.
 #[inline(always)]
 unsafe fn add_rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const S: usize>(
     x: &Operands<T>,
@@ -324,7 +324,7 @@ unsafe fn add_rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const S: us
     sums: *mut f32,
 ) {
     let whole = n / V::LANES * V::LANES;
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe {
         let row = |s: usize| x.b.start.offset((p + s) as isize * x.b.row).add(first);
         for j in (0..whole).step_by(V::LANES) {

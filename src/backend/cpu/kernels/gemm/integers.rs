@@ -162,7 +162,7 @@ unsafe fn multiply_piece<E: Widen<D::Sum>, D: Integer>(
                 for j in columns.clone() {
                     let x = &b[layout_b.index_of(first, j)..][..depth];
                     let sum = dot(x, &*row);
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller guarantees the requirements of this function.
                     unsafe {
                         let before = if first > 0 { element(i, j).read().widen() } else { D::Sum::zeroed() };
                         element(i, j).write(D::from_sum(before.plus(sum)));
@@ -187,7 +187,7 @@ unsafe fn multiply_piece<E: Widen<D::Sum>, D: Integer>(
             for i in rows.clone() {
                 let left = &mut left[..depth];
                 load(a, layout_a.index_of(i, first), layout_a.col, left);
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees the requirements of this function.
                 unsafe {
                     sums.iter_mut().enumerate().for_each(|(j, sum)| {
                         *sum = if first > 0 { element(i, start + j).read().widen() } else { D::Sum::zeroed() };
@@ -206,7 +206,7 @@ unsafe fn multiply_piece<E: Widen<D::Sum>, D: Integer>(
                     }
                 }
                 for (j, sum) in sums.iter().enumerate() {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller guarantees the requirements of this function.
                     unsafe { element(i, start + j).write(D::from_sum(*sum)) };
                 }
             }

@@ -163,7 +163,7 @@ unsafe fn add_pairs(x: __m512, y: __m512, sum: __m512) -> __m512 {
 /// The processor has AVX.
 #[inline(always)]
 unsafe fn keep_where_positive_8(y: __m256, x: __m256) -> __m256 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe { _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LE_OQ>(x, _mm256_setzero_ps()), y) }
 }
 
@@ -173,7 +173,7 @@ unsafe fn keep_where_positive_8(y: __m256, x: __m256) -> __m256 {
 /// The processor has AVX-512.
 #[inline(always)]
 unsafe fn keep_where_positive_16(y: __m512, x: __m512) -> __m512 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLE_UQ>(x, _mm512_setzero_ps()), y) }
 }
 
@@ -196,7 +196,7 @@ const SUM_STEPS: usize = 128;
 /// Computes a tile of `R` rows and `N` vectors. Must be inlined into functions compiled for V's instructions.
 ///
 /// # Safety
-/// As [`TileKernel`].
+/// The requirements of [`TileKernel`].
 #[inline(always)]
 unsafe fn compute_tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
     const ELEMENT: isize = size_of::<f32>() as isize;
@@ -256,7 +256,7 @@ unsafe fn add_sums<V: Vector, const R: usize, const N: usize>(
     let Some(totals) = totals else { return sums };
     for (sums, totals) in sums.iter_mut().zip(&totals) {
         for (sum, total) in sums.iter_mut().zip(totals) {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees the requirements of this function.
             *sum = unsafe { total.add(*sum) };
         }
     }
@@ -266,7 +266,7 @@ unsafe fn add_sums<V: Vector, const R: usize, const N: usize>(
 /// Applies the epilogue to the sums of row `i` of a tile, and writes them.
 ///
 /// # Safety
-/// As [`TileKernel`].
+/// The requirements of [`TileKernel`].
 #[inline(always)]
 pub(super) unsafe fn write_row<V: Vector, const N: usize>(t: &Tile, i: usize, sums: [V; N]) {
     // SAFETY: the caller's promise covers every element that is read and written below; the buffer has `MAX_TILE_COLUMNS` elements,
@@ -317,10 +317,10 @@ macro_rules! kernels {
     ($name:ident, $feature:literal, $type:ty, $pairs:literal: $($rows:literal)*) => {
         static $name: Kernels = {
             /// # Safety
-            /// As [`TileKernel`].
+            /// The requirements of [`TileKernel`].
             #[target_feature(enable = $feature)]
             unsafe fn kernel<const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees the requirements of this function.
                 unsafe { compute_tile::<$type, R, N, DIRECT>(t) }
             }
             Kernels {

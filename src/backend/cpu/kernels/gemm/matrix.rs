@@ -9,7 +9,7 @@ use super::kernel::Kernels;
 const IN_PLACE_MAX_ROWS: usize = 256;
 /// The maximum number of elements of a right matrix that is read in place for any number of rows: the matrix stays in the L2 cache.
 const IN_PLACE_MAX_ELEMENTS: usize = 1 << 16;
-/// The row stride, in elements, from which on the right matrix is packed.
+/// The row stride, in elements, at and above which the right matrix is packed.
 const IN_PLACE_MAX_STRIDE: usize = 4096;
 /// Row strides that are multiples of this number of elements are packed as well, because the rows would evict each other from the caches.
 const CACHE_ALIASING_STRIDE: usize = 1024;

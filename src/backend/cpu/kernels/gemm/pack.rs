@@ -28,7 +28,7 @@ pub(super) const PANEL_SLACK: usize = 16;
 /// The prefetch distance in steps, or in blocks of eight steps: the matrix is often in the cache of another core that wrote it.
 const PREFETCH_STEPS: usize = 8;
 
-/// Packs panels of `width` lanes at `to`; lanes from `lanes` on are zeros.
+/// Packs panels of `width` lanes at `to`; the lanes after the first `lanes` are zeros.
 ///
 /// # Safety
 /// The elements of the lanes and steps are readable. `to` has room for `steps * width` elements in each panel, and for [`PANEL_SLACK`]
@@ -45,12 +45,12 @@ pub(super) unsafe fn pack<S: PanelElement>(
     macro_rules! row_by_row {
         ($($width:literal)*) => {
             match (from.across, lanes) {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees the requirements of this function.
                 $((1, $width) if width == $width => unsafe { pack_adjacent::<S, $width>(from, to, copies) },)*
                 _ => {
                     for panel in 0..copies.panels {
                         let start = from.start.wrapping_offset((panel * lanes) as isize * from.across);
-                        // SAFETY: the caller's promise.
+                        // SAFETY: the caller guarantees the requirements of this function.
                         unsafe { pack_panel::<S>(PanelSource { start, ..from }, to.add(panel * copies.stride), copies.steps, lanes, width) };
                     }
                 }
@@ -67,7 +67,7 @@ pub(super) unsafe fn pack<S: PanelElement>(
 #[target_feature(enable = "avx2,f16c")]
 pub(super) unsafe fn pack_rows(from: PanelSource<bf16>, to: *mut f32, (rows, steps): (usize, usize), stride: usize) {
     let whole = if from.across == 1 { (rows / 8 * 8, steps / 8 * 8) } else { (0, 0) };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe {
         let at =
             |row: usize, step: usize| from.start.offset(row as isize * from.across + 2 * step as isize * from.along);
@@ -95,7 +95,7 @@ pub(super) unsafe fn pack_rows(from: PanelSource<bf16>, to: *mut f32, (rows, ste
 /// Packs one panel whose lanes are not adjacent.
 ///
 /// # Safety
-/// As [`pack`].
+/// The requirements of [`pack`].
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn pack_panel<S: PanelElement>(
     from: PanelSource<S::Element>,
@@ -129,14 +129,14 @@ pub(super) trait PanelElement {
     /// Converts the elements of eight adjacent steps.
     #[inline(always)]
     unsafe fn steps(at: *const Self::Element) -> __m256 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe { Self::lanes(at, 1) }
     }
     /// Converts the elements of W adjacent lanes.
     #[inline(always)]
     unsafe fn row<const W: usize>(at: *const Self::Element, along: isize, to: *mut f32) {
         let vectors = W / 8 * 8;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe {
             for i in (0..vectors).step_by(8) {
                 _mm256_storeu_ps(to.add(i), Self::lanes(at.add(i), along));
@@ -157,7 +157,7 @@ impl PanelElement for f32 {
 
     #[inline(always)]
     unsafe fn row<const W: usize>(at: *const f32, _: isize, to: *mut f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe { *to.cast::<[f32; W]>() = *at.cast() }
     }
 }
@@ -210,7 +210,7 @@ impl PanelElement for LastPair {
 /// Packs adjacent lanes, step by step over all panels.
 ///
 /// # Safety
-/// As [`pack`].
+/// The requirements of [`pack`].
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn pack_adjacent<S: PanelElement, const W: usize>(
     from: PanelSource<S::Element>,
@@ -219,7 +219,7 @@ unsafe fn pack_adjacent<S: PanelElement, const W: usize>(
 ) {
     for p in 0..copies.steps {
         for panel in 0..copies.panels {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees the requirements of this function.
             unsafe {
                 let start = from.start.offset((p * S::STEPS) as isize * from.along).add(panel * W);
                 _mm_prefetch::<_MM_HINT_T0>(
@@ -267,7 +267,7 @@ pub(super) unsafe fn sum_steps(panel: *const f32, (steps, lanes): (usize, usize)
 /// Packs steps that are adjacent in memory, by transposing blocks of 8 x 8 in registers. `steps` is a multiple of 8.
 ///
 /// # Safety
-/// As [`pack`].
+/// The requirements of [`pack`].
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn pack_transposed<S: PanelElement>(
     from: PanelSource<S::Element>,
@@ -322,7 +322,7 @@ fn transpose_8x8(r: [__m256; 8]) -> [__m256; 8] {
 /// Packs a panel one element at a time.
 ///
 /// # Safety
-/// As [`pack`].
+/// The requirements of [`pack`].
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn pack_elements<S: PanelElement>(
     from: PanelSource<S::Element>,

@@ -114,10 +114,10 @@ impl Panels {
     }
 }
 
-/// Packs rows of [pairs](pack::Pairs); rows are `stride` elements apart in `to`.
+/// Packs rows of [pairs](Pairs); rows are `stride` elements apart in `to`.
 ///
 /// # Safety
-/// The matrix's rows and steps from `first` on are readable, `to` is writable, and no other code accesses it. The processor has AVX2.
+/// The packed rows and steps of the matrix, beginning with `first`, are readable, `to` is writable, and no other code accesses it. The processor has AVX2.
 unsafe fn pack_row_panels(
     from: Matrix<ElementPtr>,
     first: (usize, usize),
@@ -127,7 +127,7 @@ unsafe fn pack_row_panels(
 ) {
     let ElementPtr::Pairs(start, _) = from.start else { unreachable!("only pairs are laid out in rows") };
     let at = first.0 as isize * from.row + 2 * first.1 as isize * from.col;
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe {
         let from = PanelSource { start: start.offset(at), across: from.row, along: from.col };
         pack_rows(from, to, (rows, steps), stride);
@@ -137,7 +137,7 @@ unsafe fn pack_row_panels(
 /// Packs panels of the matrix, starting at row and step `first`. The matrix's rows become the lanes.
 ///
 /// # Safety
-/// As [`pack`].
+/// The requirements of [`pack`].
 unsafe fn pack_panels(
     from: Matrix<ElementPtr>,
     first: (usize, usize),
@@ -148,7 +148,7 @@ unsafe fn pack_panels(
 ) {
     let at = |steps: usize| first.0 as isize * from.row + (first.1 * steps) as isize * from.col;
     let (across, along) = (from.row, from.col);
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe {
         match from.start {
             ElementPtr::F32(start) => {

@@ -123,7 +123,7 @@ impl SerialGemm {
         let (out, stride) = out.start();
         let whole = k / self.kernels.step * self.kernels.step;
         let bytes = |elements: usize| (elements * size_of::<f32>()) as isize;
-        // Computes a tile: `steps` steps from `first` on, of a range of repetitions.
+        // Computes a tile: sums `steps` steps, beginning with step `first`, over a range of repetitions.
         let tile =
             |kernels: &Kernels, [i, high, j, wide]: [usize; 4], times: Range<usize>, first: usize, steps: usize| {
                 let kernel = kernels.tile(high, wide.div_ceil(kernels.lanes), a_row.is_some());
