@@ -94,7 +94,7 @@ fn add_optional(a: Option<Expr>, b: Option<Expr>) -> Option<Expr> {
     }
 }
 
-/// Selects `db` where b was chosen, `da` where a was chosen, and half of each on a tie.
+/// Selects `db` where b was chosen, `da` where a was chosen, and the mean of `da` and `db` where a and b are equal.
 fn select_gradient(chose_b: &Expr, chose_a: &Expr, da: Option<&Expr>, db: Option<&Expr>) -> Option<Expr> {
     let weight = |won: &Expr, lost: &Expr| 0.5 * (1.0 + won - lost);
     add_optional(da.map(|d| d * weight(chose_a, chose_b)), db.map(|d| d * weight(chose_b, chose_a)))

@@ -78,9 +78,9 @@ unary! {
 binary! {
     /// x to the power of `other`. Integers are computed by repeated squaring, with wrapping; a negative power is 0 unless x is 1 or -1.
     pow => Pow;
-    /// The greater operand; NaN if either is NaN. On a tie each operand gets half of the gradient.
+    /// The greater operand; NaN if either operand is NaN. If the operands are equal, each operand gets half of the gradient.
     max => Max;
-    /// The lesser operand; NaN if either is NaN. On a tie each operand gets half of the gradient.
+    /// The lesser operand; NaN if either operand is NaN. If the operands are equal, each operand gets half of the gradient.
     min => Min;
     /// 1 where x is less than `other`, else 0.
     lt => Lt;
@@ -245,7 +245,7 @@ impl Expr {
     pub fn atan2(&self, x: impl Into<Expr>) -> Expr {
         let x = x.into();
         let (origin, endless) = (self.eq(0.0) * x.eq(0.0), self.is_inf() * x.is_inf());
-        // A zero `x` counts as 0, never -0, so that the quotient's sign is the sign of the angle.
+        // If `x` is -0, it is replaced by 0, so that the quotient's sign is the sign of the angle.
         let quotient = endless.select(self.sign() * x.sign(), self / x.eq(0.0).select(0.0, &x));
         let angle = origin.select(0.0, quotient).atan();
         let left = x.lt(0.0) + origin * Expr::constant(1.0).copysign(&x).lt(0.0);

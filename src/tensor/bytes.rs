@@ -9,7 +9,8 @@ use crate::{DType, Error, Result, Shape, Tensor, TensorOptions};
 /// The number of bytes that are transferred at a time between a stream and a device.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// Elements as bytes, in row-major order and the host's byte order. Streams are buffered in pieces of at most 4 MiB.
+/// Conversions of elements from and to bytes, in row-major order and the host's byte order. Streams are buffered in pieces of at most 4
+/// MiB.
 impl Tensor {
     /// Copies elements given as bytes (PyTorch's `frombuffer`). Fails with [`Error::Invalid`] for a number of bytes that does not
     /// match the shape, and for bools other than 0 and 1.

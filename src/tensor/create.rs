@@ -102,25 +102,25 @@ impl Tensor {
         Ok(out)
     }
 
-    /// Returns [`Tensor::empty`] with this tensor's shape, memory format, dtype and device.
+    /// Returns an uninitialised tensor like [`Tensor::empty`], with this tensor's shape, memory format, dtype and device.
     #[track_caller]
     pub fn empty_like(&self) -> Result<Tensor> {
         Ok(Tensor::empty(self.shape(), self)?.with_format_of(self))
     }
 
-    /// Returns [`Tensor::zeros`] with this tensor's shape, memory format, dtype and device.
+    /// Returns zeros with this tensor's shape, memory format, dtype and device.
     #[track_caller]
     pub fn zeros_like(&self) -> Result<Tensor> {
         Ok(Tensor::zeros(self.shape(), self)?.with_format_of(self))
     }
 
-    /// Returns [`Tensor::ones`] with this tensor's shape, memory format, dtype and device.
+    /// Returns ones with this tensor's shape, memory format, dtype and device.
     #[track_caller]
     pub fn ones_like(&self) -> Result<Tensor> {
         Ok(Tensor::ones(self.shape(), self)?.with_format_of(self))
     }
 
-    /// Returns [`Tensor::full`] with this tensor's shape, memory format, dtype and device.
+    /// Returns a tensor filled with `value`, like [`Tensor::full`], with this tensor's shape, memory format, dtype and device.
     #[track_caller]
     pub fn full_like(&self, value: impl Into<Scalar>) -> Result<Tensor> {
         Ok(Tensor::full(self.shape(), value, self)?.with_format_of(self))

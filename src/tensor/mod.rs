@@ -107,7 +107,7 @@ impl Tensor {
         Tensor { storage, layout, dtype, made_by: None, group: DetachedGroup::default() }
     }
 
-    /// Returns another handle on the same storage and the same autograd node (named as in tch). Copies no elements.
+    /// Returns another handle on the same storage and the same autograd node (the name is from the crate tch). Copies no elements.
     pub fn shallow_clone(&self) -> Tensor {
         let (made_by, group) = (self.made_by.clone(), self.group);
         Tensor { storage: self.storage.clone(), layout: self.layout.clone(), dtype: self.dtype, made_by, group }

@@ -77,7 +77,7 @@ macro_rules! impl_operators {
         }
     )* };
     (@number $op:ident $method:ident $scalar:ident $scalar_:ident $reversed:ident: $($tensor:ty, $number:ty);*) => { $(
-        /// Applies the operator to each element and a number. Panics with the message of the method's error.
+        /// Applies the operator to each element and a number. Panics with the error's message if the method returns an error.
         impl $op<$number> for $tensor {
             type Output = Tensor;
 
@@ -87,7 +87,7 @@ macro_rules! impl_operators {
             }
         }
 
-        /// Applies the operator to a number and each element. Panics with the message of the method's error.
+        /// Applies the operator to a number and each element. Panics with the error's message if the method returns an error.
         impl $op<$tensor> for $number {
             type Output = Tensor;
 
@@ -98,7 +98,7 @@ macro_rules! impl_operators {
         }
     )* };
     (@assign $op:ident $method:ident $method_:ident: $($x:ident, $right:ty, $value:expr);*) => { $(
-        /// Applies the operator in place. Panics with the message of the method's error.
+        /// Applies the operator in place. Panics with the error's message if the method returns an error.
         impl $op<$right> for Tensor {
             #[track_caller]
             fn $method(&mut self, $x: $right) {

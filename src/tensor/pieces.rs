@@ -16,7 +16,7 @@ fn try_collect_list<T>(op: &'static str, count: usize, items: impl Iterator<Item
 }
 
 impl Tensor {
-    /// Returns one tensor for each index of dimension `dim`, which is removed (PyTorch's `unbind`).
+    /// Returns one view for each index of dimension `dim`, without that dimension (PyTorch's `unbind`).
     pub fn unbind(&self, dim: isize) -> Result<Vec<Tensor>> {
         let size = self.dim_size("unbind", dim)?;
         try_collect_list("unbind", size, (0..size as isize).map(|i| self.select(dim, i)))

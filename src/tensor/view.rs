@@ -1,6 +1,6 @@
 //! Views: the same storage with another shape, strides or offset.
 //!
-//! No view does any device work, and every view is differentiable. The gradient of a view that keeps every element once is
+//! Creating a view takes no work on the device, and every view is differentiable. The gradient of a view that keeps every element once is
 //! the inverse view. The gradient of a view that selects some elements is padded with zeros. The gradient of a view that
 //! repeats elements ([`Tensor::expand`]) is a sum.
 

@@ -13,7 +13,7 @@ const ACCUMULATORS: usize = 8;
 const PAIRS: usize = ACCUMULATORS / 2;
 /// The maximum number of elements of a row that is folded one element at a time, because its vectors would be mostly empty.
 const SHORT_ROW_LEN: usize = 16;
-/// The number of elements accumulated separately before they are added to the total, which bounds the error of long sums.
+/// The number of elements that are accumulated separately before their sum is added to the total, which bounds the error of long sums.
 const PART_LEN: usize = 1 << 10;
 
 /// The operation that combines two partial results.

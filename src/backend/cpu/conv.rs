@@ -112,7 +112,7 @@ impl Conv {
         self.w.image[0] * self.w.image[1]
     }
 
-    /// True if one thread should compute everything.
+    /// True if one thread should compute the whole convolution.
     pub(crate) fn is_serial(&self) -> bool {
         [self.n, self.groups, self.window_count(), self.outer, self.inner, self.kernel_len()]
             .into_iter()

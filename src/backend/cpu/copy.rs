@@ -1,4 +1,4 @@
-//! Strided copies on the CPU. Rows that are contiguous on both sides are copied as blocks of memory.
+//! Strided copies on the CPU. Rows that are contiguous in source and destination are copied as blocks of memory.
 
 use bytemuck::Pod;
 

@@ -40,7 +40,7 @@ const READ_SLACK: usize = 64;
 
 /// The geometry of windows along one dim.
 struct WindowAxis {
-    /// For each tap, the phase that it reads, and its offset in that phase from the window's position.
+    /// For each tap, the phase that the tap reads, and the offset of the tap in that phase from the window's position.
     taps: Vec<(usize, usize)>,
     /// For each phase that some tap reads, the index of the phase's first element.
     phases: Vec<usize>,

@@ -25,13 +25,14 @@ use crate::expr::{Binary, Op};
 use crate::storage::{Storage, with_host, with_host_few};
 use crate::{DType, Error, Result, Scalar, Tensor};
 
-/// The number of elements updated in place at a time. The copy of their old values stays in the L1 cache.
+/// The number of elements that are updated in place at a time, so that the copy of their old values stays in the L1 cache.
 const IN_PLACE_CHUNK_LEN: usize = 2048;
 /// The maximum number of bytes of a result that fits in the L1 cache together with two operands.
 const L1_RESULT_BYTES: usize = 12 << 10;
 /// The number of bytes above which a result fits in no cache together with two operands.
 const MAX_REVERSED_BYTES: usize = 8 << 20;
-/// The number of pieces of a result that is computed from its end to its start. Few pieces leave the first one in the L1 cache.
+/// The number of pieces of a result that is computed from its end to its start. With few pieces, the first piece is still in the L1 cache
+/// at the end.
 const REVERSED_PIECES: usize = 3;
 /// The minimum length of a broadcast row of halves. Shorter rows are left to the tile interpreter, whose tiles cover many rows.
 const MIN_HALF_ROW_LEN: usize = 64;
@@ -588,7 +589,7 @@ mod tests {
                 let alike =
                     SmallPrimitive::try_new(inputs, &scalars, &program, DType::F32).expect("it is of this kind");
                 for _ in 0..2 {
-                    // in either direction
+                    // The results are the same whether elements are computed in ascending or descending order.
                     let out = a.zeros_like().unwrap();
                     alike.fill(&out).unwrap();
                     let right = Params::from_scalars(&scalars);

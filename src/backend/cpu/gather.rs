@@ -21,7 +21,7 @@ pub(crate) const JOB_ELEMENTS: usize = 1 << 15;
 /// The number of indices converted at a time.
 pub(crate) const INDEX_TILE_LEN: usize = 256;
 
-/// Indices of any integer dtype in memory.
+/// A list of indices in memory, of any integer dtype.
 #[derive(Clone, Copy)]
 pub(crate) struct Indices<'a> {
     pub(crate) dtype: DType,

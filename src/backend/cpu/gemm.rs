@@ -92,7 +92,7 @@ fn multiply_in_halves(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> 
     let Some(d) = (0..rank).max_by_key(|&d| dims[d]) else { return Ok(false) };
     let half = dims[d] / 2;
     for (start, len) in [(0, half), (half, dims[d] - half)] {
-        // Operands may have fewer dims, so dims are counted from the last.
+        // An operand can have fewer dims than the result, so dims are counted from the last.
         let part = |t: &Tensor| -> Result<Tensor> {
             let at = (t.rank() + d).checked_sub(rank).filter(|&at| t.shape().dims()[at] > 1);
             at.map_or_else(|| Ok(t.detach()), |at| t.layout.narrow(g.op, at, start, len).map(|l| t.with_layout(l)))

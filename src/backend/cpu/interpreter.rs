@@ -23,7 +23,7 @@ pub(crate) const TILE: usize = 1024;
 /// One operand of a tile.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum TileIn<'a, C> {
-    /// One element for each element of the tile.
+    /// A slice with one element for each element of the tile.
     Slice(&'a [C]),
     /// One value for the whole tile.
     Scalar(C),
@@ -93,7 +93,7 @@ pub(crate) fn aligned_range<C>(data: &[C], len: usize) -> Range<usize> {
 }
 
 impl Program {
-    /// True if results can be stored past the cache as they are computed.
+    /// True if results can be stored past the cache, by non-temporal stores, as they are computed.
     pub(crate) fn can_bypass_cache(&self) -> bool {
         let cheap = |action: &Action| matches!(action, Action::Compute(Op::Binary(op)) if is_cheap(*op));
         !self.has_registers() && self.steps().list.iter().all(|step| cheap(&step.action))
@@ -421,7 +421,7 @@ fn unary<C: Number>(op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     }
 }
 
-/// Recomputes `sin` or `cos` in f64 for arguments that are too large for the vector code.
+/// Recomputes `sin` or `cos` in f64 for arguments that are too large for the vectorised functions.
 fn fix_large_angles<C: Number>(made: Option<C>, a: TileIn<'_, C>, dst: &mut [C], exact: fn(f64) -> f64) -> Option<C> {
     let exactly = |x: C| C::from_f64(exact(x.to_f64()));
     match a {

@@ -90,7 +90,7 @@ fn fill_rows(rows: &[JoinedRows], size: usize, to: &mut [u8]) {
 /// lines whole.
 const MIN_STREAMED_ROW_BYTES: usize = 1 << 10;
 
-/// [`fill_rows`] for contiguous rows of one element each.
+/// Fills `to` like [`fill_rows`], for contiguous rows of one element each.
 fn interleave_elements<T: Pod + Send + Sync, const N: usize>(rows: &[JoinedRows], each: usize, to: &mut [u8]) {
     let from: [&[T]; N] = std::array::from_fn(|k| bytemuck::cast_slice(&rows[k].bytes[rows[k].start..]));
     parallel::for_each_chunk(bytemuck::cast_slice_mut::<u8, T>(to), each * N, |i, part| {

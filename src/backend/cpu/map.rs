@@ -321,7 +321,7 @@ impl MapJob<'_> {
             return false;
         }
         let streaming = Streaming::new();
-        // Without registers and conversions, a tile may have any length.
+        // If there are neither registers nor conversions, a tile can have any length.
         let unconverted = inputs.iter().all(|t| t.dtype == C::COMPUTE.dtype());
         let plain = !program.has_registers() && unconverted;
         let past = program.can_bypass_cache() && (0..outputs.len()).all(streamed);

@@ -24,7 +24,7 @@ pub(crate) fn job_len(count: usize) -> usize {
 pub(crate) enum Partition {
     /// A slice of exactly the job's elements.
     Elements,
-    /// The bytes from the job's first to its last element, gaps included.
+    /// The bytes from the job's first element to its last element, including gaps between elements.
     Rows,
     /// The whole storage.
     Storage,

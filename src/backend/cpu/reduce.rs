@@ -59,7 +59,7 @@ pub(crate) fn run_reduction(reduction: &Reduction) -> Result<()> {
 /// Loads the elements at offsets `start`, `start + stride`, ... into a slice, converted to the accumulator's type.
 pub(super) type LoadElements<'a, S> = &'a (dyn Fn(isize, isize, &mut [S]) + Sync);
 
-/// A reduction with access to its input's bytes.
+/// A reduction, and the bytes of its input's storage.
 struct ReductionJob<'a> {
     rule: &'a Rule,
     dtype: DType,
@@ -116,7 +116,7 @@ impl ReductionJob<'_> {
         }
     }
 
-    /// Applies the rule's finishing formula to each result, if there is one, with [`Reduction::number`] as scalar 0.
+    /// Applies the rule's finishing formula, if the rule has one, to each result. Scalar 0 of the formula is [`Reduction::number`].
     fn finish<S: Number>(&self, results: &mut [S]) {
         let Some(finish) = &self.rule.finish else { return };
         let program = &Program::shared(std::slice::from_ref(finish));

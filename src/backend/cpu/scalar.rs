@@ -1,4 +1,4 @@
-//! The three types that the CPU evaluates formulas in, and every primitive on one element of these types.
+//! The three types in which the CPU evaluates formulas, and every primitive on one element of these types.
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
@@ -139,7 +139,7 @@ macro_rules! float_arithmetic {
             mul(self, b) -> Self = self * b;
             div(self, b) -> Self = self / b;
             rem(self, b) -> Self = self % b;
-            // Written as selections: a comparison with NaN is false, so a NaN in `b` is returned.
+            // A comparison with NaN is false, so these selections return `b` if `b` is NaN.
             max(self, b) -> Self = if self > b || self.is_nan() { self } else { b };
             min(self, b) -> Self = if self < b || self.is_nan() { self } else { b };
             floor(self) -> Self = $t::floor(self);

@@ -140,7 +140,7 @@ fn estimate_limit<C: SortElement, const LANES: usize>(elements: &[C], k: usize, 
     let none = C::from_f64(if descending { f64::NEG_INFINITY } else { f64::INFINITY });
     let best = best_of_rows(rows, none, descending);
     let mut keys = best.map(|v| v.last_key(descending));
-    // A lane that holds only NaN keeps the start value, which may equal no element.
+    // A lane that holds only NaN keeps the start value, which need not be the key of any element.
     Some(*keys.select_nth_unstable(k - 1).1).filter(|&key| key != none.last_key(descending))
 }
 

@@ -19,7 +19,7 @@ use crate::{DType, Error, Result, Tensor};
 
 /// The number of elements in a job of the thread pool: enough to hide the cost of handing the job over.
 const TASK_ELEMENTS: usize = 1 << 13;
-/// The number of elements of short rows in a job, if there are more than fit in one job.
+/// The number of elements of short rows in a job, if the rows are divided into several jobs.
 const BLOCKED_TASK_ELEMENTS: usize = 1 << 11;
 /// The number of elements of longer rows in a job of a loss.
 const LOSS_TASK_ELEMENTS: usize = 1 << 12;
@@ -47,7 +47,7 @@ pub(crate) fn run_softmax(softmax: &Softmax) -> Result<()> {
     })
 }
 
-/// A row operation with access to its operands' bytes.
+/// A row operation, and the bytes of its operands' storages.
 pub(crate) struct SoftmaxJob<'a> {
     pub(crate) kind: RowOp,
     pub(crate) x: &'a Tensor,

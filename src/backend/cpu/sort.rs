@@ -46,7 +46,7 @@ pub(crate) trait SortElement: Number {
             _ => 0,
         }
     }
-    /// Returns an element with this key.
+    /// Returns an element whose key is `key`.
     fn value(key: Self::Key, descending: bool) -> Self;
 }
 
@@ -121,8 +121,8 @@ pub(crate) fn run_sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, 
     for_compute!(x.dtype.compute(), C => sort_short_lines::<C>(x, d, descending, values, indices))
 }
 
-/// Sorts long lines. The keys are stored in the memory of the indices or, if they do not fit, in a tensor, so that the allocator accounts for
-/// all temporary memory.
+/// Sorts long lines. The keys are stored in the memory of the indices or, if they do not fit there, in a temporary tensor, so that the
+/// allocator accounts for all temporary memory.
 fn sort_long_lines<C: SortElement>(
     x: &Tensor,
     d: usize,

@@ -130,7 +130,7 @@ fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
     let (mut free, mut registers) = (Vec::new(), 0);
     for (i, node) in nodes.iter().enumerate() {
         let Some((action, args)) = node else {
-            values.push(Value::Const(0.0)); // unused
+            values.push(Value::Const(0.0)); // placeholder, never read
             continue;
         };
         let value = match *action {

@@ -1,4 +1,4 @@
-//! `tril` and `triu` on the CPU: copies a part of each row and fills the rest with zeros.
+//! `tril` and `triu` on the CPU: copies a part of each row and fills the rest of the row with zeros.
 
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{STREAMING_MIN_BYTES, Streaming};

@@ -29,7 +29,7 @@ into_results! {
     [] Vec<Tensor>, all => all;
     [] (Tensor, Tensor), (a, b) => vec![a, b];
     [] (Tensor, Tensor, Tensor), (a, b, c) => vec![a, b, c];
-    [const N: usize] [Option<Tensor>; N], all => all.into_iter().flatten().collect(); // only the results that are present
+    [const N: usize] [Option<Tensor>; N], all => all.into_iter().flatten().collect(); // only the results that are not `None`
 }
 
 impl FromResults for Tensor {

@@ -113,7 +113,7 @@ impl<'a> Source<'a> {
 struct ScatterUpdate<'a> {
     op: &'static str,
     combine: Combine,
-    /// Whether the index is a vector that selects slices. Otherwise it has the shape of the source and selects elements.
+    /// Whether the index is a vector that selects slices. Otherwise the index has the shape of the source, and selects elements.
     slices: bool,
     dim: isize,
     index: &'a Tensor,

@@ -81,7 +81,7 @@ fn sort_as_output(mut names: Vec<DimName>, output: &[DimName]) -> Vec<DimName> {
     names
 }
 
-/// Contracts two operands over the names that both have and that are not needed later.
+/// Contracts two operands over the names that both operands have and that are not needed later.
 fn contract_pair(a: &NamedTensor, b: &NamedTensor, output: &[DimName], others: &[NamedTensor]) -> Result<NamedTensor> {
     let common = |n: &DimName| b.names.contains(n);
     let (shared, left): (Vec<DimName>, Vec<DimName>) = a.names.iter().partition(|n| common(n));
@@ -167,7 +167,7 @@ fn contract(op: &'static str, operands: Vec<NamedTensor>, output: &[DimName]) ->
     left.remove(0).permuted_to(output)
 }
 
-/// Reduces an operand to one dim for each name, without dims of size 1 that broadcast.
+/// Reduces an operand to one dim for each name, and removes dims of size 1 that are broadcast.
 fn simplify_operand(mut o: NamedTensor, sizes: &BTreeMap<DimName, usize>) -> Result<NamedTensor> {
     for d in (0..o.names.len()).rev() {
         if o.t.shape().dims()[d] == 1 && sizes[&o.names[d]] != 1 {
@@ -242,7 +242,7 @@ fn parse_names(text: &str) -> Result<Vec<Option<DimName>>> {
     Ok(names)
 }
 
-/// Parses an equation for operands with these numbers of dims. Returns the names of each operand's dims and of the result's dims.
+/// Parses an equation; `ranks` has the number of dims of each operand. Returns the names of each operand's dims and of the result's dims.
 fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<DimName>>, Vec<DimName>)> {
     let op = "einsum";
     let equation: String = equation.chars().filter(|c| !c.is_whitespace()).collect();

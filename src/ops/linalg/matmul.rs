@@ -172,7 +172,7 @@ fn linear_layer(
     let known = RELU.iter().find(|known| **known == results[0]);
     let relu = known.is_some();
     if let Some(known) = known {
-        results[0] = known.clone(); // an equal expression whose program is already cached
+        results[0] = known.clone(); // an equal formula whose program is already cached
     }
     if tracked && f.is_some() && !relu {
         results.push(sum);

@@ -49,7 +49,7 @@ pub struct Attention<'a> {
     pub is_causal: bool,
     /// The factor of the scores; if `None`, `1 / sqrt(E)`.
     pub scale: Option<f64>,
-    /// Whether one head of keys and values serves several heads of queries (grouped-query attention).
+    /// Whether several heads of queries share one head of keys and values (grouped-query attention).
     pub enable_gqa: bool,
 }
 

@@ -172,7 +172,7 @@ impl RowGrouping {
         if let RowGrouping::Batch = self { [1, second] } else { [first, second] }
     }
 
-    /// Allocates the norm of x: batch norm keeps the memory format, and all other norms are row-major.
+    /// Allocates the result for x: batch norm keeps the memory format, and all other norms are row-major.
     pub(crate) fn allocate_result(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             RowGrouping::Batch => x.empty_like(),
@@ -199,7 +199,7 @@ impl RowGrouping {
         }
     }
 
-    /// Views `t` as four dims. Copies only if its strides cannot express the view.
+    /// Returns `t` with four dims: a view, or a copy if the strides of `t` cannot express the view.
     pub(crate) fn as_rows(&self, t: &Tensor) -> Result<Tensor> {
         let t = reshape_detached(t, &Shape::from(self.shape(t)))?;
         match self {

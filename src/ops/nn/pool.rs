@@ -14,7 +14,7 @@ pub struct MaxPoolOptions<const D: usize> {
     pub padding: Padding<D>,
     /// The distance between adjacent elements of a window, in elements.
     pub dilation: [usize; D],
-    /// Whether windows that start in the padded image may extend beyond it.
+    /// Whether a window that starts inside the padded image can extend beyond the end of the padded image.
     pub ceil_mode: bool,
 }
 
@@ -31,7 +31,7 @@ pub struct AvgPoolOptions<const D: usize> {
     pub stride: Option<[usize; D]>,
     /// The number of zeros around the image, at most half a window on each side.
     pub padding: Padding<D>,
-    /// Whether windows that start in the padded image may extend beyond it.
+    /// Whether a window that starts inside the padded image can extend beyond the end of the padded image.
     pub ceil_mode: bool,
     /// Whether the mean includes the zeros of the padding.
     pub count_include_pad: bool,

@@ -70,7 +70,7 @@ pub(crate) fn masked_softmax(
     }))
 }
 
-/// Computes the gradient of a softmax along the last dim from its result and the gradient of the result. Recorded.
+/// Computes the gradient of a softmax along the last dim from its result and the gradient of the result. Recorded for autograd.
 pub(crate) fn softmax_derivative(weights: &Tensor, grad: &Tensor) -> Result<Tensor> {
     match autograd::is_tracked(&[weights, grad]) {
         true => weights.mul(&grad.sub(&weights.mul(grad)?.sum(-1, true)?)?),

@@ -103,7 +103,7 @@ impl<const D: usize> Windows<D> {
         }
     }
 
-    /// Returns the maximum of each window of x, in the form of [`as_images`]. Differentiable.
+    /// Returns the maximum of each window of x, which has the dims of [`as_images`]. Differentiable.
     pub(crate) fn max(self, op: &'static str, x: &Tensor) -> Result<Tensor> {
         if D < 3 {
             return Ok(self.last_two_dims().max_of_planes(op, x)?.0);
@@ -136,7 +136,7 @@ impl<const D: usize> Windows<D> {
         Ok((out.reshape([n, c, self.grid[0], oh, ow])?, plane_indices.reshape(shape)?, slice))
     }
 
-    /// Returns the mean of each window of x, in the form of [`as_images`]. Differentiable.
+    /// Returns the mean of each window of x, which has the dims of [`as_images`]. Differentiable.
     pub(crate) fn mean(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
         if D < 3 {
             return self.last_two_dims().mean_of_planes(op, x, divisor);

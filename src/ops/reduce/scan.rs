@@ -160,7 +160,7 @@ impl Tensor {
             let (x, result, grad) =
                 (half_to_f32(x.get(op)?)?, half_to_f32(&ctx.unpack_result(&result)?)?, half_to_f32(&ctx.grad()?)?);
             let log = grad.abs()?.log()?.sub(&result)?;
-            // The reversed cumulative sum of grad * exp(x - result), in logarithms, for each sign of grad.
+            // For each sign of grad, the reversed cumulative sum of |grad| * exp(x - result), computed with logarithms.
             let part = |other_sign: &Tensor| {
                 let log = log.masked_fill(other_sign, f64::NEG_INFINITY)?;
                 apply_reversed(&log, dim, |t| t.logcumsumexp(dim))?.add(&x)?.exp()

@@ -129,7 +129,7 @@ impl Variance {
         Ok(backend.variance(&problem)?.then_some(out))
     }
 
-    /// Computes the result from a mean and the deviations from it, and records the result.
+    /// Computes the result from the mean and the deviations from the mean, and records the result.
     fn compute_composed(&self, t: &Tensor) -> Result<Tensor> {
         // The squares are computed in f32, because squares of elements from 256 on overflow f16.
         if matches!(t.dtype, DType::F16 | DType::BF16) {
@@ -163,7 +163,7 @@ impl Variance {
             let grad = super::expand_reduced(&ctx.grad()?, deviations.shape(), &mask, keepdim);
             let (x, n) = (Expr::input(0), [Scalar::Float(freedom)]);
             let kept = kept.as_ref().map(|kept| kept.unpack(op)).transpose()?;
-            // The gradient of a root of 0 is 0.
+            // At a standard deviation of 0, the gradient is 0.
             let derivative = match kept {
                 Some(_) => Expr::input(2).eq(0.0).select(0.0, x / Expr::input(2) / Expr::scalar(0)),
                 None => x * (Expr::constant(2.0) / Expr::scalar(0)),

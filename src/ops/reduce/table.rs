@@ -62,7 +62,7 @@ pub struct ReductionRow {
     pub gives: ResultDType,
     /// The range from which tests draw values.
     pub domain: (f64, f64),
-    /// The operation in f64 on the elements of one result, written without [`Expr`].
+    /// The operation in f64, written without [`Expr`]: reduces the given elements to one result.
     pub reference: fn(&[f64]) -> f64,
     pub(crate) value_of_no_elements: Option<f64>,
     pub(crate) gradient: Gradient,

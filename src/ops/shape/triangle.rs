@@ -22,8 +22,8 @@ impl Tensor {
         self.zero_band("tril", diagonal.saturating_add(1), isize::MAX)
     }
 
-    /// Keeps the elements on and above a diagonal of each matrix, and sets all others to 0 (PyTorch's `triu`). See [`Tensor::tril`].
-    /// Fails for fewer than two dims.
+    /// Keeps the elements on and above a diagonal of each matrix, and sets all other elements to 0 (PyTorch's `triu`). See
+    /// [`Tensor::tril`]. Fails for fewer than two dims.
     #[track_caller]
     pub fn triu(&self, diagonal: isize) -> Result<Tensor> {
         return_replacement!("triu", [self], diagonal);
@@ -78,7 +78,7 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "tril_indices";
         Shape::from([rows, columns]).checked(op)?;
-        // Rows before this one have no element in the triangle.
+        // The first row that has an element in the triangle.
         let first = if columns == 0 { rows } else { offset.min(0).unsigned_abs().min(rows) };
         let kept =
             |row: usize| 0..offset.saturating_add_unsigned(row).saturating_add(1).clamp(0, columns as isize) as usize;
@@ -92,7 +92,7 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "triu_indices";
         Shape::from([rows, columns]).checked(op)?;
-        // Rows from this one on have no element in the triangle.
+        // The end of the rows that have an element in the triangle.
         let end = (columns as isize).saturating_sub(offset).max(0) as usize;
         let kept = |row: usize| offset.saturating_add_unsigned(row).clamp(0, columns as isize) as usize..columns;
         triangle_indices(op, 0..if columns == 0 { 0 } else { end.min(rows) }, kept, device)
@@ -118,7 +118,8 @@ impl Tensor {
     }
 
     /// Returns square matrices with the last dim on a diagonal and zeros elsewhere. The matrices are dims `dim1` and `dim2` of the result
-    /// (PyTorch's `diag_embed`, with defaults of 0, -2 and -1). Differentiable. Fails for a scalar, or the same dim twice.
+    /// (PyTorch's `diag_embed`, with defaults of 0, -2 and -1). Differentiable. Fails for a scalar, and if `dim1` and `dim2` are the same
+    /// dim.
     #[track_caller]
     pub fn diag_embed(&self, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
         return_replacement!(op = "diag_embed", [self], offset, dim1, dim2);

@@ -92,7 +92,7 @@ pub(crate) fn elements_of_ranks(
     taken.collect()
 }
 
-/// Counts the NaN elements of each line along `d`, as i64, keeping the dim with size 1. Outside the graph.
+/// Counts the NaN elements of each line along `d`, as i64, and keeps the dim with size 1. Outside the graph.
 pub(crate) fn count_nans(op: &'static str, x: &Tensor, d: usize) -> Result<Tensor> {
     static RULE: LazyLock<Rule> = LazyLock::new(|| Rule {
         combination: Combination::Add,

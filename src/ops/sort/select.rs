@@ -191,8 +191,8 @@ impl Tensor {
         })
     }
 
-    /// Returns the maximum along `dim` and its index, as i64 (PyTorch's `max` with a dim): the first of equal elements, or the first NaN
-    /// if there is one. Differentiable. Fails as [`Tensor::median`] does.
+    /// Returns the maximum along `dim` and its index, as i64 (PyTorch's `max` with a dim): the first if several elements are equal, or
+    /// the first NaN if there is one. Differentiable. Fails as [`Tensor::median`] does.
     #[track_caller]
     pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         return_replacement!("max_dim", [self], dim, keepdim);

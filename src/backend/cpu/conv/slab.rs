@@ -54,7 +54,7 @@ pub(crate) struct Slabs<'a, T> {
     part: WindowPart,
     /// The rows of each image that the windows read.
     image_rows: Range<usize>,
-    /// For each row of a slab, the offset of its source.
+    /// For each row of a slab, the offset in the image from which the row is copied.
     from: &'a [isize],
     /// The distance within a slab from the elements of one row of taps to those of the next; `stride` is the distance between slabs. Both
     /// in elements.

@@ -171,7 +171,7 @@ impl Conv {
                         for row in 0..self.inner * taps {
                             let (c, tap) = (row / taps, row % taps);
                             let place = (tap / kw * block + c % block) * kw + tap % kw;
-                            // A piece may span the channels of several groups.
+                            // A piece can contain channels of several groups.
                             let mut lane = 0;
                             while lane < count {
                                 let (group, o) = ((first + lane) / self.outer, (first + lane) % self.outer);

@@ -126,11 +126,11 @@ type Product<T> = unsafe fn(
     usize, usize, usize, *mut T, isize, isize, bool, *const T, isize, isize, *const T, isize, isize, T, T, bool, bool, bool, Parallelism,
 );
 
-/// The element types that the crates gemm-f32 and gemm-f64 multiply here.
+/// An element type for which this crate calls the crates gemm-f32 or gemm-f64.
 pub(crate) trait Real: bytemuck::Pod + Send + Sync {
     const ZERO: Self;
     const ONE: Self;
-    /// Returns the crate's function for this processor.
+    /// Returns the product function of gemm-f32 or gemm-f64 for this processor.
     fn product() -> Product<Self>;
 }
 impl Real for f32 {

@@ -41,7 +41,7 @@ pub(crate) struct BlockedAttention {
 struct Block {
     /// The range in each dim of [`BlockedAttention::sizes`].
     ranges: Dims<Range<usize>>,
-    /// The keys that queries of this block may attend to.
+    /// The keys to which queries of this block can attend.
     keys: Range<usize>,
 }
 
@@ -210,7 +210,7 @@ impl Block {
 /// Computes `alpha a b` into `out`, which may have any strides.
 fn write_product(op: &'static str, out: &Tensor, a: &Tensor, b: &Tensor, alpha: Scalar) -> Result<()> {
     let made = scaled_product_into(op, Some(out.shallow_clone()), None, a, b, alpha)?;
-    // The product allocates its own result if it cannot write to `out`.
+    // If the product cannot be written to `out` directly, it is in a new tensor and is copied here.
     if !made.shares_storage(out) {
         out.copy_(&made)?;
     }

@@ -18,7 +18,7 @@ pub(crate) struct Fused {
 
 /// The parameters of a fused attention, without its tensors.
 struct FusedParams {
-    /// The dims of the scores before the last two. All operands are broadcast to them.
+    /// The dims of the scores before the last two. All operands are broadcast to these dims.
     batch: Shape,
     /// Whether the last batch dim contains heads that share keys and values.
     grouped: bool,

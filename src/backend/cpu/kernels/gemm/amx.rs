@@ -57,8 +57,8 @@ struct TileConfig {
 /// Computes a tile of `R` rows and `N` vectors.
 ///
 /// # Safety
-/// The requirements of [`TileKernel`](super::kernel::TileKernel). `a` has rows of pairs, the number of steps is a multiple of [`PAIRS_PER_ROW`], and AMX
-/// [is available](is_available).
+/// The requirements of [`TileKernel`](super::kernel::TileKernel). `a` has rows of pairs, the number of steps is a multiple of
+/// [`PAIRS_PER_ROW`], and AMX [is available](is_available).
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn compute_tile<const R: usize, const N: usize>(t: &Tile) {
     debug_assert!(t.times > 0 && t.k > 0 && t.k.is_multiple_of(PAIRS_PER_ROW));

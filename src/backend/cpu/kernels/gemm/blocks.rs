@@ -32,8 +32,8 @@ const UNSPLIT_MAX_PRODUCTS: usize = 1 << 25;
 pub(super) const MAX_PACKED_STEPS: usize = 2048;
 /// The maximum number of elements of a matrix that are packed at a time.
 const MAX_PACKED_ELEMENTS: usize = 1 << 20;
-/// The minimum number of groups per thread, so that all threads finish at about the same time. Groups are not split below
-/// [`MIN_GROUP_STEPS`] for this.
+/// The minimum number of groups per thread, so that all threads finish at about the same time. Groups are never smaller than
+/// [`MIN_GROUP_STEPS`], even if there are then fewer groups.
 const MIN_GROUPS_PER_THREAD: usize = 12;
 /// The minimum size of a group, as its number of tiles times the number of steps of k.
 const MIN_GROUP_STEPS: usize = 1024;
@@ -195,7 +195,8 @@ unsafe fn compute(regions: &[Region], threads: usize) {
     }
     let works: SmallVec<[Work; 8]> = regions.iter().map(|region| Work::new(region, threads)).collect();
     let most = works.iter().map(|work| work.count).max().unwrap_or(0);
-    // SAFETY: the caller guarantees the requirements of this function. Every piece is computed once, and the pieces of a region are started in order.
+    // SAFETY: the caller guarantees the requirements of this function. Every piece is computed once, and the pieces of a region are
+    // started in order.
     parallel::for_each_in_order(works.len() * most, works.len(), |i| unsafe { works[i / most].run_piece(i % most) });
 }
 
@@ -234,7 +235,7 @@ struct Work<'a> {
     b: Panels,
     /// The number of pieces of b to pack.
     pieces_b: usize,
-    /// The number of pieces of both matrices to pack.
+    /// The total number of pieces of a and b to pack.
     pieces: usize,
     /// The number of row panels and the number of column panels of a group.
     packed_pieces: Counter,

@@ -83,8 +83,8 @@ unsafe impl<T> Sync for Operands<T> {}
 /// A kernel that computes the given columns of the result.
 type ColumnsKernel<T> = unsafe fn(&Operands<T>, Range<usize>);
 
-/// Returns whether to transpose the product, or `None` if it has no kernels here. A product has kernels if `a` has few rows or `b` has
-/// few columns (then the product is transposed), and the other matrix has contiguous rows or columns.
+/// Returns whether to transpose the product, or `None` if this module has no kernel for it. A product has kernels if `a` has few rows or
+/// `b` has few columns (then the product is transposed), and the other matrix has contiguous rows or columns.
 pub(super) fn should_transpose(
     (m, n, k): (usize, usize, usize),
     a: MatrixLayout,

@@ -121,7 +121,7 @@ pub(super) trait Vector: Copy {
     unsafe fn mul(self, other: Self) -> Self;
     /// Returns `self`, or 0 in the lanes where `x` is at most 0.
     unsafe fn keep_where_positive(self, x: Self) -> Self;
-    /// Returns `self + x * y`; for pairs, `self` plus both products.
+    /// Returns `self + x * y`; for pairs, returns `self` plus the products of both elements of the pair.
     unsafe fn add_product(self, x: Self, y: Self) -> Self;
 }
 
@@ -135,7 +135,7 @@ macro_rules! vector {
             unsafe_methods! {
                 zero() -> Self = $name($zero());
                 load(at: *const f32) -> Self = $name($load(at));
-                // Pairs that are read in place may be unaligned.
+                // Pairs that are read in place need not be aligned.
                 splat(at: *const f32) -> Self = $name($set1(at.read_unaligned()));
                 store(self, at: *mut f32) -> () = $store(at, self.0);
                 add(self, other: Self) -> Self = $name($add(self.0, other.0));

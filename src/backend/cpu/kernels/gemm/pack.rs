@@ -22,7 +22,8 @@ pub(super) struct PanelCopies {
     pub(super) steps: usize,
 }
 
-/// The number of elements after a panel that packing may write and [`sum_steps`] may read: one cache line, so that panels stay aligned.
+/// The number of unused elements after a panel, which packing can overwrite and [`sum_steps`] can read: one cache line, so that panels stay
+/// aligned.
 pub(super) const PANEL_SLACK: usize = 16;
 
 /// The prefetch distance in steps, or in blocks of eight steps: the matrix is often in the cache of another core that wrote it.

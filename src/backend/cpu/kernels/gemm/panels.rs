@@ -117,7 +117,8 @@ impl Panels {
 /// Packs rows of [pairs](Pairs); rows are `stride` elements apart in `to`.
 ///
 /// # Safety
-/// The packed rows and steps of the matrix, beginning with `first`, are readable, `to` is writable, and no other code accesses it. The processor has AVX2.
+/// The packed rows and steps of the matrix, beginning with `first`, are readable, `to` is writable, and no other code accesses it. The
+/// processor has AVX2.
 unsafe fn pack_row_panels(
     from: Matrix<ElementPtr>,
     first: (usize, usize),

@@ -43,7 +43,7 @@ pub(crate) struct RightMatrix<'a> {
 }
 
 impl SerialGemm {
-    /// Returns the kernels for products of f32, if the processor has them.
+    /// Returns the kernels for products of f32, or `None` if there are none for this processor.
     pub(crate) fn for_f32() -> Option<SerialGemm> {
         Kernels::get(false).map(|kernels| SerialGemm { kernels, rest: kernels })
     }
@@ -186,8 +186,8 @@ impl SerialGemm {
             ($T:ty, $data:expr, $steps:expr, $done:expr) => {{
                 let from = PanelSource { start: $data[first + 2 * $done..].as_ptr(), across: stride as isize, along: 1 };
                 let copies = PanelCopies { panels: 1, stride: 0, steps: $steps };
-                // SAFETY: the columns are in their slice, and `to` has room, both as asserted; the width is a multiple of 8.
-                // Processors with kernels have AVX2 and F16C.
+                // SAFETY: the assertions above check that the columns are in their slice and that `to` has room; the width is a multiple
+                // of 8. Processors with kernels have AVX2 and F16C.
                 unsafe { pack::<$T>(from, to[$done * width..].as_mut_ptr(), copies, n, width) }
             }};
         }
