@@ -148,9 +148,9 @@ fn hash_step(h: u64, x: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Constructors, which simplify formulas without changing values (except that `-0 + 0` stays -0): constant folding in f64, `x + 0`, `x *
-/// 1`, `x - 0`, `x / 1`, `-(-x)`, `pow` by 0, 1, 2, 3 and 1/2, and selections between equal branches. `x * 0` is kept, because NaN and
-/// infinity must propagate.
+/// Constructors, which simplify formulas without changing values (except that `-0 + 0` stays -0): constant folding in f64, `x + 0`,
+/// `x * 1`, `x - 0`, `x / 1`, `-(-x)`, `pow` by 0, 1, 2, 3 and 1/2, and selections between equal branches. `x * 0` is kept, because NaN
+/// and infinity must propagate.
 impl Expr {
     pub(crate) fn unary(op: Unary, x: Expr) -> Expr {
         if let Some(c) = x.as_const() {

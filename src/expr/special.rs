@@ -153,7 +153,7 @@ macro_rules! primitives {
     )* };
 }
 
-/// Functions of integers. Crate-private, because floats have none of them.
+/// Functions of integers. They are crate-private, because they are not defined for floats.
 impl Expr {
     primitives! {
         bit_and => And;

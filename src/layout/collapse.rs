@@ -85,8 +85,8 @@ impl StridedDims {
         (n < limit && *dims.last()? > n).then(|| (n, outer()))
     }
 
-    /// Splits elements `first..first + len` into runs along the last dimension, and calls `f(elements before the run, offset of each
-    /// operand, length of the run)` for each run.
+    /// Splits elements `first..first + len` into runs along the last dimension, and calls
+    /// `f(elements before the run, offset of each operand, length of the run)` for each run.
     pub(crate) fn for_each_run(&self, first: usize, len: usize, mut f: impl FnMut(usize, &[isize], usize)) {
         let Some((&inner, outer)) = self.dims.split_last() else {
             let zeros: SmallVec<[isize; 8]> = SmallVec::from_elem(0, self.strides.len());

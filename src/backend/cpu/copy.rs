@@ -8,7 +8,7 @@ use crate::backend::problem::map::Launch;
 use crate::device::cpu::copy as device_copy;
 use crate::device::cpu::streaming::{STREAMING_MIN_BYTES, Streaming};
 
-/// The number of elements gathered in a buffer before non-temporal stores write them past the cache.
+/// The number of elements that are gathered in a buffer before non-temporal stores write the buffer past the cache.
 const GATHER_BUFFER_LEN: usize = 1024;
 
 /// The length below which rows are short: many short rows are copied at a time.

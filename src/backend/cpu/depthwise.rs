@@ -69,8 +69,8 @@ impl WindowAxis {
     }
 }
 
-/// A convolution of images `[N, groups * inner, image]` to windows `[N, groups * outer, grid]`, with a weight `[groups * outer, inner,
-/// kernel]`. Each of images, windows and weight can be computed from the other two.
+/// A convolution of images `[N, groups * inner, image]` to windows `[N, groups * outer, grid]`, with a weight
+/// `[groups * outer, inner, kernel]`. Each of images, windows and weight can be computed from the other two.
 pub(crate) struct Depthwise {
     w: Windows,
     axes: [WindowAxis; 2],

@@ -27,7 +27,7 @@ pub(crate) enum TileIn<'a, C> {
     Slice(&'a [C]),
     /// One value for the whole tile.
     Scalar(C),
-    /// A row that repeats, and the index in it of the tile's first element. Only for a binary primitive whose other operand is a slice.
+    /// A row that repeats, and the index within the row of the tile's first element. Only for a binary primitive whose other operand is a slice.
     Rows(&'a [C], usize),
     /// The old contents of the result with this index. Requires [`Program::can_overwrite_input`], and that no result is stored past the
     /// cache.

@@ -11,7 +11,7 @@ use crate::storage::{Storage, with_host};
 use crate::{Result, Tensor};
 
 /// Concatenates the tensors along dim `d` into `out`, which is new and contiguous. Returns false unless every tensor has contiguous, evenly
-/// spaced rows, where a row is all dims from `d` on.
+/// spaced rows, where a row consists of dim `d` and the dims after it.
 pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> {
     let outer: usize = out.shape().dims()[..d].iter().product();
     let size = out.dtype.size();

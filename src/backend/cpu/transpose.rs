@@ -61,7 +61,7 @@ pub(crate) struct Transpose<'a> {
 }
 
 impl<'a> Transpose<'a> {
-    /// Returns the copy of the launch's operand `k` into iteration order, or `None` if the operand is not transposed.
+    /// Returns the transposed copy of the launch's operand `k` into iteration order, or `None` if the operand is not transposed.
     pub(crate) fn try_new(launch: &'a Launch, k: usize) -> Option<Transpose<'a>> {
         let (strided, input) = (&launch.strided, &launch.inputs[k]);
         let strides = &strided.strides[k][..];

@@ -169,8 +169,8 @@ impl Tensor {
         self.copy_recorded("copy_", src, false)
     }
 
-    /// Copies like [`Tensor::copy_`], but returns as soon as the copy is enqueued on the current stream (PyTorch's `copy_(src,
-    /// non_blocking=True)`).
+    /// Copies like [`Tensor::copy_`], but returns as soon as the copy is enqueued on the current stream (PyTorch's
+    /// `copy_(src, non_blocking=True)`).
     ///
     /// Only a copy between a device and memory that is pinned for that device ([`Tensor::pin_memory`]), with equal shape, dtype and
     /// memory format, does not wait. All other copies wait as in `copy_`. The next access to the pinned tensor waits for the copy, and

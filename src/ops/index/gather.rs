@@ -228,8 +228,8 @@ impl Tensor {
         rows.reshape(shape)
     }
 
-    /// Converts class numbers of any shape to vectors with 1 at the class and 0 elsewhere, as i64; the result has shape `self.shape() +
-    /// [classes]` (PyTorch's `one_hot`). Fails as [`Tensor::index_select`] does for numbers out of range.
+    /// Converts class numbers of any shape to vectors with 1 at the class and 0 elsewhere, as i64; the result has shape
+    /// `self.shape() + [classes]` (PyTorch's `one_hot`). Fails as [`Tensor::index_select`] does for numbers out of range.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

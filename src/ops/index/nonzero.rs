@@ -181,8 +181,8 @@ impl Tensor {
         Ok((values, running.sub_scalar(1)?.reshape(self.shape())?, starts.diff(1, 0)?))
     }
 
-    /// Returns the indices of the nonzero elements, one row for each element in row-major order, as an i64 tensor of shape `[count,
-    /// rank]` (PyTorch's `nonzero`). NaN counts as nonzero. Waits for the device.
+    /// Returns the indices of the nonzero elements, one row for each element in row-major order, as an i64 tensor of shape
+    /// `[count, rank]` (PyTorch's `nonzero`). NaN counts as nonzero. Waits for the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

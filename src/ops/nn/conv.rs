@@ -109,9 +109,9 @@ convolutions! {
     /// ```
     conv_transpose2d(ConvTransposeOptions<2>): transposed_convolution;
     /// Transposed convolution, the gradient of [`Tensor::conv3d`] (PyTorch's `conv_transpose3d`): multiplies each element by the weight,
-    /// and adds the products to the elements of its window. x is `[N, C, D, H, W]` or `[C, D, H, W]`, `weight` `[C, O / groups, KD, KH,
-    /// KW]` and `bias` `[O]`. The dims of the result are computed as for [`Tensor::conv_transpose2d`]. Floats. Differentiable with
-    /// respect to x, weight and bias. Fails as [`Tensor::conv2d`] does.
+    /// and adds the products to the elements of its window. x is `[N, C, D, H, W]` or `[C, D, H, W]`, `weight`
+    /// `[C, O / groups, KD, KH, KW]` and `bias` `[O]`. The dims of the result are computed as for [`Tensor::conv_transpose2d`]. Floats.
+    /// Differentiable with respect to x, weight and bias. Fails as [`Tensor::conv2d`] does.
     ///
     /// ```
     /// use claystone::{ConvTransposeOptions, Device, Tensor};

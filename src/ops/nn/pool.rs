@@ -278,8 +278,8 @@ pools! {
     /// Returns the result of [`Tensor::adaptive_max_pool2d`], and the index of each maximum in its image, `row * W + column`, as i64
     /// (PyTorch's `return_indices`). Fails as [`Tensor::adaptive_avg_pool2d`] does.
     adaptive_max_pool2d_with_indices(size: [usize; 2]) -> (Tensor, Tensor): max_pool_with_indices(size);
-    /// Returns the result of [`Tensor::adaptive_max_pool3d`], and the index of each maximum in its image, `(slice * H + row) * W +
-    /// column`, as i64 (PyTorch's `return_indices`). Fails as [`Tensor::adaptive_avg_pool2d`] does.
+    /// Returns the result of [`Tensor::adaptive_max_pool3d`], and the index of each maximum in its image,
+    /// `(slice * H + row) * W + column`, as i64 (PyTorch's `return_indices`). Fails as [`Tensor::adaptive_avg_pool2d`] does.
     adaptive_max_pool3d_with_indices(size: [usize; 3]) -> (Tensor, Tensor): max_pool_with_indices(size);
 }
 

@@ -22,7 +22,7 @@ pub(crate) use exponential::{Erf, Exp, Exp64, Gelu, GeluTanh, Sigmoid, Silu, Tan
 /// A constant that rounds an f32 of magnitude below 2²² to an integer, by adding and subtracting the constant. The low bits of the sum
 /// hold the integer plus 254, which is twice the exponent bias.
 const ROUND: f32 = 12_582_912.0 + 254.0; // 1.5 * 2^23
-/// The high part of ln 2, with 16 bits, so that the product of it and an exponent is exact.
+/// The high part of ln 2, with 16 bits, so that the product with an exponent is exact.
 const LN2_HI: f32 = 0.693_145_75;
 /// The low part of ln 2: ln 2 minus `LN2_HI`.
 const LN2_LO: f32 = 1.428_606_8e-6;

@@ -153,8 +153,8 @@ impl Tensor {
         })
     }
 
-    /// Computes the negative log-likelihood of counts t under Poisson distributions (PyTorch's `poisson_nll_loss`): `exp(x) - t x`, or `x
-    /// - t log(x + eps)` without `log_input`. `full` adds Stirling's approximation of the constant term. PyTorch's defaults are `true`
+    /// Computes the negative log-likelihood of counts t under Poisson distributions (PyTorch's `poisson_nll_loss`): `exp(x) - t x`, or
+    /// `x - t log(x + eps)` without `log_input`. `full` adds Stirling's approximation of the constant term. PyTorch's defaults are `true`
     /// for `log_input`, `false` for `full` and 1e-8 for `eps`. Differentiable.
     #[track_caller]
     pub fn poisson_nll_loss(
