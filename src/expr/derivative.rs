@@ -1,6 +1,6 @@
-//! Symbolic derivatives, by forward differentiation over the numbered graph: a shared node is differentiated once, and a derivative that is
-//! zero everywhere is not built. The conventions at kinks are PyTorch's: `abs'(0) = 0`, ties of `max` and `min` split the gradient in half, and
-//! `select` passes the gradient to the branch taken. Rounding and comparisons have no gradient.
+//! Symbolic derivatives, by forward differentiation over the numbered list of nodes: a shared node is differentiated once, and no formula
+//! is built for a derivative that is zero everywhere. The conventions at kinks are PyTorch's: `abs'(0) = 0`, ties of `max` and `min`
+//! split the gradient in half, and `select` passes the gradient to the selected branch. Rounding and comparisons have no gradient.
 
 use crate::expr::{Binary, Dag, Expr, Leaf, Op, Unary};
 
@@ -39,7 +39,7 @@ fn or_zero(d: Option<&Expr>) -> Expr {
     d.cloned().unwrap_or_else(|| Expr::constant(0.0))
 }
 
-/// dy/dx of `y = op(x)`; None if it is zero almost everywhere.
+/// Returns dy/dx of `y = op(x)`, or `None` if the derivative is zero almost everywhere.
 fn unary(op: Unary, x: &Expr, y: &Expr) -> Option<Expr> {
     Some(match op {
         Unary::Floor | Unary::Ceil | Unary::Round | Unary::Trunc => return None,
@@ -63,7 +63,7 @@ fn unary(op: Unary, x: &Expr, y: &Expr) -> Option<Expr> {
     })
 }
 
-/// The derivative of `y = op(a, b)`, given the derivatives of a and b.
+/// Returns the derivative of `y = op(a, b)`, given the derivatives `da` and `db` of a and b. `None` is a derivative of zero.
 fn binary(op: Binary, a: &Expr, b: &Expr, y: &Expr, da: Option<&Expr>, db: Option<&Expr>) -> Option<Expr> {
     let da_times = |f: &dyn Fn() -> Expr| da.map(|d| d * f());
     let db_times = |f: &dyn Fn() -> Expr| db.map(|d| d * f());
@@ -77,7 +77,7 @@ fn binary(op: Binary, a: &Expr, b: &Expr, y: &Expr, da: Option<&Expr>, db: Optio
         Binary::Div => add_optional(da.map(|d| d / b), db_times(&|| -(y / b))),
         Binary::Rem => add_optional(da.cloned(), db_times(&|| -(a / b).trunc())),
         Binary::Pow => {
-            // By base: 0 if the exponent is 0, for every base. By exponent: 0 at base 0.
+            // The derivative by the base is 0 if the exponent is 0, for every base. The derivative by the exponent is 0 if the base is 0.
             let by_base = || b.eq(0.0).select(0.0, b * a.pow(b - 1.0));
             let by_exponent = || (a.eq(0.0) * b.ge(0.0)).select(0.0, y * a.log());
             add_optional(da_times(&by_base), db_times(&by_exponent))
@@ -94,7 +94,7 @@ fn add_optional(a: Option<Expr>, b: Option<Expr>) -> Option<Expr> {
     }
 }
 
-/// Selects `db` where b was chosen, `da` where a was chosen, and half of each on a tie.
+/// Selects `db` where b was chosen, `da` where a was chosen, and the mean of `da` and `db` where a and b are equal.
 fn select_gradient(chose_b: &Expr, chose_a: &Expr, da: Option<&Expr>, db: Option<&Expr>) -> Option<Expr> {
     let weight = |won: &Expr, lost: &Expr| 0.5 * (1.0 + won - lost);
     add_optional(da.map(|d| d * weight(chose_a, chose_b)), db.map(|d| d * weight(chose_b, chose_a)))

@@ -1,7 +1,7 @@
-//! The methods of [`Expr`]: its primitives by name, and formulas composed of primitives.
+//! The methods of [`Expr`]: one for each primitive, and formulas composed of primitives.
 //!
-//! A composite is written so that its symbolic derivative is finite wherever the function's derivative is, and so that the derivative at
-//! kinks is PyTorch's: `relu'(0) = 0`, and `clamp'` is 1 on the bounds.
+//! Composite formulas are written so that the symbolic derivative is finite wherever the function's derivative is, and equals PyTorch's
+//! derivative at kinks: `relu'(0) = 0`, and `clamp'` is 1 on the bounds.
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
@@ -76,17 +76,17 @@ unary! {
 }
 
 binary! {
-    /// x to the power of `other`. Integers: by repeated squaring, with wrapping; a negative power is 0 unless x is 1 or -1.
+    /// x to the power of `other`. Integers are computed by repeated squaring, with wrapping; a negative power is 0 unless x is 1 or -1.
     pow => Pow;
-    /// The greater operand; NaN if either is NaN. On a tie each operand gets half of the gradient.
+    /// The greater operand; NaN if either operand is NaN. If the operands are equal, each operand gets half of the gradient.
     max => Max;
-    /// The lesser operand; NaN if either is NaN. On a tie each operand gets half of the gradient.
+    /// The lesser operand; NaN if either operand is NaN. If the operands are equal, each operand gets half of the gradient.
     min => Min;
     /// 1 where x is less than `other`, else 0.
     lt => Lt;
     /// 1 where x is less than or equal to `other`, else 0.
     le => Le;
-    /// 1 where x equals `other`, else 0. (`==` compares the formulas themselves.)
+    /// 1 where x equals `other`, else 0. (The operator `==` compares two formulas by structure.)
     eq => Eq;
     /// x with the sign of `other`.
     copysign => Copysign;
@@ -180,7 +180,8 @@ impl Expr {
         r.has_wrong_sign(&b).select(&r + &b, &r)
     }
 
-    /// The quotient rounded down (Python's `//`). Exact, where rounding the float quotient might not be.
+    /// The quotient rounded down (Python's `//`). The result is exact, whereas rounding the float quotient down could give the wrong
+    /// integer.
     pub fn floor_divide(&self, other: impl Into<Expr>) -> Expr {
         let b = other.into();
         let r = self % &b;
@@ -188,7 +189,7 @@ impl Expr {
         b.eq(0.0).select(self / &b, exact).floor()
     }
 
-    /// 1 where the remainder `self` is nonzero and its sign differs from the divisor's, else 0.
+    /// 1 where the remainder `self` is nonzero and its sign differs from the sign of `divisor`, else 0.
     fn has_wrong_sign(&self, divisor: &Expr) -> Expr {
         self.ne(0.0) * self.lt(0.0).ne(divisor.lt(0.0))
     }
@@ -244,7 +245,7 @@ impl Expr {
     pub fn atan2(&self, x: impl Into<Expr>) -> Expr {
         let x = x.into();
         let (origin, endless) = (self.eq(0.0) * x.eq(0.0), self.is_inf() * x.is_inf());
-        // A zero `x` counts as 0, never -0, so that the quotient's sign is the sign of the angle.
+        // If `x` is -0, it is replaced by 0, so that the quotient's sign is the sign of the angle.
         let quotient = endless.select(self.sign() * x.sign(), self / x.eq(0.0).select(0.0, &x));
         let angle = origin.select(0.0, quotient).atan();
         let left = x.lt(0.0) + origin * Expr::constant(1.0).copysign(&x).lt(0.0);
@@ -255,7 +256,7 @@ impl Expr {
     pub fn logaddexp(&self, other: impl Into<Expr>) -> Expr {
         let other = other.into();
         let (below, greater) = (self.lt(&other), self.max(&other));
-        // Not through |self - other|, which has no second derivative where the operands are equal.
+        // This is not written with |self - other|, which has no second derivative where the operands are equal.
         let apart = below.select(self - &other, &other - self);
         greater.is_inf().select(&greater, below.select(&other, self) + apart.exp().log1p())
     }
@@ -317,7 +318,7 @@ impl Expr {
         1.0507009873554805 * self.elu(1.6732632423543772)
     }
 
-    /// x limited to the bounds. Unlike [`clamp`](Expr::clamp), the derivative is 0 on both bounds.
+    /// x limited to `low..=high`. Unlike for [`clamp`](Expr::clamp), the derivative is 0 on both bounds.
     pub fn hardtanh(&self, low: impl Into<Expr>, high: impl Into<Expr>) -> Expr {
         let (low, high) = (low.into(), high.into());
         self.le(&low).select(&low, high.le(self).select(&high, self))
@@ -339,14 +340,14 @@ impl Expr {
         self * self.sigmoid()
     }
 
-    /// `log(1 + exp(x))`; above 20 x itself, which is the same.
+    /// `log(1 + exp(x))`; for x above 20, x itself, which is equal in f32.
     pub fn softplus(&self) -> Expr {
         self.gt(20.0).select(self, self.exp().log1p())
     }
 
     /// `log(sigmoid(x))` without overflow.
     pub fn logsigmoid(&self) -> Expr {
-        // Not through |x|, which has no second derivative at 0.
+        // This is not written with |x|, which has no second derivative at 0.
         let below = self.lt(0.0);
         below.select(self, 0.0) - below.select(self, -self).exp().log1p()
     }

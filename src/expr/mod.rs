@@ -1,4 +1,4 @@
-//! Formulas as values: the computation of an elementwise operation.
+//! Formulas as values. An elementwise operation is defined by its formula.
 //!
 //! An [`Expr`] is an immutable graph of leaves (tensor elements, run-time scalars, constants, random numbers) and about forty
 //! primitives. Formulas are written with ordinary operators and methods, and compared by structure. A formula has three uses: the CPU
@@ -42,17 +42,18 @@ pub struct Expr(Arc<Node>);
 
 struct Node {
     hash: u64,
-    /// Bit i: the formula reads operand i; the last bit covers operands 63 and up. Every launch tests it.
+    /// Bit i: the formula reads operand i; the last bit covers operands 63 and up. Every launch tests this mask.
     reads: u64,
     op: Op,
     args: Args<Expr>,
-    /// The hash of the formula with its numbers left out: see [`is_argument`].
+    /// The hash of the formula without its number arguments; see [`is_argument`].
     shape_hash: u64,
-    /// The cached program of this formula. None in formulas that a program owns, which would otherwise keep that program alive.
+    /// The cached program of this formula. Holds `None` in formulas that a program owns, because a reference cycle would keep the program
+    /// alive.
     program: OnceLock<Option<Arc<Program>>>,
 }
 
-/// The operands of a node: none for a leaf, at most three.
+/// The operands of a node: at most three, and none for a leaf.
 pub(crate) type Args<T> = SmallVec<[T; 3]>;
 
 /// Leaves.
@@ -62,7 +63,8 @@ impl Expr {
         Expr::leaf(Leaf::Input(i))
     }
 
-    /// The `i`-th scalar argument, passed when the formula runs: another learning rate needs no new kernel.
+    /// The `i`-th scalar argument, which is passed when the formula runs, so that another value (such as a learning rate) needs no new
+    /// kernel.
     pub fn scalar(i: usize) -> Expr {
         Expr::leaf(Leaf::Scalar(i))
     }
@@ -73,19 +75,20 @@ impl Expr {
         Expr::leaf(Leaf::Const(c))
     }
 
-    /// A random number in [0, 1), a multiple of 2⁻²⁴, from the `i`-th seed and the element's index. Identical on every device, and in f32
-    /// and f64.
+    /// A random number in [0, 1), a multiple of 2⁻²⁴, determined by the `i`-th seed and the element's index. The number is the same on
+    /// every device, and in f32 and f64.
     pub fn uniform(i: usize) -> Expr {
         Expr::leaf(Leaf::Uniform(i))
     }
 
-    /// A standard normal random number, from the `i`-th seed and the element's index. Computed in f32, and identical on every device and in
-    /// f32 and f64.
+    /// A standard normal random number, determined by the `i`-th seed and the element's index. It is computed in f32, and is the same on
+    /// every device, and in f32 and f64.
     pub fn normal(i: usize) -> Expr {
         Expr::leaf(Leaf::Normal(i))
     }
 
-    /// 32 random bits as a number in 0..2³², rounded if the formula is evaluated in f32.
+    /// A number in 0..2³² with 32 random bits, determined by the `i`-th seed and the element's index. It is rounded if the formula is
+    /// evaluated in f32.
     pub fn bits(i: usize) -> Expr {
         Expr::leaf(Leaf::Bits(i))
     }
@@ -115,29 +118,29 @@ impl Expr {
         Expr(Arc::new(Node { hash, shape_hash, reads, op, args, program: OnceLock::new() }))
     }
 
-    /// The `index`-th number argument of a program.
+    /// The `index`-th number argument of a program. `whole` is true if the number is an integer.
     pub(crate) fn number_argument(index: usize, whole: bool) -> Expr {
         Expr::leaf(Leaf::Number { index, whole })
     }
 
-    /// Attaches a program with all constants in its code. For the formulas of tables, whose number is bounded.
+    /// Attaches a program that has all constants in its code. Only for the formulas of tables, of which there is a fixed number.
     pub(crate) fn with_fixed_program(&self) -> Expr {
         self.with_program(Some(Arc::new(Program::new(std::slice::from_ref(self)))))
     }
 
-    /// Copies the root node, with this program or none attached.
+    /// Copies the root node, and attaches `program` to the copy, or no program if `None`.
     pub(crate) fn with_program(&self, program: Option<Arc<Program>>) -> Expr {
         let Node { hash, shape_hash, reads, op, ref args, .. } = *self.0;
         Expr(Arc::new(Node { hash, shape_hash, reads, op, args: args.clone(), program: OnceLock::from(program) }))
     }
 }
 
-/// The bit for operand i in [`Node::reads`].
+/// Returns the bit for operand i in [`Node::reads`].
 fn read_bit(i: usize) -> u64 {
     1 << i.min(63)
 }
 
-/// Mixes x into the hash h with splitmix64's finaliser. Hashes are the same in every process.
+/// Mixes x into the hash h with the finaliser of splitmix64. The result is the same in every process.
 fn hash_step(h: u64, x: u64) -> u64 {
     let z = h.rotate_left(17).wrapping_add(x).wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -145,8 +148,9 @@ fn hash_step(h: u64, x: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Construction, with simplifications that change no value, except that `-0 + 0` stays -0: constant folding in f64, `x + 0`, `x * 1`, `x - 0`,
-/// `x / 1`, `-(-x)`, `pow` by 0, 1, 2, 3 and 1/2, and selections between equal branches. `x * 0` is kept: NaN and infinity must propagate.
+/// Constructors, which simplify formulas without changing values (except that `-0 + 0` stays -0): constant folding in f64, `x + 0`,
+/// `x * 1`, `x - 0`, `x / 1`, `-(-x)`, `pow` by 0, 1, 2, 3 and 1/2, and selections between equal branches. `x * 0` is kept, because NaN
+/// and infinity must propagate.
 impl Expr {
     pub(crate) fn unary(op: Unary, x: Expr) -> Expr {
         if let Some(c) = x.as_const() {
@@ -174,7 +178,7 @@ impl Expr {
         }
     }
 
-    /// `a` where this formula is not zero, else `b`. Both are evaluated.
+    /// `a` where this formula is not zero, else `b`. Both formulas are evaluated.
     pub fn select(&self, a: impl Into<Expr>, b: impl Into<Expr>) -> Expr {
         let (a, b) = (a.into(), b.into());
         match self.as_const() {
@@ -185,22 +189,22 @@ impl Expr {
         }
     }
 
-    /// The cache of the formula's program.
+    /// Returns the cache for the formula's program.
     pub(crate) fn program(&self) -> &OnceLock<Option<Arc<Program>>> {
         &self.0.program
     }
 
-    /// The hash of the formula with its numbers left out.
+    /// Returns the hash of the formula without its number arguments.
     pub(crate) fn shape_hash(&self) -> u64 {
         self.0.shape_hash
     }
 
-    /// The hash of the formula's structure, computed when it was built.
+    /// Returns the hash of the formula's structure, which was computed when the formula was built.
     pub(crate) fn hash_value(&self) -> u64 {
         self.0.hash
     }
 
-    /// True if both formulas are the same object.
+    /// True if both formulas are the same object in memory.
     pub(crate) fn is_same(&self, other: &Expr) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -213,7 +217,7 @@ impl Expr {
         &self.0.args
     }
 
-    /// The value of a constant.
+    /// Returns the value if the formula is a constant, else `None`.
     pub fn as_const(&self) -> Option<f64> {
         match self.0.op {
             Op::Leaf(Leaf::Const(c)) => Some(c),
@@ -243,8 +247,8 @@ impl Expr {
     }
 }
 
-/// Formulas as one numbered list of distinct nodes, operands before users. Equal nodes share a number. Built without recursion, in time
-/// linear in the number of node objects.
+/// Formulas as one numbered list of distinct nodes, in which operands precede their users. Equal nodes get the same number. The list is
+/// built without recursion, in time linear in the number of node objects.
 pub(crate) struct Dag {
     pub(crate) nodes: Vec<DagNode>,
     pub(crate) roots: Vec<usize>,
@@ -298,7 +302,7 @@ impl Dag {
     }
 }
 
-/// Replaces each leaf for which `leaf` returns a formula. Nothing is simplified: every remaining operation is unchanged.
+/// Replaces each leaf for which `leaf` returns a formula by that formula. Nothing is simplified, so every other operation stays as it is.
 pub(crate) fn with_leaves(exprs: &[Expr], leaf: impl Fn(Leaf) -> Option<Expr>) -> Vec<Expr> {
     let dag = Dag::new(exprs);
     let mut made: Vec<Expr> = Vec::with_capacity(dag.nodes.len());
@@ -313,8 +317,8 @@ pub(crate) fn with_leaves(exprs: &[Expr], leaf: impl Fn(Leaf) -> Option<Expr>) -
 }
 
 impl PartialEq for Expr {
-    /// Every launch looks up kernels by formula, so small formulas are compared in place. A deeply shared formula has too many paths
-    /// for that and is numbered first.
+    /// Every launch looks up kernels by formula, so small formulas are compared node by node. A formula with many shared nodes has too
+    /// many paths for that; its nodes are numbered first.
     fn eq(&self, other: &Expr) -> bool {
         equal_within(self, other, &mut 64).unwrap_or_else(|| {
             let dag = Dag::new(&[self.clone(), other.clone()]);
@@ -323,7 +327,7 @@ impl PartialEq for Expr {
     }
 }
 
-/// Compares two formulas; None if `budget` nodes are not enough to decide.
+/// Compares two formulas. Returns `None` if comparing `budget` nodes does not decide.
 fn equal_within(a: &Expr, b: &Expr, budget: &mut u32) -> Option<bool> {
     if Arc::ptr_eq(&a.0, &b.0) {
         return Some(true);
@@ -349,7 +353,7 @@ impl Hash for Expr {
 }
 
 impl Drop for Node {
-    /// Frees long chains in a loop: the default drop would recurse once a node.
+    /// Frees long chains in a loop: the default drop would recurse once per node and could overflow the stack.
     fn drop(&mut self) {
         let mut orphans = std::mem::take(&mut self.args).into_vec();
         while let Some(Expr(node)) = orphans.pop() {
@@ -449,7 +453,7 @@ mod tests {
     fn shared_and_deep_formulas_are_linear() {
         let doubled = |mut e: Expr| {
             for _ in 0..200 {
-                e = (&e + &e).sin(); // 2^200 paths, 401 nodes
+                e = (&e + &e).sin(); // 2^200 paths through 401 nodes: only the numbered list is fast
             }
             e
         };
@@ -462,7 +466,7 @@ mod tests {
             deep = deep.sin();
         }
         assert_eq!(deep.arity(), 4);
-        drop(deep); // no recursion
+        drop(deep); // must not overflow the stack
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 //!
-//! An element's number is a function of the seed and the element's index alone, so any number of threads on any device produces the same
-//! tensor. Element `e` takes word `e % 4` of the block with counter `e / 4` in the seed's stream.
+//! The random number of an element depends only on the seed and the element's index, so any number of threads on any device produces the
+//! same tensor. Element `e` takes word `e % 4` of the block with counter `e / 4` in the seed's stream.
 //!
-//! Normal numbers come in pairs, from two words, by the Box-Muller transform in f32. The transform uses only integer operations, additions,
-//! subtractions and multiplications, which every device rounds correctly, unlike division, square roots and library functions. So the bits
-//! are the same on every device; `kernels/prelude.cl` repeats the computation step by step.
+//! Normal numbers come in pairs, from two words, by the Box-Muller transform in f32. The transform uses only integer operations,
+//! additions, subtractions and multiplications, which every device rounds correctly, unlike division, square roots and library functions.
+//! The results are therefore bit-identical on every device; `kernels/prelude.cl` repeats the computation step by step.
 
 use std::marker::PhantomData;
 
@@ -13,16 +13,16 @@ use pulp::{Arch, Simd, WithSimd};
 
 use crate::expr::polynomials::{cos_small, log_near_one, sin_small};
 
-/// A source of random numbers: `key` is the user's seed, `stream` counts the draws made from it.
+/// A source of random numbers: `key` is the user's seed, and `stream` counts the draws made with that seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Seed {
     /// The user's seed.
     pub key: u64,
-    /// The index of the draw.
+    /// The index of the draw made with this seed.
     pub stream: u64,
 }
 
-/// The rounds, multipliers and Weyl constants of Philox4x32-10.
+/// The number of rounds, the multipliers and the Weyl constants of Philox4x32-10.
 const ROUNDS: usize = 10;
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
@@ -43,7 +43,7 @@ fn block([mut x0, mut x1, mut x2, mut x3]: [u32; 4], [mut k0, mut k1]: [u32; 2])
     [x0, x1, x2, x3]
 }
 
-/// Converts the four words of a block to the numbers of four elements.
+/// A conversion from the four words of a block to the random numbers of four elements.
 pub(crate) trait Draw {
     type Number: Copy + Default;
     fn draw(words: [u32; 4]) -> [Self::Number; 4];
@@ -135,7 +135,7 @@ fn words(x: u64) -> [u32; 2] {
     [x as u32, (x >> 32) as u32]
 }
 
-/// Two independent normal numbers from two words. Every operation is correctly rounded, and none is fused.
+/// Returns two independent normal numbers from two words. Every operation is correctly rounded, and no multiply-add is fused.
 #[inline(always)]
 fn normal_pair(a: u32, b: u32) -> [f32; 2] {
     // t = -2 ln(u), u = n / 2^24 in (0, 1]: n = m * 2^e with m in [0.75, 1.5)
@@ -193,7 +193,7 @@ mod tests {
                 assert_eq!(part, all[first..first + len], "{first} {len}");
             }
         }
-        let mut far = [0; 8]; // needs the counter's upper word
+        let mut far = [0; 8]; // this index needs the counter's upper word
         seed.fill::<Bits, _>(1 << 40, &mut far, |b| b);
         assert_eq!(far[..4], block([0, 1 << 6, 0, 14], [0x89ab_cdef, 0x0123_4567]));
     }

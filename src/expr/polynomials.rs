@@ -1,10 +1,10 @@
-//! Polynomials for the logarithm, sine and cosine of f32 near zero, from which random numbers and the CPU's functions are computed.
+//! Polynomials for the logarithm, sine and cosine of f32 near zero, used by the random numbers and by the CPU's functions.
 
 #![allow(clippy::excessive_precision)] // nine digits name an f32 exactly; clippy would cut some to eight
 
 use std::ops::{Add, Mul};
 
-/// `c[0] + x (c[1] + x (c[2] + ...))`
+/// Evaluates the polynomial `c[0] + x (c[1] + x (c[2] + ...))`.
 #[inline(always)]
 pub(crate) fn poly<T: Copy + Add<Output = T> + Mul<Output = T>, const N: usize>(x: T, c: [T; N]) -> T {
     let mut sum = c[N - 1];
@@ -14,7 +14,7 @@ pub(crate) fn poly<T: Copy + Add<Output = T> + Mul<Output = T>, const N: usize>(
     sum
 }
 
-/// `log(1 + z) - z + z² / 2` for z in [-1/4, 1/2].
+/// Returns `log(1 + z) - z + z² / 2` for z in [-1/4, 1/2].
 #[inline(always)]
 pub(crate) fn log_tail(z: f32) -> f32 {
     const C: [f32; 9] = [
@@ -31,20 +31,20 @@ pub(crate) fn log_tail(z: f32) -> f32 {
     z * z * z * poly(z, C)
 }
 
-/// `log(1 + z)` for z in [-1/4, 1/2].
+/// Returns `log(1 + z)` for z in [-1/4, 1/2].
 #[inline(always)]
 pub(crate) fn log_near_one(z: f32) -> f32 {
     z + (log_tail(z) - 0.5 * z * z)
 }
 
-/// `sin(x)` for |x| <= pi/4.
+/// Returns `sin(x)` for |x| <= pi/4.
 #[inline(always)]
 pub(crate) fn sin_small(x: f32) -> f32 {
     let z = x * x;
     x * z * poly(z, [-0.166_666_552, 0.008_332_187_31, -0.000_195_179_091]) + x
 }
 
-/// `cos(x)` for |x| <= pi/4.
+/// Returns `cos(x)` for |x| <= pi/4.
 #[inline(always)]
 pub(crate) fn cos_small(x: f32) -> f32 {
     let z = x * x;

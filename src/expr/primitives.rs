@@ -1,4 +1,4 @@
-//! The closed set of primitives that formulas are built from, and the value of each in f64.
+//! The closed set of primitives from which formulas are built, and the function that each computes, in f64.
 
 use std::f64::consts::FRAC_1_SQRT_2;
 use std::hash::{Hash, Hasher};
@@ -22,7 +22,7 @@ pub(crate) enum Leaf {
     Uniform(usize),
     Normal(usize),
     Bits(usize),
-    /// An argument that a program takes in place of a constant of its formulas; never NaN.
+    /// A number that a program receives as an argument, in place of a constant of its formulas; never NaN.
     Number {
         index: usize,
         whole: bool,
@@ -30,7 +30,7 @@ pub(crate) enum Leaf {
 }
 
 impl Leaf {
-    /// The kind of random number and the index of the seed, for a leaf that draws one.
+    /// For a leaf that draws a random number, returns the kind of number and the index of the seed; otherwise `None`.
     pub(crate) fn draws(self) -> Option<(&'static str, usize)> {
         match self {
             Leaf::Uniform(i) => Some(("uniform", i)),
@@ -40,7 +40,8 @@ impl Leaf {
         }
     }
 
-    /// A unique pair for hashing and equality. Constants differ by their bits, and all NaNs are equal.
+    /// Returns a pair that identifies the leaf, for hashing and equality. Constants differ if their bits differ, except that all NaNs are
+    /// equal.
     pub(crate) fn key(self) -> (u8, u64) {
         match self {
             Leaf::Input(i) => (0, i as u64),
@@ -67,26 +68,26 @@ impl Hash for Leaf {
     }
 }
 
-/// `sqrt(2 / pi)`, in [`Expr::gelu_tanh`].
+/// The factor `sqrt(2 / pi)` in [`Expr::gelu_tanh`].
 pub(crate) const SQRT_2_OVER_PI: f64 = 0.797_884_560_802_865_4;
-/// The coefficient of the cube in [`Expr::gelu_tanh`].
+/// The coefficient of x³ in [`Expr::gelu_tanh`].
 pub(crate) const GELU_CUBE: f64 = 0.044715;
 
-/// Constants that simplifications, small powers and fused functions match on.
+/// Constants that stay in a program's code, because simplifications, small powers and fused functions are recognised by them.
 const INLINE_CONSTANTS: [f64; 12] =
     [0.0, 1.0, -1.0, 2.0, -2.0, 3.0, -3.0, 0.5, -0.5, FRAC_1_SQRT_2, SQRT_2_OVER_PI, GELU_CUBE];
 
-/// True if a constant is passed to programs as an argument; false if it is part of their code.
+/// True if the constant is passed to programs as an argument; false if it is part of a program's code.
 pub(crate) fn is_argument(c: f64) -> bool {
     c.is_finite() && !INLINE_CONSTANTS.contains(&c)
 }
 
-/// True if integers can represent the constant.
+/// True if the constant is an integer that i64 represents.
 pub(crate) fn is_integer(c: f64) -> bool {
     c.trunc() == c && c.abs() <= 9e15
 }
 
-/// Defines primitives: their enum, and the value of each in f64.
+/// Defines primitives: an enum with one variant for each, and the function that each computes, in f64.
 macro_rules! primitives {
     ($(#[$doc:meta])+ $name:ident($($x:ident),+): $($(#[$note:meta])* $op:ident $value:expr;)*) => {
         $(#[$doc])+
@@ -97,7 +98,7 @@ macro_rules! primitives {
         }
 
         impl $name {
-            /// The value in f64, for constant folding.
+            /// Computes the primitive in f64, for constant folding.
             pub(crate) fn eval(self, $($x: f64),+) -> f64 {
                 match self {
                     $($name::$op => $value,)*
@@ -149,13 +150,13 @@ primitives! {
     Le (a <= b) as u8 as f64;
     Eq (a == b) as u8 as f64;
     Copysign a.copysign(b);
-    /// Integers only, like all that follow.
+    /// Defined only for integers, like all the following primitives.
     And (a as i64 & b as i64) as f64;
     Or (a as i64 | b as i64) as f64;
     Xor (a as i64 ^ b as i64) as f64;
     /// Shift left; 0 for a shift outside 0..64.
     Shl shl(a as i64, b as i64) as f64;
-    /// Arithmetic shift right; -1 or 0, by the sign, for a shift outside 0..64.
+    /// Arithmetic shift right; for a shift outside 0..64: -1 if the operand is negative, else 0.
     Shr shr(a as i64, b as i64) as f64;
     /// The greatest common divisor; never negative, and 0 for two zeros.
     Gcd gcd(a as i64, b as i64) as f64;
@@ -170,7 +171,7 @@ impl Unary {
 }
 
 impl Binary {
-    /// True if an integer divisor of zero is an error.
+    /// True if integer division by zero is an error for this primitive.
     pub(crate) fn divides(self) -> bool {
         matches!(self, Binary::Div | Binary::Rem)
     }
@@ -182,19 +183,19 @@ impl Binary {
     }
 }
 
-/// Shift left; 0 for a shift outside 0..64.
+/// Shifts left; returns 0 for a shift outside 0..64.
 #[inline(always)]
 pub(crate) fn shl(a: i64, b: i64) -> i64 {
     if (0..64).contains(&b) { a << b } else { 0 }
 }
 
-/// Arithmetic shift right; -1 or 0, by the sign, for a shift outside 0..64.
+/// Shifts right arithmetically; for a shift outside 0..64, returns -1 if `a` is negative, else 0.
 #[inline(always)]
 pub(crate) fn shr(a: i64, b: i64) -> i64 {
     a >> if (0..64).contains(&b) { b } else { 63 }
 }
 
-/// The greatest common divisor, by Euclid's algorithm.
+/// Returns the greatest common divisor, by Euclid's algorithm.
 pub(crate) fn gcd(a: i64, b: i64) -> i64 {
     let (mut a, mut b) = (a.unsigned_abs(), b.unsigned_abs());
     while b > 0 {

@@ -1,4 +1,4 @@
-//! Programs: formulas that are computed together, with their numbers of operands and their type requirements.
+//! Programs: one or several formulas that are computed together, with the number of their operands and the types that they require.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -15,13 +15,13 @@ use crate::{Compute, Scalar};
 /// The number arguments of a program's formulas, in the order of their first use.
 type Numbers = SmallVec<[f64; 4]>;
 
-/// The most numbers that a program takes as arguments: OpenCL guarantees kernels 1 KiB of arguments.
+/// The maximum number of numbers that a program takes as arguments: OpenCL guarantees 1 KiB of arguments for a kernel.
 const MAX_NUMBERS: usize = 48;
-/// The most programs in the global cache, which serves formulas that are rebuilt for every call.
+/// The maximum number of programs in the global cache. The cache is for formulas that are rebuilt for every call.
 const MAX_PROGRAMS: usize = 1024;
-/// The most cached programs with the same shape hash: their formulas differ in which of their numbers are equal.
+/// The maximum number of cached programs with the same shape hash. Their formulas differ only in which of their numbers are equal.
 const MAX_PROGRAMS_PER_SHAPE: usize = 8;
-/// The most nodes that are compared one by one; larger formulas are numbered first.
+/// The maximum number of nodes that are compared one by one; the nodes of larger formulas are numbered first.
 const MAX_COMPARED_NODES: u32 = 256;
 
 /// One or several formulas that are computed together.
@@ -83,7 +83,7 @@ impl Program {
         !self.exprs.iter().all(leaf)
     }
 
-    /// Returns the shared program of these formulas, which takes their numbers as arguments. A formula object caches its own program.
+    /// Returns the shared program of these formulas, which takes their numbers as arguments. Each formula object caches its program.
     #[inline]
     pub(crate) fn shared(exprs: &[Expr]) -> Cow<'_, Arc<Program>> {
         if let [expr] = exprs
@@ -132,7 +132,8 @@ impl Program {
         Program::new(&with_leaves(exprs, |leaf| number(leaf).map(|c| Expr::number_argument(index(c), is_integer(c)))))
     }
 
-    /// The numbers in `exprs` to pass for the program's arguments; None if the formulas differ in anything else.
+    /// Returns the numbers in `exprs` that are the program's number arguments, or `None` if the formulas differ from the program's in
+    /// anything else.
     fn numbers_of(&self, exprs: &[Expr]) -> Option<Numbers> {
         let (mut numbers, mut budget) = (Numbers::new(), MAX_COMPARED_NODES);
         if exprs.len() != self.exprs.len() {
@@ -147,7 +148,7 @@ impl Program {
         }
     }
 
-    /// [`numbers_of`](Self::numbers_of) for large formulas, by comparing numbered nodes.
+    /// Returns the numbers like [`numbers_of`](Self::numbers_of), for large formulas, by comparing numbered lists of nodes.
     fn numbers_of_large(&self, exprs: &[Expr]) -> Option<Numbers> {
         let (dag, own, mut numbers) = (Dag::new(exprs), Dag::new(&self.exprs), Numbers::new());
         let mut nodes = dag.nodes.iter().zip(&own.nodes);
@@ -156,7 +157,8 @@ impl Program {
         same.then_some(numbers)
     }
 
-    /// True if `expr` equals the program's formula `own` except for numbers, which are collected. None if `budget` nodes are not enough.
+    /// True if `expr` equals the program's formula `own` except for numbers, which are collected. Returns `None` if comparing `budget`
+    /// nodes does not decide.
     fn same_shape(&self, expr: &Expr, own: &Expr, numbers: &mut Numbers, budget: &mut u32) -> Option<bool> {
         if expr.is_same(own) {
             return Some(true);
@@ -186,7 +188,7 @@ impl Program {
         numbers.get(place) == Some(&c)
     }
 
-    /// Calls `f` with all scalar arguments of the program: the caller's scalars, then the numbers of `exprs`.
+    /// Calls `f` with all scalar arguments of the program: first the scalars that the caller passed, then the numbers of `exprs`.
     #[inline(always)]
     pub(crate) fn with_arguments<R>(&self, exprs: &[Expr], given: &[Scalar], f: impl FnOnce(&[Scalar]) -> R) -> R {
         match self.scalars == self.caller_scalars {
@@ -198,7 +200,7 @@ impl Program {
     #[inline(never)]
     fn arguments(&self, exprs: &[Expr], given: &[Scalar]) -> SmallVec<[Scalar; 12]> {
         let numbers = self.numbers_of(exprs).unwrap_or_default();
-        // Formulas that already take their numbers as arguments find them among the caller's scalars.
+        // If the formulas already take their numbers as arguments, `given` contains these numbers after the caller's scalars.
         let given = if numbers.is_empty() { given } else { &given[..self.caller_scalars] };
         let mut arguments = SmallVec::new();
         given.iter().for_each(|&s| arguments.push(s));
@@ -206,14 +208,16 @@ impl Program {
         arguments
     }
 
-    /// The interpreter's compiled form of the program, created once: a process has one interpreter.
+    /// Returns the interpreter's compiled form of the program, compiled on the first call. There is only one interpreter, so one form is
+    /// kept.
     #[inline]
     pub(crate) fn compiled<T: Send + Sync + 'static>(&self, compile: impl FnOnce() -> T) -> &T {
         let compiled = self.compiled.get_or_init(|| Box::new(compile()));
         compiled.downcast_ref().expect("a process has one interpreter of formulas")
     }
 
-    /// The formulas, with arguments for numbers. All uses of one program share these objects, so a comparison only compares pointers.
+    /// Returns the formulas, with arguments in place of numbers. All users of a program get these same objects, so comparing them only
+    /// compares pointers.
     pub(crate) fn exprs(&self) -> &[Expr] {
         &self.exprs
     }
@@ -221,11 +225,11 @@ impl Program {
     pub(crate) fn inputs(&self) -> usize {
         self.inputs
     }
-    /// The number of scalar arguments, including those for numbers.
+    /// Returns the number of scalar arguments, including the arguments for numbers.
     pub(crate) fn scalars(&self) -> usize {
         self.scalars
     }
-    /// The number of scalars that the caller passes, without the arguments for numbers.
+    /// Returns the number of scalars that the caller passes, without the arguments for numbers.
     pub(crate) fn caller_scalars(&self) -> usize {
         self.caller_scalars
     }
@@ -240,13 +244,13 @@ impl Program {
         self.exprs.len()
     }
 
-    /// True if integer operands must be converted to floats first: the program takes roots, exponentials and the like, draws uniform or normal
-    /// numbers, or has a constant that is not an integer.
+    /// True if integer operands must be converted to floats first: the program computes functions such as roots or exponentials, draws
+    /// uniform or normal numbers, or has a constant that is not an integer.
     pub(crate) fn needs_float(&self) -> bool {
         self.needs_float
     }
 
-    /// The random numbers drawn for each element: kinds and seeds, in order.
+    /// Returns the random numbers that are drawn for each element, as pairs of kind and seed index, in order.
     pub(crate) fn draws(&self) -> BTreeSet<(&'static str, usize)> {
         Dag::new(self.exprs()).leaves().filter_map(Leaf::draws).collect()
     }
@@ -256,7 +260,7 @@ impl Program {
         self.uses_bits
     }
 
-    /// True if the program computes exponentials, powers, random numbers and the like: many instructions an element.
+    /// True if the program computes functions such as exponentials, powers or random numbers, which take many instructions per element.
     pub(crate) fn calls_functions(&self) -> bool {
         self.calls_functions
     }
@@ -266,7 +270,7 @@ impl Program {
         self.divides
     }
 
-    /// True if running the program in this type can divide an integer by zero.
+    /// True if running the program in the type `compute` can divide an integer by zero.
     pub(crate) fn can_fault(&self, compute: Compute) -> bool {
         self.divides && compute == Compute::I64
     }

@@ -4,7 +4,7 @@ use std::f64::consts::{FRAC_1_SQRT_2, LOG2_E, PI};
 
 use crate::expr::{Binary, Expr};
 
-/// The nested series `1 + f(1) (1 + f(2) (1 + ... (1 + f(n))))`.
+/// Returns the nested series `1 + f(1) (1 + f(2) (1 + ... (1 + f(n))))`.
 fn nested_series(n: usize, f: impl Fn(f64) -> Expr) -> Expr {
     (1..=n).rev().fold(Expr::constant(1.0), |sum, k| f(k as f64) * sum + 1.0)
 }
@@ -13,7 +13,7 @@ fn nested_series(n: usize, f: impl Fn(f64) -> Expr) -> Expr {
 impl Expr {
     /// The logarithmic derivative of the gamma function. -inf at 0, NaN at the other poles.
     pub fn digamma(&self) -> Expr {
-        // Below 1/2 by reflection; above by the asymptotic series at x + 10.
+        // Below 1/2, the reflection formula is used; otherwise the asymptotic series at x + 10.
         let low = self.lt(0.5);
         let x = low.select(1.0 - self, self);
         let z = &x + 10.0;
@@ -36,12 +36,12 @@ impl Expr {
         let scaled = -&log / A;
         let mut x = (&scaled / ((half.square() + &scaled).sqrt() + &half)).sqrt();
         for _ in 0..2 {
-            // erf(x) - y; near 1 through erfc, because the difference would cancel
+            // This is erf(x) - y. For y above 1/2 it is computed from erfc, because the difference would lose digits by cancellation.
             let miss = y.gt(0.5).select((1.0 - &y) - x.erfc(), x.erf() - &y);
             let step = miss * x.square().exp() * (PI.sqrt() / 2.0);
             x = &x - &step / (1.0 + &x * &step);
         }
-        // Near 0, where the square root has no derivative, by the series of erfinv.
+        // Near 0, where the square root has no derivative, the result is computed by the series of erfinv.
         let near = self * (PI.sqrt() / 2.0) * (1.0 + self.square() * (PI / 12.0));
         let far = y.eq(1.0).select(self * f64::INFINITY, self.lt(0.0).select(-1.0, 1.0) * x);
         y.lt(1e-4).select(near, far)
@@ -49,7 +49,7 @@ impl Expr {
 
     /// The modified Bessel function of the first kind of order 0.
     pub fn i0(&self) -> Expr {
-        // The series of (x / 2)^2k / k!², and for large x a series in 1 / x.
+        // The series of (x / 2)^2k / k!² is used for small x, and a series in 1 / x for large x.
         let series = |t: &Expr| nested_series(36, |k| t / (k * k));
         self.bessel(series, |k| (2.0 * k - 1.0).powi(2))
     }
@@ -57,13 +57,13 @@ impl Expr {
     /// The modified Bessel function of the first kind of order 1.
     pub fn i1(&self) -> Expr {
         let series = |t: &Expr| nested_series(36, |k| t / (k * (k + 1.0)));
-        // The factor gives the series the sign of x, and has a derivative at 0.
+        // The factor x / 2 gives the series the sign of x, and has a derivative at 0.
         let value = self.bessel(|t| self * 0.5 * series(t), |k| (2.0 * k - 1.0).powi(2) - 4.0);
         self.le(-20.0).select(-&value, value)
     }
 
-    /// A modified Bessel function of |x|: a series in `x² / 4` up to 20, and above 20 a series in `1 / 8x`. In the latter,
-    /// each term is the previous term times `step(k) / k`.
+    /// Returns a modified Bessel function of |x|: a series in `x² / 4` up to |x| = 20, and a series in `1 / 8x` above. In the second
+    /// series, each term is the previous term times `step(k) / k`.
     fn bessel(&self, near: impl Fn(&Expr) -> Expr, step: impl Fn(f64) -> f64) -> Expr {
         let x = self.abs();
         let far = x.lt(20.0).select(20.0, &x);
@@ -79,7 +79,7 @@ impl Expr {
         self.eq(0.0).select(1.0, angle.sin() / &angle)
     }
 
-    /// The derivative of [`sinc`](Expr::sinc); near 0, where its terms cancel, by a series.
+    /// The derivative of [`sinc`](Expr::sinc). Near 0, where the terms of the quotient rule cancel, it is computed by a series.
     pub(crate) fn sinc_derivative(&self) -> Expr {
         let z = (self * PI).square();
         let series = ((&z / 45360.0 - 1.0 / 840.0) * &z + 1.0 / 30.0) * &z - 1.0 / 3.0;
@@ -100,7 +100,7 @@ impl Expr {
     /// `log2(2^x + 2^other)` without overflow.
     pub fn logaddexp2(&self, other: impl Into<Expr>) -> Expr {
         let other = other.into();
-        // Not through |self - other|: see `logaddexp`.
+        // This is not written with |self - other|, for the reason given in `logaddexp`.
         let (below, greater) = (self.lt(&other), self.max(&other));
         let apart = below.select(self - &other, &other - self);
         greater.is_inf().select(&greater, below.select(&other, self) + apart.exp2().log1p() * LOG2_E)
@@ -121,12 +121,13 @@ impl Expr {
     /// x, with NaN and the infinities replaced.
     #[allow(clippy::eq_op)] // x - x is 0 only for finite x
     pub fn nan_to_num(&self, nan: impl Into<Expr>, posinf: impl Into<Expr>, neginf: impl Into<Expr>) -> Expr {
-        // Written without `is_finite`, so that it also works for integers.
+        // This is written without `is_finite`, so that it also works for integers.
         let beyond = self.gt(0.0).select(posinf, neginf);
         (self - self).eq(0.0).select(self, self.is_nan().select(nan, beyond))
     }
 
-    /// 1 where x and `other` differ by at most `atol + |rtol * other|` or are equal, else 0. NaN is close to NaN if `equal_nan` is not 0.
+    /// 1 where x and `other` are equal or differ by at most `atol + |rtol * other|`, else 0. Two NaNs count as close if `equal_nan` is
+    /// not 0.
     pub fn is_close(
         &self,
         other: impl Into<Expr>,
@@ -152,7 +153,7 @@ macro_rules! primitives {
     )* };
 }
 
-/// Functions of integers. Crate-private, because floats have none of them.
+/// Functions of integers. They are crate-private, because they are not defined for floats.
 impl Expr {
     primitives! {
         bit_and => And;

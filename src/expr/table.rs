@@ -13,11 +13,11 @@ use crate::expr::Expr;
 use crate::expr::rows::rows;
 use crate::{DType, Result, Scalar};
 
-/// How a row derives the result's dtype.
+/// The dtype of a row's result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Output {
-    /// The operands' common dtype; the default dtype if [`Accepts::Float`] converted integers.
+    /// The operands' common dtype, or the default dtype if [`Accepts::Float`] converted integers.
     Same,
     /// `Bool`.
     Bool,
@@ -35,18 +35,18 @@ pub enum Accepts {
     Integer,
 }
 
-/// The meaning of a scalar argument that has to fit the dtype.
+/// How a scalar argument is checked and rounded when the operands have a given dtype.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
     /// An element of the result.
     Element,
-    /// A lower bound: the result for all elements below the bound.
+    /// A lower bound; elements below the bound are replaced by it.
     Lower,
-    /// An upper bound: the result for all elements above the bound.
+    /// An upper bound; elements above the bound are replaced by it.
     Upper,
     /// A factor.
     Factor,
-    /// A number to compare elements with, rounded to the same dtype.
+    /// A number with which elements are compared, rounded to the elements' dtype.
     Compared,
 }
 
@@ -57,7 +57,7 @@ impl Role {
         match self {
             Role::Element => return number.stored(op, dtype),
             Role::Factor => number.check_factor(op, dtype)?,
-            // A bound beyond the other end of the range has no effect.
+            // A bound that excludes no number of the dtype has no effect, and is not an error.
             Role::Lower if x > 0.0 => number.check_within(op, dtype)?,
             Role::Upper if x < 0.0 => number.check_within(op, dtype)?,
             Role::Compared if matches!(dtype, DType::F16 | DType::BF16) && dtype.rounded(x).is_finite() => {
@@ -77,7 +77,7 @@ type Formula<T> = fn(&[Expr], &[Expr]) -> T;
 pub struct Row {
     /// The method's name.
     pub name: &'static str,
-    /// The computation, and the name of PyTorch's operation.
+    /// A description of the result, and the name of PyTorch's operation.
     pub doc: &'static str,
     /// The name of the in-place method, if there is one.
     pub in_place: Option<&'static str>,
@@ -87,7 +87,7 @@ pub struct Row {
     pub operands: &'static [&'static str],
     /// The operands that are masks: of any dtype, and ignored when the result's dtype is derived.
     pub masks: &'static [usize],
-    /// A value for each scalar argument, for tests.
+    /// A value for each scalar argument, with which tests call the operation.
     pub samples: &'static [f64],
     /// The names of the scalar arguments, and the defaults for calls by name that omit them.
     pub scalars: &'static [(&'static str, Option<f64>)],
@@ -95,10 +95,11 @@ pub struct Row {
     pub accepts: Accepts,
     /// The result's dtype.
     pub output: Output,
-    /// The range to test each operand on, with integers for [`Accepts::Integer`]. Within the range the formula is finite, and smooth except for
-    /// kinks and jumps at single points.
+    /// For each operand, the range in which tests draw its elements; for [`Accepts::Integer`], integers in this range. Within the range
+    /// the formula is finite, and smooth except for kinks and jumps at single points.
     pub domain: &'static [(f64, f64)],
-    /// The operation in f64 on one element of each operand and the scalar arguments, written without [`Expr`].
+    /// The operation on one element, in f64 and without [`Expr`]. The arguments are one element of each operand, and the scalar
+    /// arguments.
     pub reference: fn(&[f64], &[f64]) -> f64,
     formula: Formula<Expr>,
     derivative: Option<Formula<Vec<Expr>>>,
@@ -126,7 +127,7 @@ impl Row {
         })
     }
 
-    /// The formula.
+    /// Returns the row's formula.
     pub fn expr(&self) -> &Expr {
         &self.derived().expr
     }
@@ -136,7 +137,8 @@ impl Row {
         (self.formula)(operands, scalars)
     }
 
-    /// Returns the scalar arguments that the row computes with in `dtype`; uses `buffer` if some have to be checked or rounded.
+    /// Returns the scalar arguments that the row computes with in `dtype`. Arguments that had to be checked or rounded are stored in
+    /// `buffer`.
     pub(crate) fn scalars_in<'a>(
         &self,
         scalars: &'a [Scalar],
@@ -155,8 +157,8 @@ impl Row {
         Ok(buffer)
     }
 
-    /// The derivative with respect to each operand, constant 0 where there is none. A row states its own derivative if the symbolic one would
-    /// lose digits, or be undefined at a point where the true derivative is defined.
+    /// Returns the derivative with respect to each operand, which is the constant 0 if there is none. A row states its own derivative if
+    /// the symbolic derivative would lose digits, or be undefined where the true derivative is defined.
     pub fn derivatives(&self) -> &[Expr] {
         &self.derived().derivatives
     }
@@ -168,7 +170,7 @@ impl fmt::Debug for Row {
     }
 }
 
-/// Defines the static of each row and the list of all rows. `rows!` calls it with every row.
+/// Defines a static for each row, and the list of all rows. `rows!` calls this macro with every row.
 macro_rules! define {
     ($(
         $(#[doc = $doc:literal])+
@@ -216,7 +218,7 @@ macro_rules! define {
     };
 }
 
-/// PyTorch's name of an operand: the tensor that the method is called on is `input`.
+/// Returns PyTorch's name of an operand: `input` for the tensor on which the method is called.
 macro_rules! operand {
     (x) => {
         "input"
@@ -251,7 +253,7 @@ mod tests {
     use crate::expr::philox::{Seed, Uniform};
     use crate::expr::program::Program;
 
-    /// `TILE` points of the row's domain, one column for each operand. All are exact in f32.
+    /// Returns `TILE` points of the row's domain, one column for each operand. All coordinates are exact in f32.
     fn points(row: &Row) -> Vec<Vec<f64>> {
         let column = |(k, &(low, high)): (usize, &(f64, f64))| {
             let mut u = vec![0.0; TILE];
@@ -296,7 +298,7 @@ mod tests {
                     row.name,
                     wide[i]
                 );
-                // Scalars are rounded to f32, so a jump may move.
+                // Scalars are rounded to f32, so a jump of the formula may be at another point than in f64.
                 let near = (narrow[i] - right).abs() <= 2e-6 * right.abs().max(1.0);
                 assert!(near, "{} {x:?} in f32: {} {right}", row.name, narrow[i]);
             }
@@ -320,7 +322,7 @@ mod tests {
                         x[k] = middle - h;
                         (up - (row.reference)(&x, row.samples)) / (2.0 * h)
                     };
-                    // If two step widths disagree, there is a kink or a jump between them.
+                    // If the slopes for two step widths disagree, a kink or a jump is close, and the point is skipped.
                     let (right, other) = (slope(1e-5), slope(3e-6));
                     let tolerance = 1e-7 * right.abs().max(1.0);
                     if (right - other).abs() > tolerance {

@@ -1,10 +1,10 @@
-//! Collapses adjacent dimensions, because strided kernels and tile loops pay for every dimension.
+//! Collapses adjacent dimensions into one, because every dimension costs time in strided kernels and tile loops.
 
 use smallvec::SmallVec;
 
 use crate::layout::shape::{Dims, Shape};
 
-/// The dims of a row-major iteration over one shape, collapsed as far as possible, with the strides of every operand.
+/// The dims of a row-major iteration over one shape, with adjacent dims collapsed where possible, and the strides of every operand.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct StridedDims {
     pub(crate) dims: Dims,
@@ -13,7 +13,7 @@ pub(crate) struct StridedDims {
 }
 
 impl StridedDims {
-    /// Drops dimensions of size 1, and collapses neighbours wherever the strides of every operand allow.
+    /// Drops dimensions of size 1, and collapses adjacent dimensions wherever the strides of every operand allow it.
     pub(crate) fn new<'a>(shape: &Shape, operands: impl IntoIterator<Item = &'a [isize]>) -> StridedDims {
         let operands: SmallVec<[&[isize]; 6]> = operands.into_iter().collect();
         let mut dims = Dims::new();
@@ -35,7 +35,7 @@ impl StridedDims {
         StridedDims { dims, strides }
     }
 
-    /// Reorders the iteration to follow operand `k` through memory; None if it already does.
+    /// Returns the iteration with its dims reordered to visit operand `k` in memory order, or `None` if it already does.
     pub(crate) fn reordered_for(&self, k: usize) -> Option<StridedDims> {
         let step = |d: usize| self.strides[k][d].unsigned_abs();
         if (1..self.dims.len()).all(|d| step(d - 1) >= step(d)) {
@@ -49,12 +49,12 @@ impl StridedDims {
         Some(StridedDims::new(&Shape::from(&dims[..]), strides.iter().map(|s| &s[..])))
     }
 
-    /// True if operand `k` is contiguous: element `e` of the iteration is element `e` of the operand.
+    /// True if operand `k` is contiguous in iteration order: element `e` of the iteration is element `e` of the operand.
     pub(crate) fn is_contiguous(&self, k: usize) -> bool {
         self.is_contiguous_from(0, k)
     }
 
-    /// Like [`is_contiguous`](Self::is_contiguous), for the dims from `d` on.
+    /// True if operand `k` is contiguous, like [`is_contiguous`](Self::is_contiguous), within dim `d` and the dims after it.
     pub(crate) fn is_contiguous_from(&self, d: usize, k: usize) -> bool {
         let mut step = 1;
         self.dims[d..].iter().zip(&self.strides[k][d..]).rev().all(|(&size, &stride)| {
@@ -64,7 +64,7 @@ impl StridedDims {
         })
     }
 
-    /// The offset of every operand at element `element` of the iteration.
+    /// Returns the offset of every operand at element `element` of the iteration.
     pub(crate) fn offsets(&self, element: usize) -> SmallVec<[isize; 8]> {
         let mut offsets: SmallVec<[isize; 8]> = SmallVec::from_elem(0, self.strides.len());
         let mut rest = element;
@@ -76,7 +76,8 @@ impl StridedDims {
         offsets
     }
 
-    /// Splits off the last dim: returns its size and the outer dims. None unless the size is below `limit` and below the size of the dim before.
+    /// Splits off the last dim, and returns its size and the iteration over the outer dims. Returns `None` unless the size is below
+    /// `limit` and below the size of the dim before.
     pub(crate) fn split_short_rows(&self, limit: usize) -> Option<(usize, StridedDims)> {
         let (&n, dims) = self.dims.split_last()?;
         let strides = self.strides.iter().map(|strides| Dims::from_slice(&strides[..dims.len()]));
@@ -85,7 +86,7 @@ impl StridedDims {
     }
 
     /// Splits elements `first..first + len` into runs along the last dimension, and calls
-    /// `f(elements before the run, offset of each operand, length)` for each.
+    /// `f(elements before the run, offset of each operand, length of the run)` for each run.
     pub(crate) fn for_each_run(&self, first: usize, len: usize, mut f: impl FnMut(usize, &[isize], usize)) {
         let Some((&inner, outer)) = self.dims.split_last() else {
             let zeros: SmallVec<[isize; 8]> = SmallVec::from_elem(0, self.strides.len());

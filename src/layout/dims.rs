@@ -1,4 +1,4 @@
-//! The arguments that name one or several dims.
+//! Arguments that select one or several dims.
 
 use smallvec::SmallVec;
 
@@ -6,7 +6,7 @@ use super::shape::{Dims, Shape, impl_from};
 use crate::Result;
 use crate::error::invalid;
 
-/// For each dim of a shape, whether to reduce it.
+/// One bool for each dim of a shape: true if the dim is reduced.
 pub(crate) type Mask = SmallVec<[bool; 6]>;
 
 /// The dimensions to reduce: `()` for all, an integer, an array or a slice. Negative numbers count from the end.
@@ -55,12 +55,12 @@ impl_from! { ReduceDims:
 }
 
 impl ReduceDims {
-    /// The dims as passed; None for all.
+    /// Returns the dims as the caller passed them; `None` if all dims are reduced.
     pub(crate) fn given(&self) -> Option<&[isize]> {
         self.0.as_deref()
     }
 
-    /// For each dim of `shape`, whether to reduce it.
+    /// Returns, for each dim of `shape`, whether the dim is reduced.
     pub(crate) fn mask(&self, op: &'static str, shape: &Shape) -> Result<Mask> {
         let Some(dims) = &self.0 else { return Ok(SmallVec::from_elem(true, shape.rank())) };
         let mut mask: Mask = SmallVec::from_elem(false, shape.rank());

@@ -8,7 +8,7 @@ use crate::layout::Layout;
 use crate::layout::shape::{Dims, Shape};
 use crate::{Error, Result};
 
-/// The order of a tensor's elements in memory (PyTorch's `memory_format`). It affects strides, never shapes or indices.
+/// The order of a tensor's elements in memory (PyTorch's `memory_format`). The memory format affects strides, never shapes or indices.
 ///
 /// ```
 /// use claystone::{Device, MemoryFormat, Tensor};
@@ -30,7 +30,7 @@ pub enum MemoryFormat {
 }
 
 impl MemoryFormat {
-    /// The channels-last format for tensors of this rank, if there is one.
+    /// Returns the channels-last format for tensors of this rank, or `None` if there is none.
     pub(crate) fn channels_last(rank: usize) -> Option<MemoryFormat> {
         match rank {
             4 => Some(MemoryFormat::ChannelsLast),
@@ -52,7 +52,7 @@ impl MemoryFormat {
 }
 
 impl fmt::Display for MemoryFormat {
-    /// Prints PyTorch's name: `contiguous_format`, `channels_last` or `channels_last_3d`.
+    /// Prints the name that PyTorch uses: `contiguous_format`, `channels_last` or `channels_last_3d`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             MemoryFormat::Contiguous => "contiguous_format",
@@ -65,7 +65,7 @@ impl fmt::Display for MemoryFormat {
 impl FromStr for MemoryFormat {
     type Err = Error;
 
-    /// Parses the printed name.
+    /// Parses the name that `Display` prints.
     fn from_str(name: &str) -> Result<MemoryFormat> {
         let all = [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast, MemoryFormat::ChannelsLast3d];
         all.into_iter().find(|format| format.to_string() == name).ok_or_else(|| {
@@ -75,13 +75,13 @@ impl FromStr for MemoryFormat {
     }
 }
 
-/// The dims in channels-last order, outermost first, for a rank that has such a format.
+/// Returns the dims in channels-last order, outermost first, for a rank that has a channels-last format.
 fn channels_last_order(rank: usize) -> impl DoubleEndedIterator<Item = usize> {
     [0].into_iter().chain(2..rank).chain([1])
 }
 
 impl Layout {
-    /// Lays out `shape` in `format` from the start of a storage; row-major if the shape cannot have that format.
+    /// Lays out `shape` in `format` from the start of a storage, or in row-major order if the shape cannot have the format.
     pub(crate) fn with_format(shape: Shape, format: MemoryFormat) -> Layout {
         let rank = shape.rank();
         if format == MemoryFormat::Contiguous || MemoryFormat::channels_last(rank) != Some(format) {
@@ -96,8 +96,8 @@ impl Layout {
         Layout { shape, strides, offset: 0 }
     }
 
-    /// True if the elements are adjacent in memory in the order of `format`, from `offset` on. The order of dims of size 1 does not matter,
-    /// so a layout may have several formats.
+    /// True if the elements are adjacent in memory, starting at `offset`, in the order of `format`. The order of dims of size 1 does not
+    /// matter, so a layout may have several formats.
     pub(crate) fn has_format(&self, format: MemoryFormat) -> bool {
         if format == MemoryFormat::Contiguous {
             return self.is_contiguous();
@@ -108,15 +108,15 @@ impl Layout {
             self.numel() == 0
                 || channels_last_order(rank).rev().filter(|&d| self.shape.dims()[d] != 1).all(|d| {
                     let fits = self.strides[d] == step;
-                    // After a mismatch the product stops: in an expanded view it could overflow.
+                    // The product stops growing after a mismatch, because in an expanded view it could overflow.
                     step *= if fits { self.shape.dims()[d] as isize } else { 1 };
                     fits
                 })
         }
     }
 
-    /// The format for results of operations on such a tensor (PyTorch's `suggest_memory_format`): channels last if the strides grow from the
-    /// channels to the images, gaps allowed; else row-major.
+    /// Returns the format for results of operations on a tensor with this layout (PyTorch's `suggest_memory_format`): channels last if
+    /// the strides increase from the channels to the images, with or without gaps, otherwise row-major.
     pub(crate) fn format(&self) -> MemoryFormat {
         let Some(format) = MemoryFormat::channels_last(self.shape.rank()) else { return MemoryFormat::Contiguous };
         if self.is_contiguous() {
@@ -137,7 +137,7 @@ impl Layout {
         self.has_format(self.format())
     }
 
-    /// Moves the channels to the last dim, after broadcasting to `rank` dims. A channels-last result of that rank is then row-major.
+    /// Broadcasts to `rank` dims and moves the channels to the last dim. A layout of that rank that is channels-last becomes row-major.
     pub(crate) fn with_channels_last(&self, rank: usize) -> Layout {
         let mut layout = self.clone();
         while layout.shape.rank() < rank {
@@ -148,8 +148,8 @@ impl Layout {
     }
 }
 
-/// The layout of an elementwise result of this shape: the format of the first operand with that shape (as PyTorch's `TensorIterator`),
-/// else row-major.
+/// Returns the layout of an elementwise result of this shape: the format of the first operand that has this shape (as PyTorch's
+/// `TensorIterator`), or row-major if no operand has it.
 pub(crate) fn result_layout<'a>(shape: Shape, operands: impl IntoIterator<Item = &'a Layout>) -> Layout {
     let format = match MemoryFormat::channels_last(shape.rank()) {
         Some(_) => operands.into_iter().find(|t| t.shape == shape).map(Layout::format),

@@ -1,4 +1,5 @@
-//! Layouts: the shape, strides and offset, in elements, that map a tensor's indices to its storage. Pure arithmetic.
+//! Layouts: the shape, strides and offset, in elements, that map a tensor's indices to its storage. This module only computes with
+//! numbers, without devices.
 
 pub(crate) mod collapse;
 pub(crate) mod dims;
@@ -35,7 +36,7 @@ impl Clone for Layout {
 }
 
 impl Layout {
-    /// The row-major layout that begins at the start of the storage.
+    /// Returns the row-major layout that begins at the start of the storage.
     #[inline(always)]
     pub(crate) fn contiguous(shape: Shape) -> Layout {
         let strides = shape.contiguous_strides();
@@ -46,8 +47,8 @@ impl Layout {
         self.shape.numel()
     }
 
-    /// True if shape and strides are equal, and the offsets are equal modulo `aligned`. Compares number by number, which is faster than
-    /// `memcmp` for such short lists: every launch makes several of these comparisons.
+    /// True if shape and strides are equal, and the offsets are equal modulo `aligned`. Sizes and strides are compared one by one, which
+    /// is faster than `memcmp` for such short lists; every launch makes several of these comparisons.
     #[inline]
     pub(crate) fn same_layout(&self, other: &Layout, aligned: usize) -> bool {
         fn equal<T: PartialEq>(a: &[T], b: &[T]) -> bool {
@@ -58,7 +59,7 @@ impl Layout {
             && equal(&self.strides, &other.strides)
     }
 
-    /// True if the elements are adjacent in memory, in row-major order from `offset` on.
+    /// True if the elements are adjacent in memory, in row-major order, starting at `offset`.
     pub(crate) fn is_contiguous(&self) -> bool {
         let mut step = 1isize;
         for (&d, &s) in self.shape.dims().iter().zip(&self.strides).rev() {
@@ -87,7 +88,7 @@ impl Layout {
         Layout { shape: shape.clone(), strides, offset: self.offset }
     }
 
-    /// The lowest and highest storage index of an element, both inclusive; None for an empty layout.
+    /// Returns the lowest and the highest storage index of an element, both inclusive; `None` for an empty layout.
     pub(crate) fn bounds(&self) -> Option<(usize, usize)> {
         if self.numel() == 0 {
             return None;
@@ -100,8 +101,8 @@ impl Layout {
         Some((lo as usize, hi as usize))
     }
 
-    /// True if two indices may refer to the same element: a dim is broadcast, or strides overlap.
-    /// Exact for every view of a contiguous tensor, conservative for other layouts.
+    /// True if two indices may refer to the same element, because a dim is broadcast or strides overlap. Exact for every view of a
+    /// contiguous tensor; for other layouts, may also be true if no two indices do.
     pub(crate) fn may_alias_itself(&self) -> bool {
         if self.shape.numel() == 0 {
             return false;
@@ -128,14 +129,14 @@ impl Layout {
 
 /// Views of the same storage.
 impl Layout {
-    /// The size and stride of each dimension.
+    /// Returns the size and stride of each dimension.
     fn axes(&self) -> Dims<(usize, isize)> {
         self.shape.dims().iter().copied().zip(self.strides.iter().copied()).collect()
     }
 
     fn from_axes(axes: impl IntoIterator<Item = (usize, isize)>, offset: usize) -> Layout {
         let (mut dims, mut strides) = (Dims::new(), Dims::new());
-        // A loop, because `unzip` makes a function call for each element.
+        // This is a loop, because `unzip` makes a function call for each element.
         for (size, stride) in axes {
             dims.push(size);
             strides.push(stride);
@@ -150,7 +151,7 @@ impl Layout {
         transposed
     }
 
-    /// Makes dimension `dims[i]` dimension `i`. `dims` must be a permutation.
+    /// Permutes the dimensions: dimension `dims[i]` becomes dimension `i`. `dims` must be a permutation.
     pub(crate) fn permute(&self, dims: &[usize]) -> Layout {
         let axes = self.axes();
         Layout::from_axes(dims.iter().map(|&d| axes[d]), self.offset)
@@ -164,7 +165,7 @@ impl Layout {
         Layout::from_axes(axes, self.offset)
     }
 
-    /// Removes dimension `dim`, at its first index.
+    /// Removes dimension `dim` by selecting its first index.
     pub(crate) fn remove(&self, dim: usize) -> Layout {
         let mut axes = self.axes();
         axes.remove(dim);
@@ -199,7 +200,7 @@ impl Layout {
         Ok(self.slice_dim(dim, i as usize, 1, 1).remove(dim))
     }
 
-    /// Python's `[start:end:step]` along dimension `dim`. Negative ends count from the end, and both ends are clamped.
+    /// Returns Python's `[start:end:step]` along dimension `dim`. Negative ends count from the end, and both ends are clamped.
     pub(crate) fn slice(
         &self,
         op: &'static str,
@@ -223,8 +224,8 @@ impl Layout {
         self.slice_dim(dim, size.saturating_sub(1), -1, size)
     }
 
-    /// The elements whose index in dimension `b` minus their index in dimension `a` is `shift`, as a new last dimension.
-    /// Dimensions `a` and `b` are removed.
+    /// Returns the elements whose index in dimension `b` minus the index in dimension `a` is `shift`, as a new last dimension. Dimensions
+    /// `a` and `b` are removed.
     pub(crate) fn diagonal(&self, shift: isize, a: usize, b: usize) -> Layout {
         let mut axes = self.axes();
         let ((rows, down), (columns, right)) = (axes[a], axes[b]);
@@ -237,7 +238,8 @@ impl Layout {
         Layout::from_axes(axes, self.offset.wrapping_add_signed(skip))
     }
 
-    /// Views windows of `size` elements, `step` apart along dimension `dim`, as a new last dimension. The dimension has at least `size` elements.
+    /// Views windows of `size` elements, `step` elements apart along dimension `dim`; the elements of a window form a new last dimension.
+    /// Dimension `dim` has at least `size` elements.
     pub(crate) fn unfold(&self, dim: usize, size: usize, step: usize) -> Layout {
         let mut axes = self.axes();
         let (len, stride) = axes[dim];
@@ -246,12 +248,13 @@ impl Layout {
         Layout::from_axes(axes, self.offset)
     }
 
-    /// Views the elements in the same order as `shape`, which has the same `numel`; None if no strides can express that.
+    /// Views the elements, in the same order, in the shape `shape`, which has the same `numel`. Returns `None` if no strides can express
+    /// that.
     pub(crate) fn reshape(&self, shape: &Shape) -> Option<Layout> {
         if self.numel() == 0 {
             return Some(Layout { offset: self.offset, ..Layout::contiguous(shape.clone()) });
         }
-        // Groups of dimensions that can be merged into one stride, outermost first.
+        // Groups of adjacent dimensions that have a common stride when merged, outermost first.
         let mut runs: Dims<(usize, isize)> = Dims::new();
         for (d, s) in self.axes().into_iter().filter(|(d, _)| *d != 1) {
             match runs.last_mut() {
@@ -259,7 +262,7 @@ impl Layout {
                 _ => runs.push((d, s)),
             }
         }
-        // The new dimensions are split off the groups, innermost first; none may span two groups.
+        // The new dimensions are split off the groups, innermost first. No new dimension can span two groups.
         let (mut left, mut step) = runs.pop().unwrap_or((1, 1));
         let mut axes: Dims<(usize, isize)> = Dims::new();
         for &d in shape.dims().iter().rev() {
@@ -278,8 +281,8 @@ impl Layout {
         Some(Layout::from_axes(axes.into_iter().rev(), self.offset))
     }
 
-    /// Selects the first and last `n` indices of every dimension larger than `2 * n`, as two dimensions `[2, n]` in its place.
-    /// This one view holds all elements that a printed summary shows.
+    /// Selects the first and last `n` indices of every dimension larger than `2 * n`, as two dimensions `[2, n]` in place of the
+    /// dimension. This one view holds all elements that a printed summary shows.
     pub(crate) fn edges(&self, n: usize) -> Layout {
         let split = |(d, s): (usize, isize)| {
             let (outer, inner) = if d > 2 * n { ((2, (d - n) as isize * s), (n, s)) } else { ((1, 0), (d, s)) };

@@ -7,10 +7,10 @@ use smallvec::SmallVec;
 use crate::error::invalid;
 use crate::{Error, Result};
 
-/// A small vector with one entry a dimension, without heap allocation up to rank 6.
+/// A vector with one entry per dimension, without heap allocation up to rank 6.
 pub(crate) type Dims<T = usize> = SmallVec<[T; 6]>;
 
-/// Copies dimensions. Up to three are assembled in registers, because every tensor is moved soon after: storing numbers one by one
+/// Copies `dims`. Up to three entries are assembled in registers, because every tensor is moved soon after: storing entries one by one
 /// and then loading them as a vector would stall on store forwarding.
 #[inline(always)]
 pub(crate) fn copy_dims<T: Copy + Default>(dims: &[T]) -> Dims<T> {
@@ -38,12 +38,12 @@ pub struct Shape(Dims);
 impl Clone for Shape {
     #[inline]
     fn clone(&self) -> Shape {
-        Shape(copy_dims(&self.0)) // one vector copy, where SmallVec's clone copies number by number
+        Shape(copy_dims(&self.0)) // one vector copy; SmallVec's clone copies the sizes one by one
     }
 }
 
 impl Shape {
-    /// The size of each dimension.
+    /// Returns the size of each dimension, outermost first.
     pub fn dims(&self) -> &[usize] {
         &self.0
     }
@@ -52,23 +52,24 @@ impl Shape {
         self.0.swap(a, b);
     }
 
-    /// The number of dimensions.
+    /// Returns the number of dimensions.
     pub fn rank(&self) -> usize {
         self.0.len()
     }
 
-    /// The number of elements: the product of the sizes, 1 for a scalar. Saturates on overflow, which no device can allocate.
+    /// Returns the number of elements: the product of the sizes, or 1 for a scalar. On overflow the product saturates, and no device can
+    /// allocate such a tensor.
     pub fn numel(&self) -> usize {
         if self.0.contains(&0) { 0 } else { self.0.iter().fold(1usize, |a, &d| a.saturating_mul(d)) }
     }
 
-    /// The product of the sizes with every 0 counted as 1. None if strides and offsets would overflow isize.
+    /// Returns the product of the sizes, with every 0 counted as 1; `None` if strides and offsets would overflow isize.
     fn nonzero_product(&self) -> Option<usize> {
         let reach = self.0.iter().fold(1usize, |a, &d| a.saturating_mul(d.max(1)));
         isize::try_from(reach).is_ok().then_some(reach)
     }
 
-    /// Returns this shape, or an error if its sizes are too large to compute strides with.
+    /// Returns this shape, or an error if its sizes are too large to compute strides.
     pub(crate) fn checked(self, op: &'static str) -> Result<Shape> {
         if self.nonzero_product().is_some() {
             return Ok(self);
@@ -76,7 +77,8 @@ impl Shape {
         Err(Error::invalid(op, format!("the sizes of shape {self} are too large for a tensor")))
     }
 
-    /// The number of bytes for elements of `size` bytes; `usize::MAX` for shapes that are too large to compute with.
+    /// Returns the number of bytes of all elements, given `size` bytes for each; `usize::MAX` if the shape is too large to compute
+    /// strides.
     pub(crate) fn bytes(&self, size: usize) -> usize {
         match self.nonzero_product() {
             None => usize::MAX,
@@ -85,7 +87,7 @@ impl Shape {
         }
     }
 
-    /// Row-major strides, in elements.
+    /// Returns the row-major strides, in elements.
     #[inline(always)]
     pub(crate) fn contiguous_strides(&self) -> Dims<isize> {
         let step = |d: usize| d.max(1) as isize;
@@ -115,7 +117,7 @@ impl Shape {
         if (0..rank as isize).contains(&d) { Ok(d as usize) } else { Err(Error::DimOutOfRange { op, dim, rank }) }
     }
 
-    /// The shape that both shapes broadcast to, by NumPy's rule: align at the last dim, stretch size 1.
+    /// Returns the shape to which both shapes broadcast, by NumPy's rule: dims are aligned at the last dim, and sizes of 1 are stretched.
     pub(crate) fn broadcast(&self, op: &'static str, other: &Shape) -> Result<Shape> {
         if self == other {
             return Ok(self.clone());
@@ -149,7 +151,7 @@ impl fmt::Display for Shape {
     }
 }
 
-/// Implements `From` for a type: for each source, its generics, its type, a pattern and the conversion.
+/// Implements `From` for a type. Each entry has the generics and the type of a source, a pattern and the conversion.
 macro_rules! impl_from {
     ($to:ty: $([$($generics:tt)*] $from:ty, $x:pat => $e:expr;)*) => { $(
         impl<$($generics)*> From<$from> for $to {
@@ -179,8 +181,8 @@ impl FromIterator<usize> for Shape {
     }
 }
 
-/// Sizes for [`Tensor::reshape`](crate::Tensor::reshape) and similar methods. One size may be -1 and is then inferred. Converts from
-/// everything that converts to a [`Shape`], and from slices and arrays of signed integers.
+/// Sizes for [`Tensor::reshape`](crate::Tensor::reshape) and similar methods. One size may be -1 and is then inferred. Slices and arrays
+/// of signed integers, and everything that converts to a [`Shape`], convert to a `NewShape`.
 ///
 /// ```
 /// use claystone::{Device, Tensor};
@@ -197,7 +199,7 @@ impl NewShape {
         &self.0
     }
 
-    /// Infers the size written as -1 and returns the shape, which must have `numel` elements.
+    /// Infers the size given as -1, and returns the shape, which must have `numel` elements; otherwise returns an error.
     pub(crate) fn resolve(&self, op: &'static str, from: &dyn fmt::Display, numel: usize) -> Result<Shape> {
         let error =
             || Error::invalid(op, format!("{from} holds {numel} elements, which do not fill the sizes {:?}", self.0));
@@ -213,7 +215,7 @@ impl NewShape {
     }
 }
 
-/// Converts an integer to a size. Saturates: no tensor has a dimension of `isize::MAX`.
+/// Converts an integer to a size. Values that do not fit saturate, which is safe because no tensor has a dimension of `isize::MAX`.
 fn saturating_size<T: TryInto<isize>>(d: T) -> isize {
     d.try_into().unwrap_or(isize::MAX)
 }
@@ -236,7 +238,7 @@ macro_rules! new_shapes {
     )* };
 }
 
-// i32 is the type of a bare literal when several types would fit.
+// i32 is included because it is the type of an unsuffixed literal if several types match.
 new_shapes!(usize, isize, i32, i64);
 
 #[cfg(test)]

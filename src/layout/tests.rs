@@ -3,7 +3,7 @@ use proptest::prelude::*;
 
 use crate::layout::*;
 
-/// The storage index of every element, in row-major order of the layout.
+/// Returns the storage index of every element, in row-major order of the layout.
 fn storage_indices(layout: &Layout) -> Vec<usize> {
     let mut out = vec![layout.offset as isize];
     for (d, s) in layout.axes() {
@@ -12,7 +12,7 @@ fn storage_indices(layout: &Layout) -> Vec<usize> {
     out.into_iter().map(|o| o as usize).collect()
 }
 
-/// An ndarray whose elements are their own storage indices.
+/// Returns an ndarray in which each element is its own storage index, so that views of the array show the storage indices of a layout.
 fn model(shape: &[usize]) -> ArrayD<usize> {
     let n = shape.iter().product();
     ArrayD::from_shape_vec(shape, (0..n).collect()).unwrap()
@@ -23,7 +23,7 @@ fn same(layout: &Layout, array: &ArrayViewD<usize>) {
     assert_eq!(storage_indices(layout), array.iter().copied().collect::<Vec<_>>());
 }
 
-/// One view operation, applied to a layout and to an ndarray.
+/// A view operation that the test applies both to a layout and to an ndarray.
 #[derive(Debug, Clone)]
 enum View {
     Transpose(usize, usize),
@@ -48,7 +48,7 @@ fn view() -> impl Strategy<Value = View> {
     ]
 }
 
-/// Applies `view` to both sides, with its numbers reduced to valid ranges.
+/// Applies `view` to a layout and to an ndarray. The arguments of `view` are arbitrary numbers, which are first reduced to valid ranges.
 fn apply<'a>(view: View, layout: Layout, mut array: ArrayViewD<'a, usize>) -> (Layout, ArrayViewD<'a, usize>) {
     let rank = layout.shape.rank();
     if rank == 0 && !matches!(view, View::Insert(_)) {
@@ -70,7 +70,8 @@ fn apply<'a>(view: View, layout: Layout, mut array: ArrayViewD<'a, usize>) -> (L
         View::Slice(d, start, end, step) => {
             let (d, step) = (d % rank, if step == 0 { 1 } else { step });
             let picked = layout.slice("slice", d, (start, end), step).unwrap();
-            // ndarray slices first and then steps backwards from the end of the slice, unlike Python, so the test counts by itself.
+            // Unlike Python, ndarray slices first and then steps backwards from the end of the slice, so the test computes the indices
+            // itself.
             let n = size(d) as isize;
             let fix = |i: isize| if i < 0 { i + n } else { i };
             let (mut i, stop) = match step > 0 {
@@ -107,7 +108,7 @@ fn apply<'a>(view: View, layout: Layout, mut array: ArrayViewD<'a, usize>) -> (L
             }
             let shape: Vec<usize> = std::iter::once(n).chain(layout.shape.dims().iter().copied()).collect();
             let wide = layout.broadcast_to(&Shape::from(&shape[..]));
-            // An ndarray broadcast borrows its owner: compare here and continue with the original.
+            // An ndarray broadcast borrows its owner, so the broadcast is compared here, and the test continues with the original.
             same(&wide, &array.broadcast(shape).unwrap());
             (layout, array)
         }
@@ -147,7 +148,7 @@ proptest! {
         for view in views {
             (layout, array) = apply(view, layout, array);
         }
-        // Builds a shape of the same size from the cuts that divide it, and the remainder.
+        // Builds a shape with the same number of elements: each cut that divides the rest is a size, and the remainder is the last size.
         let mut rest = layout.numel();
         let mut dims = vec![];
         for cut in cuts {

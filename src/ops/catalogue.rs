@@ -1,8 +1,8 @@
-//! The catalogue: every public operation once, with its parameters and its result dtype.
+//! The catalogue: a list of every public operation, with its parameters and its result dtype.
 //!
-//! An entry produces the row in `docs/operations.md` and the call by name ([`call`](super::call)). Replacements
-//! ([`register`](super::register)) are checked against the entry, and tests require a case for it. Rows of the elementwise table
-//! become entries automatically. Every other family has a list of entries beside its code, and [`FAMILIES`] names these lists.
+//! From an entry follow the row in `docs/operations.md` and the call by name ([`call`](super::call)). Replacements
+//! ([`register`](super::register)) are checked against the entry, and tests require a case for it. Rows of the elementwise table become
+//! entries automatically. Every other family has a list of entries in its own module, and [`FAMILIES`] names these lists.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -140,8 +140,8 @@ pub fn register(name: &'static str, backend: Backend, implementation: Implementa
 /// Calls the operation `name`, built in or registered with [`register`], with tensors and arguments by position, in the order of
 /// its [`signature`]. [`operations`] lists the built-in operations.
 ///
-/// `None` leaves out a tensor and [`Argument::None`] an argument; trailing tensors and arguments may also be omitted. Parameters that are
-/// left out have their defaults. An operation without tensors is called as `call::<&Tensor>`.
+/// `None` leaves out a tensor, and [`Argument::None`] leaves out an argument; trailing tensors and arguments may also be omitted. A
+/// parameter that is left out has its default. An operation without tensors is called as `call::<&Tensor>`.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops};
@@ -157,8 +157,8 @@ pub fn register(name: &'static str, backend: Backend, implementation: Implementa
 /// ```
 ///
 /// # Errors
-/// The errors of the operation; [`Error::Invalid`] for a name that is unknown on that device, and, with the signature in the
-/// message, for parameters that do not match the signature.
+/// Returns the errors of the operation. Also returns [`Error::Invalid`] for a name that is unknown on the device, and for parameters that
+/// do not match the signature; the message then contains the signature.
 #[track_caller]
 pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
     name: &str,
@@ -190,7 +190,7 @@ pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
     }
 }
 
-/// Same as [`call`], but writes the results into existing tensors (PyTorch's `out=`).
+/// Calls an operation like [`call`], but writes the results into existing tensors (PyTorch's `out=`).
 ///
 /// Each tensor must have the shape of its result, and the result is converted to the dtype of the tensor. `None` skips a result;
 /// trailing results may also be omitted. An elementwise operation computes directly into a tensor of the result's dtype. All other
@@ -205,9 +205,10 @@ pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
 /// ```
 ///
 /// # Errors
-/// The errors of [`call`]; [`Error::ShapeMismatch`] for a tensor whose shape differs from the result's; [`Error::Invalid`] if the
+/// Returns the errors of [`call`]; [`Error::ShapeMismatch`] for a tensor whose shape differs from the result's; [`Error::Invalid`] if the
 /// result cannot be converted to the dtype of the tensor ([`can_cast`](crate::can_cast)), and for more tensors than results;
-/// [`Error::Autograd`] for a tensor that is part of the graph. After an error, the tensors before the faulty one may be written.
+/// [`Error::Autograd`] for a tensor that is part of the graph. If one tensor causes an error, the tensors before it may already have been
+/// written.
 #[track_caller]
 pub fn call_into<'a, 'o, T, O>(name: &str, tensors: &[T], arguments: &[Argument], out: &[O]) -> Result<()>
 where
@@ -238,8 +239,8 @@ where
     Ok(())
 }
 
-/// Same as [`call`], with named parameters as in Python: the leading tensors by position, all other parameters by name.
-/// Parameters that are left out have their defaults.
+/// Calls an operation like [`call`], with named parameters as in Python: the first tensors are given by position, all other parameters by
+/// name. A parameter that is left out has its default.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops};
@@ -252,7 +253,7 @@ where
 /// ```
 ///
 /// # Errors
-/// The errors of [`call`]; [`Error::Invalid`] for an unknown parameter, for a parameter that is given twice, and for named
+/// Returns the errors of [`call`]; [`Error::Invalid`] for an unknown parameter, for a parameter that is given twice, and for named
 /// parameters of an operation that is not built in.
 #[track_caller]
 pub fn call_named(name: &str, tensors: &[&Tensor], named: &[(&str, Value)]) -> Result<Vec<Tensor>> {
@@ -270,15 +271,15 @@ pub fn call_named(name: &str, tensors: &[&Tensor], named: &[(&str, Value)]) -> R
     }
 }
 
-/// Convolutions, whose gradients depend only on their operands.
+/// The names of the convolutions, whose gradients depend only on their operands.
 const CONVOLUTIONS: [&str; 6] =
     ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"];
 
 /// Computes the gradients of a [`call`] from the gradients of its first results. Entry `i` is the gradient of tensor `i`, or `None` if
 /// `wanted[i]` is false.
 ///
-/// Runs the operation again, unless it is elementwise or a convolution, whose gradients do not depend on the result. A random operation
-/// draws new numbers. No gradient shares storage with another tensor.
+/// Runs the operation again, except for elementwise operations and convolutions, whose gradients do not depend on the result. A random
+/// operation then draws new numbers. No gradient shares storage with another tensor.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops};
@@ -308,7 +309,7 @@ pub fn gradients(
     Ok(gradients)
 }
 
-/// Returns true if the gradients are formulas of the operands alone, and the operands need no conversion.
+/// True if the gradients are formulas of the operands alone, and the operands need no conversion.
 fn gradient_needs_only_operands(name: &str, tensors: &[Option<&Tensor>]) -> bool {
     let Some(operation) = find_operation(name) else { return false };
     let mut dtypes = tensors.iter().flatten().map(|t| t.dtype());

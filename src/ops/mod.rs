@@ -1,8 +1,8 @@
 //! The operations on tensors, one folder for each family. `catalogue` lists every operation once.
 //!
-//! An elementwise operation is a row of one table. Its formula, an [`Expr`], yields the CPU loop, the OpenCL kernel, the gradient,
-//! the tests and the documentation. Every other operation checks its operands and then describes the work to the device's
-//! backend as a problem. `dispatch` holds the steps that all operations have in common.
+//! An elementwise operation is a row of one table. From its formula, an [`Expr`], follow the CPU loop, the OpenCL kernel, the gradient,
+//! the tests and the documentation. Every other operation checks its operands and then describes the work to the device's backend as a
+//! problem. `dispatch` holds the steps that all operations have in common.
 
 pub(crate) mod catalogue;
 pub(crate) mod dispatch;
@@ -73,7 +73,7 @@ pub(crate) fn record_gradients(
     })
 }
 
-/// Same as [`record_gradients`], but `back` also receives the result, as its last argument.
+/// Attaches an autograd node like [`record_gradients`], but `back` also receives the result, as its last argument.
 pub(crate) fn record_gradients_with_result(
     op: &'static str,
     out: Tensor,

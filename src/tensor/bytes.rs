@@ -6,10 +6,11 @@ use super::Layout;
 use crate::storage::{Caller, Storage};
 use crate::{DType, Error, Result, Shape, Tensor, TensorOptions};
 
-/// Bytes per piece in which elements are transferred between a stream and a device.
+/// The number of bytes that are transferred at a time between a stream and a device.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// Elements as bytes, in row-major order and the host's byte order. Streams are buffered in pieces of at most 4 MiB.
+/// Conversions of elements from and to bytes, in row-major order and the host's byte order. Streams are buffered in pieces of at most 4
+/// MiB.
 impl Tensor {
     /// Copies elements given as bytes (PyTorch's `frombuffer`). Fails with [`Error::Invalid`] for a number of bytes that does not
     /// match the shape, and for bools other than 0 and 1.
@@ -32,8 +33,8 @@ impl Tensor {
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
-    /// Reads the next elements of `from` into a new tensor (NumPy's `fromfile`). Device memory is allocated after reading 4 MiB.
-    /// Fails with [`Error::Invalid`] if `from` fails or ends early, and for bools other than 0 and 1.
+    /// Reads the next elements of `from` into a new tensor (NumPy's `fromfile`). Allocates device memory only after the first 4 MiB have
+    /// been read. Fails with [`Error::Invalid`] if `from` fails or ends early, and for bools other than 0 and 1.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -54,7 +55,7 @@ impl Tensor {
         let bytes = shape.bytes(dtype.size());
         let mut piece = vec![0u8; bytes.min(PIECE_BYTES)];
         let mut read = |part: &mut [u8]| from.read_exact(part).map_err(|e| Error::invalid(op, e.to_string()));
-        // Read before the allocation, so that an unreadable stream allocates no device memory.
+        // The first piece is read before the allocation, so that an unreadable stream allocates no device memory.
         read(&mut piece)?;
         let storage = Storage::alloc(device, bytes)?;
         for at in (0..bytes).step_by(PIECE_BYTES) {
@@ -68,8 +69,8 @@ impl Tensor {
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
-    /// Copies the bytes of the elements to `out`, which must have exactly the size of all elements. Waits for the device. Fails
-    /// with [`Error::Invalid`] for another number of bytes.
+    /// Copies the elements as bytes to `out`, which must have exactly the size in bytes of all elements. Waits for the device. Fails with
+    /// [`Error::Invalid`] for another number of bytes.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -108,7 +109,7 @@ impl Tensor {
     }
 }
 
-/// Checks that `bytes` are the elements of a tensor of this shape and dtype.
+/// Checks that `bytes` has the size of a tensor of this shape and dtype, and that every byte is a valid bool if the dtype is bool.
 pub(crate) fn check_bytes(op: &'static str, bytes: &[u8], shape: &Shape, dtype: DType) -> Result<()> {
     check_length(op, bytes.len(), shape, dtype)?;
     check_bools(op, bytes, dtype)

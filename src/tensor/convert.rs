@@ -31,8 +31,8 @@ impl Tensor {
         ArrayD::from_shape_vec(IxDyn(self.shape().dims()), values).map_err(|e| Error::invalid(op, e.to_string()))
     }
 
-    /// Returns the only element (PyTorch's `item`). Waits for the device. Fails as [`Tensor::to_vec`] does, and unless there is
-    /// exactly one element.
+    /// Returns the only element (PyTorch's `item`). Waits for the device. Fails as [`Tensor::to_vec`] does, and if the tensor does not
+    /// have exactly one element.
     pub fn item<T: Element>(&self) -> Result<T> {
         match self.numel() {
             1 => Ok(self.read_elements("item")?[0]),
@@ -43,10 +43,11 @@ impl Tensor {
     /// Copies the elements to the host, in row-major order.
     fn read_elements<T: Element>(&self, op: &'static str) -> Result<Vec<T>> {
         self.check_element::<T>(op)?;
-        // Copied before the vector is allocated: if an expanded tensor does not fit in memory, this is an error instead of a panic.
+        // The elements are copied before the vector is allocated. If an expanded tensor does not fit in memory, this returns an error,
+        // whereas the vector would panic.
         let source = self.detach().contiguous()?;
         let bits: Vec<T::Bits> = source.storage.read_vec(source.layout.offset * self.dtype.size(), source.numel())?;
-        // If every bit pattern is valid, `Bits` is `T` itself, and the vector is returned without a copy.
+        // If every bit pattern of `T` is valid, `Bits` is `T` itself, and the vector is returned without a copy.
         let bits = match (Box::new(bits) as Box<dyn Any>).downcast::<Vec<T>>() {
             Ok(values) => return Ok(*values),
             Err(bits) => bits.downcast::<Vec<T::Bits>>().unwrap_or_default(),
@@ -61,8 +62,9 @@ impl Tensor {
         }
     }
 
-    /// Returns this tensor on `device`: the same storage if the tensor is already there, otherwise a copy of exactly its elements in its
-    /// [memory format](Tensor::memory_format) (PyTorch's `to`). Differentiable: the gradient is copied back.
+    /// Returns this tensor on `device`: the same storage if the tensor is already there, otherwise a copy of its elements, without other
+    /// elements of the storage, in its [memory format](Tensor::memory_format) (PyTorch's `to`). Differentiable: the gradient is copied
+    /// back.
     #[track_caller]
     pub fn to_device(&self, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -78,11 +80,11 @@ impl Tensor {
         Ok(record_unary_differentiable("to_device", out, self, move |grad| grad.to_device(source_device)))
     }
 
-    /// Copies to host memory that `device` transfers at the full speed of its bus (PyTorch's `pin_memory`). The result is a
-    /// contiguous tensor on [`Device::Cpu`] without a gradient. [`to_device`](Tensor::to_device) from it and `copy_` into it need
-    /// no further copy on the host, and [`copy_non_blocking_`](Tensor::copy_non_blocking_) does not wait. On the CPU device, or if
-    /// no pinned memory is left, the result is an ordinary copy; [`is_pinned`](Tensor::is_pinned) tells which. Pinned memory is
-    /// scarce, so dropped blocks are cached for reuse (see [`Device::pinned_memory_stats`]).
+    /// Copies to host memory that `device` transfers at the full speed of its bus (PyTorch's `pin_memory`). The result is a contiguous
+    /// tensor on [`Device::Cpu`] without a gradient. [`to_device`](Tensor::to_device) from this tensor and `copy_` into it need no
+    /// further copy on the host, and [`copy_non_blocking_`](Tensor::copy_non_blocking_) does not wait. On the CPU device, or if no pinned
+    /// memory is left, the result is an ordinary copy; [`is_pinned`](Tensor::is_pinned) tells whether the copy is pinned. Pinned memory
+    /// is scarce, so dropped blocks are cached for reuse (see [`Device::pinned_memory_stats`]).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -109,7 +111,8 @@ impl Tensor {
         self.storage.is_pinned(device)
     }
 
-    /// Calls [`Tensor::to_dtype`] and [`Tensor::to_device`] in the order that transfers fewer bytes. Fails as those two methods do.
+    /// Converts to `dtype` and moves to `device`: calls [`Tensor::to_dtype`] and [`Tensor::to_device`] in the order that transfers fewer
+    /// bytes. Fails as these two methods do.
     #[track_caller]
     pub fn to(&self, dtype: DType, device: Device) -> Result<Tensor> {
         if dtype.size() < self.dtype.size() {

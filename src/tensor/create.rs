@@ -9,13 +9,13 @@ use crate::{DType, Device, Element, Error, Result, Scalar, Shape, Tensor};
 
 /// Constants and sequences.
 impl Tensor {
-    /// Returns uninitialised elements (PyTorch's `empty`); write them before reading them.
+    /// Returns a tensor with uninitialised elements (PyTorch's `empty`), which must be written before they are read.
     #[track_caller]
     pub fn empty(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
         let options = options.into();
         match options.dtype {
-            // Only the bytes 0 and 1 are valid bools.
+            // Uninitialised bytes could be invalid bools: only 0 and 1 are valid.
             DType::Bool => Tensor::zeros(shape, options),
             dtype => Tensor::empty_or_uninit(Layout::contiguous(shape.into()), dtype, options.device),
         }
@@ -102,25 +102,25 @@ impl Tensor {
         Ok(out)
     }
 
-    /// Returns [`Tensor::empty`] with this tensor's shape, memory format, dtype and device.
+    /// Returns an uninitialised tensor like [`Tensor::empty`], with this tensor's shape, memory format, dtype and device.
     #[track_caller]
     pub fn empty_like(&self) -> Result<Tensor> {
         Ok(Tensor::empty(self.shape(), self)?.with_format_of(self))
     }
 
-    /// Returns [`Tensor::zeros`] with this tensor's shape, memory format, dtype and device.
+    /// Returns zeros with this tensor's shape, memory format, dtype and device.
     #[track_caller]
     pub fn zeros_like(&self) -> Result<Tensor> {
         Ok(Tensor::zeros(self.shape(), self)?.with_format_of(self))
     }
 
-    /// Returns [`Tensor::ones`] with this tensor's shape, memory format, dtype and device.
+    /// Returns ones with this tensor's shape, memory format, dtype and device.
     #[track_caller]
     pub fn ones_like(&self) -> Result<Tensor> {
         Ok(Tensor::ones(self.shape(), self)?.with_format_of(self))
     }
 
-    /// Returns [`Tensor::full`] with this tensor's shape, memory format, dtype and device.
+    /// Returns a tensor filled with `value`, like [`Tensor::full`], with this tensor's shape, memory format, dtype and device.
     #[track_caller]
     pub fn full_like(&self, value: impl Into<Scalar>) -> Result<Tensor> {
         Ok(Tensor::full(self.shape(), value, self)?.with_format_of(self))
@@ -128,7 +128,7 @@ impl Tensor {
 }
 
 impl Tensor {
-    /// Sets the strides to the memory format of `other`, for a new tensor whose elements are all equal.
+    /// Changes the strides to the memory format of `other`. Only for a new tensor whose elements are all equal, because no element moves.
     fn with_format_of(mut self, other: &Tensor) -> Tensor {
         self.layout = Layout::with_format(self.layout.shape, other.memory_format());
         self
@@ -164,14 +164,14 @@ impl Tensor {
             return Err(Error::invalid("from_storage", reason));
         }
         check_storage("from_storage", &storage, dtype)?;
-        // Detached, so that other tensors on this storage keep their own autograd history.
+        // The tensor is detached, so that other tensors on this storage keep their own autograd history.
         Ok(Tensor::new(storage, layout, dtype).detach())
     }
 }
 
-/// Tensors from values of the host, whose type determines the dtype.
+/// Tensors from values in host memory, whose type determines the dtype.
 impl Tensor {
-    /// Copies `values`, in row-major order. Fails with [`Error::Invalid`] for a shape of another number of elements.
+    /// Copies `values`, in row-major order. Fails with [`Error::Invalid`] if the shape has another number of elements.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -199,14 +199,15 @@ impl Tensor {
         Ok(Tensor::new(Storage::adopt(values), layout, T::DTYPE))
     }
 
-    /// Creates a tensor over elements that `memory` owns, in row-major order: a vector, a boxed slice, a mapped file, or anything
-    /// else that gives a slice. `memory` is dropped with the last handle on the storage. Allocator statistics do not count it.
+    /// Creates a tensor over elements that `memory` owns, in row-major order: a vector, a boxed slice, a mapped file, or anything else
+    /// that gives a slice. `memory` is dropped with the last handle on the storage. Allocator statistics do not count this memory.
     ///
     /// On [`Device::Cpu`] nothing is copied. An OpenCL device that works on the host's memory
     /// ([`unified_memory`](crate::device::DeviceInfo::unified_memory)) also makes no copy if the address and the size in bytes are
-    /// multiples of 16. Such elements get a buffer of their own with `CL_MEM_USE_HOST_PTR`; a driver may need a larger alignment,
-    /// usually a page, to use them in place. [`into_host`](Self::into_host) then maps them, and dropping the last handle waits for
-    /// the device. Other devices copy the elements. Fails with [`Error::Invalid`] for a shape of another number of elements.
+    /// multiples of 16. The device then uses these elements through a separate buffer with `CL_MEM_USE_HOST_PTR`; some drivers need a
+    /// larger alignment, usually a page, to use the elements in place. [`into_host`](Self::into_host) maps the buffer, and dropping the
+    /// last handle waits for the device. Other devices copy the elements. Fails with [`Error::Invalid`] for a shape of another number of
+    /// elements.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -264,7 +265,8 @@ impl Tensor {
     }
 }
 
-/// Checks that all bytes of a storage can be elements of this dtype, because CPU kernels access the whole storage as a slice.
+/// Checks that all bytes of a storage are valid as elements of this dtype, because CPU kernels access the whole storage as a slice of
+/// elements.
 pub(super) fn check_storage(op: &'static str, storage: &Storage, dtype: DType) -> Result<()> {
     let has = storage.nbytes();
     let reason = match () {

@@ -7,18 +7,18 @@ use std::fmt::{self, Write};
 
 use crate::{DType, Device, Result, Scalar, Tensor};
 
-/// Tensors with more elements are summarised.
+/// Tensors with more than this number of elements are summarised.
 const SUMMARY_THRESHOLD: usize = 1000;
-/// Number of indexes shown at either end of a summarised dimension.
+/// The number of indexes shown at each end of a summarised dimension.
 const EDGE_ITEMS: usize = 3;
-/// Line width in characters.
+/// The line width in characters.
 const LINE_CHARS: usize = 80;
-/// Default number of decimals; a format string such as `{:.2}` overrides it.
+/// The default number of decimals; a format string such as `{:.2}` overrides it.
 const DEFAULT_PRECISION: usize = 4;
 const PREFIX: &str = "tensor(";
 
-/// Prints like PyTorch, with claystone's names of dtypes and devices. Defaults (f32, i64, bool, the CPU) are omitted. Never
-/// fails: if the elements cannot be read, the error is printed instead.
+/// Prints the tensor like PyTorch, with claystone's names of dtypes and devices. The dtypes f32, i64 and bool and the CPU are not named.
+/// If the elements cannot be read, prints the error instead.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor};
@@ -35,7 +35,7 @@ impl fmt::Display for Tensor {
             Ok(contents) => format!("{PREFIX}{contents}"),
             Err(error) => format!("{PREFIX}<{error}>"),
         };
-        // PyTorch counts the characters of the last line plus two.
+        // The column includes two characters more than the last line has, as in PyTorch.
         let mut column = text.chars().rev().take_while(|&c| c != '\n').count() + 2;
         f.write_str(&text)?;
         for suffix in self.suffixes() {
@@ -51,7 +51,7 @@ impl fmt::Display for Tensor {
     }
 }
 
-/// Prints the same text as Display.
+/// Prints the same text as `Display`.
 impl fmt::Debug for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -59,7 +59,7 @@ impl fmt::Debug for Tensor {
 }
 
 impl Tensor {
-    /// Returns the texts after the elements, as in PyTorch: device, shape of an empty tensor, dtype and gradient.
+    /// Returns the texts that follow the elements, as in PyTorch: the device, the shape of an empty tensor, the dtype and the gradient.
     fn suffixes(&self) -> Vec<String> {
         let mut all = Vec::new();
         if self.device() != Device::default() {
@@ -88,7 +88,7 @@ impl Tensor {
         }
         let summarise = self.numel() > SUMMARY_THRESHOLD;
         let shown = if summarise { self.with_layout(self.layout.edges(EDGE_ITEMS)) } else { self.detach() };
-        // Returns an error if an expanded tensor has too many elements to copy.
+        // This returns an error if an expanded tensor has too many elements to copy.
         let shown = shown.contiguous()?;
         let mut bytes = vec![0; shown.numel() * self.dtype.size()];
         shown.read_bytes(&mut bytes)?;
@@ -103,7 +103,7 @@ impl Tensor {
     }
 }
 
-/// The number format of all elements of a tensor.
+/// The format of numbers, chosen once for all elements of a tensor.
 struct Format {
     notation: Notation,
     precision: usize,
@@ -123,7 +123,7 @@ enum Notation {
 }
 
 impl Format {
-    /// Chooses PyTorch's notation for these values, and the width of the widest value.
+    /// Chooses the notation for these values as PyTorch does, and computes the width of the widest value.
     fn choose(values: &[Scalar], dtype: DType, precision: usize) -> Format {
         let finite = || values.iter().map(|v| v.to_f64()).filter(|x| x.is_finite() && *x != 0.0);
         let notation = match dtype {
@@ -144,7 +144,7 @@ impl Format {
         let mut format = Format { notation, precision, width: 1 };
         let length = |v: &Scalar| {
             let x = v.to_f64();
-            // Zeros and non-finite values do not count for the width, as in PyTorch; longer values overflow their column.
+            // As in PyTorch, zeros and non-finite values do not affect the width; if they are wider than the column, they overflow it.
             if dtype.is_float() && (x == 0.0 || !x.is_finite()) { 0 } else { format.format_cell(*v).len() }
         };
         format.width = values.iter().map(length).max().unwrap_or(0).max(1);
@@ -188,7 +188,8 @@ impl<I: Iterator<Item = String>> Printer<I> {
         };
         let gap = self.summarise && size > 2 * EDGE_ITEMS;
         let count = if gap { 2 * EDGE_ITEMS } else { size };
-        // Items of the innermost dimension share lines; outer blocks are separated by one line break for each dimension in them.
+        // Items of the innermost dimension are printed several to a line; outer blocks are separated by one line break per dimension of a
+        // block.
         let per_line = if inner.is_empty() { (LINE_CHARS.saturating_sub(indent) / (self.width + 2)).max(1) } else { 1 };
         let breaks = dims.len().saturating_sub(1).max(1);
         let mut item = 0;

@@ -10,9 +10,9 @@ use crate::{Result, Tensor};
 
 impl Tensor {
     /// Exports this tensor without a copy as [DLPack](https://dmlc.github.io/dlpack/latest/) (PyTorch's `torch.utils.dlpack.to_dlpack`).
-    /// The types are those of the crate [`dlpark`]. The storage lives as long as the other library uses it.
+    /// The exported types are from the crate [`dlpark`]. The storage stays allocated as long as the other library uses it.
     ///
-    /// Writes on either side are visible on the other side, without a lock: the caller has to prevent a write during another
+    /// Writes on either side are visible on the other side, and no lock protects them: the caller has to prevent a write during another
     /// access. Autograd does not notice writes of other libraries ([`Storage::version`](crate::storage::Storage::version)).
     ///
     /// ```
@@ -25,8 +25,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a tensor that is not on the CPU, and, as in PyTorch, for a tensor that requires a gradient:
-    /// export the result of [`detach`](Self::detach).
+    /// Returns [`crate::Error::Invalid`] for a tensor that is not on the CPU and, as in PyTorch, for a tensor that requires a gradient;
+    /// export the result of [`detach`](Self::detach) instead.
     pub fn to_dlpack(&self) -> Result<Dlpack> {
         invalid!("to_dlpack" if self.requires_grad(),
             "autograd would not notice writes of other libraries: export its detach()");

@@ -9,11 +9,11 @@ use super::{Layout, Shape};
 use crate::storage::{Caller, ExclusiveHost};
 use crate::{Device, Element, Error, Result, Tensor};
 
-/// A tensor's values in host memory that no tensor shares: a slice, and an ndarray view, without a copy.
+/// A tensor's values in host memory that no tensor uses. Gives access as a slice and as an ndarray view, without a copy.
 ///
-/// [`Tensor::to_host`] and [`Tensor::into_host`] return such an array (PyTorch's `t.cpu().numpy()`), and
-/// [`HostArray::into_tensor`] turns the array back into a tensor. Copies are in memory of the CPU's allocator, which is reused after
-/// the array is dropped; the memory of a [`Vec`] goes back to the system each time. Compaction does not move a live array.
+/// [`Tensor::to_host`] and [`Tensor::into_host`] return such an array (PyTorch's `t.cpu().numpy()`), and [`HostArray::into_tensor`] turns
+/// the array back into a tensor. Copies use memory of the CPU's caching allocator, which is reused after the array is dropped, whereas
+/// the memory of a [`Vec`] is returned to the system each time. Compaction of the allocator does not move a live array.
 ///
 /// ```
 /// use claystone::{Device, Tensor};
@@ -47,11 +47,11 @@ impl Tensor {
         HostArray::new(op, self.host_copy()?)
     }
 
-    /// Like [`Tensor::to_host`], but without a copy if the tensor is on the CPU, contiguous and the last handle on its storage;
-    /// the array then owns the whole storage. There is also no copy if an OpenCL device works on memory of the host
-    /// ([`from_host_memory`](Tensor::from_host_memory)): that memory is mapped while the array lives, and
-    /// [`HostArray::into_tensor`] returns to that device. In all other cases the values are copied. Fails as [`Tensor::to_ndarray`]
-    /// does. An error drops this handle, too.
+    /// Returns the values like [`Tensor::to_host`], but without a copy if the tensor is on the CPU, contiguous and the last handle on its
+    /// storage; the array then owns the whole storage. There is also no copy if an OpenCL device works on host memory
+    /// ([`from_host_memory`](Tensor::from_host_memory)): this memory is mapped while the array lives, and [`HostArray::into_tensor`]
+    /// returns a tensor on the same device. In all other cases the values are copied. Fails as [`Tensor::to_ndarray`] does. This handle
+    /// is dropped even on an error.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -73,10 +73,10 @@ impl Tensor {
         HostArray::new(op, if is_exclusive { self } else { self.host_copy()? })
     }
 
-    /// Calls `f` with the values in row-major order, for operations of your own that read weights. A contiguous tensor on the CPU
-    /// is not copied. A strided tensor or a tensor on an OpenCL device is copied like by [`Tensor::to_host`]. Waits for the device.
+    /// Calls `f` with the values in row-major order, for your own operations that read tensors. A contiguous tensor on the CPU is not
+    /// copied. A strided tensor or a tensor on an OpenCL device is copied as by [`Tensor::to_host`]. Waits for the device.
     ///
-    /// Until `f` returns, writing to the storage is an error, for each thread and through each view; reading is allowed. Fails as
+    /// Until `f` returns, writing to the storage is an error in every thread and through every view; reading is allowed. Fails as
     /// [`Tensor::to_ndarray`] does.
     ///
     /// ```
@@ -101,7 +101,7 @@ impl Tensor {
         Ok(f(&HostArray::new(op, self.host_copy()?)?))
     }
 
-    /// Returns a contiguous copy on the CPU, outside the graph, with no other handle on its storage.
+    /// Returns a contiguous copy on the CPU, outside the graph, as the only handle on its storage.
     fn host_copy(&self) -> Result<Tensor> {
         let rows = self.detach().contiguous()?;
         match self.device().is_host() {
@@ -116,7 +116,7 @@ impl<T: Element> HostArray<T> {
     fn new(op: &'static str, tensor: Tensor) -> Result<HostArray<T>> {
         let Tensor { storage, layout, .. } = tensor;
         let elements = ExclusiveHost::new(op, storage, layout.offset * size_of::<T>(), layout.numel())?;
-        // ndarray rejects an empty shape whose other sizes overflow.
+        // ndarray rejects an empty shape if the product of its other sizes overflows, so such a shape is replaced.
         let shape = IxDyn(layout.shape.dims());
         ArrayViewD::from_shape(shape, &elements).map_err(|e| Error::invalid(op, e.to_string()))?;
         Ok(HostArray { elements, layout })
@@ -178,7 +178,7 @@ impl<T: Element> HostArray<T> {
         ArrayViewMutD::from_shape(shape, &mut self.elements).expect("the shape was checked when the array was made")
     }
 
-    /// Turns the values back into a tensor in the same memory: on the CPU, or on the OpenCL device that works on that memory.
+    /// Turns the values back into a tensor in the same memory: on the CPU, or on the OpenCL device that uses this memory.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -192,7 +192,7 @@ impl<T: Element> HostArray<T> {
     }
 }
 
-/// Dereferences to the elements in row-major order.
+/// Dereferences to the slice of elements in row-major order.
 impl<T: Element> Deref for HostArray<T> {
     type Target = [T];
 
@@ -207,7 +207,7 @@ impl<T: Element> DerefMut for HostArray<T> {
     }
 }
 
-/// Prints like ndarray.
+/// Prints the values like an ndarray array.
 impl<T: Element> fmt::Debug for HostArray<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&self.view(), f)

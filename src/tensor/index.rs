@@ -14,25 +14,26 @@ use crate::{Error, Result, Tensor};
 pub enum Index {
     /// Selects one index and removes the dimension. Negative indexes count from the end.
     At(isize),
-    /// Selects `start..end`, or to the end of the dimension; negative ends count from the end.
+    /// Selects the indexes `start..end`, or up to the end of the dimension if `end` is `None`. Negative numbers count from the end.
     Range {
         /// The first index.
         start: isize,
-        /// One past the last index.
+        /// One past the last index; `None` for the end of the dimension.
         end: Option<isize>,
     },
-    /// Selects every `step`-th index of `start..end`, backwards from the last if the step is negative. Made by [`Index::step`].
+    /// Selects every `step`-th index of `start..end`; a negative step starts at the last index and goes backwards. Made by
+    /// [`Index::step`].
     Step {
         /// The first index.
         start: isize,
-        /// One past the last index.
+        /// One past the last index; `None` for the end of the dimension.
         end: Option<isize>,
         /// The distance between indexes; not 0.
         step: isize,
     },
     /// Inserts a dimension of size 1 (NumPy's `newaxis`).
     NewAxis,
-    /// Stands for all dimensions that are not mentioned (Python's `...`). Optional at the end.
+    /// Selects all dimensions that no other item names (Python's `...`). Optional at the end.
     Ellipsis,
 }
 
@@ -58,7 +59,7 @@ impl_from! { Index:
     [] RangeFull, _ => Index::Range { start: 0, end: None };
 }
 
-/// Arguments of [`Tensor::i`]: an integer, a range, an [`Index`], a tuple of up to six of them, an array or a slice.
+/// Arguments of [`Tensor::i`]: an integer, a range, an [`Index`], a tuple of up to six of these, an array or a slice.
 pub trait Indices {
     /// Returns one item for each dimension, outermost first.
     fn indices(self) -> SmallVec<[Index; 6]>;
@@ -106,7 +107,7 @@ fn saturating_index<T: TryInto<isize>>(i: T) -> isize {
     i.try_into().unwrap_or(isize::MAX)
 }
 
-/// Converts an inclusive end to an exclusive end: `None` for -1, the last element.
+/// Converts an inclusive end to an exclusive end: -1, which is the last element, becomes `None`.
 fn exclusive_end(end: isize) -> Option<isize> {
     if end == -1 { None } else { Some(end.saturating_add(1)) }
 }
@@ -174,8 +175,8 @@ pub(crate) fn index_layout(op: &'static str, layout: &Layout, items: &[Index]) -
 }
 
 impl Tensor {
-    /// Returns a view by index, like Python's `[...]`: an integer selects one index of its dimension, a range several, `..` all.
-    /// Dimensions that are not mentioned are selected in full.
+    /// Returns a view by index, like Python's `[...]`: an integer selects one index of a dimension and removes the dimension, a range
+    /// selects several indexes, and `..` all. Dimensions without an item are selected in full.
     ///
     /// ```
     /// use claystone::{Device, Index, Tensor};
@@ -189,8 +190,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::IndexOutOfRange`]; a range that is not within its dimension ([`Tensor::slice`] clamps, as Python does);
-    /// more indexes than dimensions.
+    /// Returns [`Error::IndexOutOfRange`] for an index out of range. Also fails for a range that is not within its dimension
+    /// ([`Tensor::slice`] clamps instead, as Python does), and for more indexes than dimensions.
     pub fn i(&self, indices: impl Indices) -> Result<Tensor> {
         let items = indices.indices();
         self.select_view("i", move |layout| index_layout("i", layout, &items))

@@ -1,11 +1,12 @@
 //! Tensors: shape, strides and an offset over a [`Storage`] that views share.
 //!
-//! A [`Tensor`] is a small handle of a storage, a layout (shape, strides and offset in elements), a dtype and, while a graph is
-//! recorded, the autograd node that produced the tensor. Views ([`Tensor::transpose`], [`Tensor::narrow`], [`Tensor::i`], ...) create a
-//! new handle on the same storage without any device work. [`Clone`] copies the elements; [`Tensor::shallow_clone`] copies the handle.
+//! A [`Tensor`] is a small handle that consists of a storage, a layout (shape, strides and offset in elements), a dtype and, while a
+//! graph is recorded, the autograd node that produced the tensor. Views ([`Tensor::transpose`], [`Tensor::narrow`], [`Tensor::i`], ...)
+//! create a new handle on the same storage without any device work. [`Clone`] copies the elements; [`Tensor::shallow_clone`] copies the
+//! handle.
 //!
-//! `create` makes tensors. `view`, `index`, `pieces` and `window` make views. `convert` copies to other devices and to
-//! ndarray, `bytes` to and from byte streams. `host` gives the host access without a copy, `display` prints.
+//! Submodules: `create` makes tensors; `view`, `index`, `pieces` and `window` make views; `convert` copies to other devices and to
+//! ndarray; `bytes` reads and writes byte streams; `host` gives the host access without a copy; `display` prints.
 
 pub(crate) mod bytes;
 mod convert;
@@ -37,9 +38,10 @@ pub use options::TensorOptions;
 
 /// A multi-dimensional array on a device.
 ///
-/// `Send + Sync`. All methods take `&self`, even in-place methods (names ending in `_`), because storage is shared.
+/// A tensor is `Send + Sync`. All methods take `&self`, even in-place methods (names ending in `_`), because several handles may use one
+/// storage.
 ///
-/// The documentation of a method names only the errors particular to the method. Besides these, methods fail with
+/// The documentation of a method names only the errors that are particular to the method. All methods also fail with
 /// - [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for shapes other than described, and shapes that do not broadcast;
 /// - [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for dtypes other than described; "floats" are f32, f16, bf16 and f64;
 /// - [`Error::DTypeMismatch`](crate::Error::DTypeMismatch) for tensors of different dtypes, unless the method promotes or converts
@@ -64,7 +66,8 @@ pub struct Tensor {
     pub(crate) storage: Storage,
     pub(crate) layout: Layout,
     pub(crate) dtype: DType,
-    /// The node of the operation that produced this handle. [`Tensor::node`] returns the current node.
+    /// The node of the operation that created this handle. After in-place operations the current node may differ; [`Tensor::node`]
+    /// returns it.
     pub(crate) made_by: Option<Arc<Node>>,
     /// Views that become tracked together when one of them is changed in place. Unused if the handle has a node.
     pub(crate) group: DetachedGroup,
@@ -78,7 +81,7 @@ impl Tensor {
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
-    /// Like [`Tensor::empty_with_layout`], but allocates no memory within [`nn::uninit`](crate::nn::uninit).
+    /// Creates a tensor like [`Tensor::empty_with_layout`], but without memory within [`nn::uninit`](crate::nn::uninit).
     pub(crate) fn empty_or_uninit(layout: Layout, dtype: DType, device: Device) -> Result<Tensor> {
         match Storage::uninit(device, layout.shape.bytes(dtype.size()))? {
             Some(storage) => Ok(Tensor::new(storage, layout, dtype)),
@@ -92,25 +95,26 @@ impl Tensor {
         is_uninit_scope() && self.storage.is_uninit()
     }
 
-    /// Like [`Tensor::empty_with_shape`], for a dense layout with offset 0.
+    /// Creates an uninitialised tensor like [`Tensor::empty_with_shape`], for a dense layout with offset 0.
     pub(crate) fn empty_with_layout(layout: Layout, dtype: DType, device: Device) -> Result<Tensor> {
         let storage = Storage::alloc(device, layout.shape.bytes(dtype.size()))?;
         Ok(Tensor::new(storage, layout, dtype))
     }
 
-    /// Wraps a storage in its first tensor, outside the graph.
+    /// Creates the first tensor on a storage, outside the graph.
     #[inline]
     pub(crate) fn new(storage: Storage, layout: Layout, dtype: DType) -> Tensor {
         Tensor { storage, layout, dtype, made_by: None, group: DetachedGroup::default() }
     }
 
-    /// Returns another handle on the same storage and the same autograd node (named as in tch). Copies no elements.
+    /// Returns another handle on the same storage and the same autograd node (the name is from the crate tch). Copies no elements.
     pub fn shallow_clone(&self) -> Tensor {
         let (made_by, group) = (self.made_by.clone(), self.group);
         Tensor { storage: self.storage.clone(), layout: self.layout.clone(), dtype: self.dtype, made_by, group }
     }
 
-    /// Returns a handle on the same storage outside the graph: changes are shared, gradients do not flow (PyTorch's `detach`).
+    /// Returns a handle on the same storage outside the graph: changes of elements are visible in both tensors, but gradients do not flow
+    /// (PyTorch's `detach`).
     pub fn detach(&self) -> Tensor {
         let group = DetachedGroup::detached(&self.storage);
         Tensor { storage: self.storage.clone(), layout: self.layout.clone(), dtype: self.dtype, made_by: None, group }
@@ -127,7 +131,7 @@ impl Tensor {
         &self.layout.shape
     }
 
-    /// Returns the stride of each dimension in elements; zero if broadcast, negative if flipped.
+    /// Returns the stride of each dimension in elements: zero in a broadcast dimension, negative in a flipped one.
     pub fn strides(&self) -> &[isize] {
         &self.layout.strides
     }
@@ -192,9 +196,9 @@ impl Tensor {
         &self.storage
     }
 
-    /// Tells the allocator that work on `stream`, other than the stream the tensor was created on, uses this tensor. After the
-    /// last handle is dropped, the memory is reused only once the work submitted to `stream` so far is done.
-    /// `torch.Tensor.record_stream`; see [`Storage::record_stream`].
+    /// Tells the allocator that work on `stream`, other than the stream the tensor was created on, uses this tensor. After the last
+    /// handle is dropped, the memory is reused only once the work submitted to `stream` so far is done. See [`Storage::record_stream`]
+    /// (PyTorch's `record_stream`).
     ///
     /// ```
     /// use claystone::{Device, Stream, Tensor, with_stream};
@@ -213,7 +217,7 @@ impl Tensor {
         self.storage.record_stream(stream)
     }
 
-    /// True if both tensors are views of the same allocation, so that changes may be shared. Empty tensors share nothing.
+    /// True if both tensors are views of the same allocation, so that changes of one may be visible in the other. False for empty tensors.
     pub fn shares_storage(&self, other: &Tensor) -> bool {
         self.storage.ptr_eq(&other.storage)
     }

@@ -1,4 +1,4 @@
-//! The operators `+ - * /`, `+= -= *= /=` and unary `-`. They panic with the same message where the methods return an error.
+//! The operators `+ - * /`, `+= -= *= /=` and unary `-`. Where a method returns an error, the operator panics with the error's message.
 //!
 //! Only f64 and i64 numbers are accepted, so that the type of a literal is unambiguous: `(1.0 - &x).exp()` would not compile
 //! if f32 were accepted, too. The methods (`mul_scalar`, ...) take every type of number.
@@ -30,7 +30,8 @@ impl_from! { LeftOperand<'a>:
     ['a] Tensor, t => LeftOperand::Owned(t);
 }
 
-/// Computes the result for `left` and an optional `right`: with `in_place` if `left` owns its storage alone, otherwise with `out_of_place`.
+/// Computes the result for `left` and an optional `right`: with `in_place` if `left` is the only handle on its storage, otherwise with
+/// `out_of_place`.
 #[track_caller]
 fn compute_maybe_in_place(
     left: LeftOperand,
@@ -47,14 +48,14 @@ fn compute_maybe_in_place(
         let broadcast = || t.shape().broadcast("", right.shape()).is_ok_and(|shape| shape == *t.shape());
         !right.requires_grad() && right.dtype == t.dtype && (right.shape() == t.shape() || broadcast())
     };
-    // For floats, the result has the dtype of the left operand.
+    // In place, the result keeps the dtype of the left operand, which the result of the method has only for floats.
     let owned = t.storage.is_unique() && !t.requires_grad() && t.dtype.is_float();
     let free = owned && t.layout.is_dense() && right.is_none_or(fits);
     if free { unwrap_or_panic(in_place(&t).map(|()| t)) } else { unwrap_or_panic(out_of_place(&t)) }
 }
 
-/// Implements an operator, with a tensor or a number on the right, and its assignment by calling the named methods. A number may also
-/// be on the left.
+/// Implements an operator and its assignment form by calling the named methods. The right operand is a tensor or a number; the left
+/// operand may also be a number.
 macro_rules! impl_operators {
     ($($op:ident $method:ident $method_:ident, $scalar:ident $scalar_:ident $reversed:ident, $assign:ident $assign_method:ident;)*) => { $(
         impl_operators!(@tensors $op $method $method_: &Tensor, &Tensor; &Tensor, Tensor; Tensor, &Tensor; Tensor, Tensor);
@@ -63,8 +64,8 @@ macro_rules! impl_operators {
         impl_operators!(@assign $assign $assign_method $scalar_: number, f64, number; number, i64, number);
     )* };
     (@tensors $op:ident $method:ident $method_:ident: $($left:ty, $right:ty);*) => { $(
-        /// Applies the operator element by element, with broadcasting. Panics with the message of the error that the method of this
-        /// name returns.
+        /// Applies the operator element by element, with broadcasting. Panics where the corresponding method returns an error, with that
+        /// error's message.
         impl $op<$right> for $left {
             type Output = Tensor;
 
@@ -76,7 +77,7 @@ macro_rules! impl_operators {
         }
     )* };
     (@number $op:ident $method:ident $scalar:ident $scalar_:ident $reversed:ident: $($tensor:ty, $number:ty);*) => { $(
-        /// Applies the operator to each element and a number. Panics with the message of the method's error.
+        /// Applies the operator to each element and a number. Panics with the error's message if the method returns an error.
         impl $op<$number> for $tensor {
             type Output = Tensor;
 
@@ -86,7 +87,7 @@ macro_rules! impl_operators {
             }
         }
 
-        /// Applies the operator to a number and each element. Panics with the message of the method's error.
+        /// Applies the operator to a number and each element. Panics with the error's message if the method returns an error.
         impl $op<$tensor> for $number {
             type Output = Tensor;
 
@@ -97,7 +98,7 @@ macro_rules! impl_operators {
         }
     )* };
     (@assign $op:ident $method:ident $method_:ident: $($x:ident, $right:ty, $value:expr);*) => { $(
-        /// Applies the operator in place. Panics with the message of the method's error.
+        /// Applies the operator in place. Panics with the error's message if the method returns an error.
         impl $op<$right> for Tensor {
             #[track_caller]
             fn $method(&mut self, $x: $right) {

@@ -3,8 +3,9 @@
 use crate::layout::shape::impl_from;
 use crate::{DType, Device, Tensor, get_default_dtype};
 
-/// The dtype and device of a new tensor. Methods that create tensors take `impl Into<TensorOptions>`: a device, a dtype and a
-/// device, or a tensor to imitate. The default dtype is f32, or the one set by [`set_default_dtype`](crate::set_default_dtype).
+/// The dtype and device of a new tensor. Methods that create tensors take `impl Into<TensorOptions>`: a device, a pair of a dtype and a
+/// device, or a tensor whose dtype and device are used. The default dtype is f32, unless [`set_default_dtype`](crate::set_default_dtype)
+/// sets another dtype.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, TensorOptions};

@@ -1,4 +1,4 @@
-//! Splitting along a dimension, and other views that are short compositions.
+//! Splitting along a dimension, and other views that are composed of a few simple views.
 
 use super::Dims;
 use crate::error::invalid;
@@ -16,7 +16,7 @@ fn try_collect_list<T>(op: &'static str, count: usize, items: impl Iterator<Item
 }
 
 impl Tensor {
-    /// Returns one tensor for each index of dimension `dim`, which is removed (PyTorch's `unbind`).
+    /// Returns one view for each index of dimension `dim`, without that dimension (PyTorch's `unbind`).
     pub fn unbind(&self, dim: isize) -> Result<Vec<Tensor>> {
         let size = self.dim_size("unbind", dim)?;
         try_collect_list("unbind", size, (0..size as isize).map(|i| self.select(dim, i)))
@@ -32,8 +32,8 @@ impl Tensor {
         try_collect_list("split", starts.len(), starts.map(|i| self.narrow(dim, i, size.min(whole - i))))
     }
 
-    /// Splits dimension `dim` into pieces of these sizes (PyTorch's `split` with a list). Fails for sizes whose sum is not the size
-    /// of the dimension.
+    /// Splits dimension `dim` into pieces of the given `sizes` (PyTorch's `split` with a list). Fails unless the sum of `sizes` is the
+    /// size of the dimension.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -53,7 +53,7 @@ impl Tensor {
         sizes.iter().map(piece).collect()
     }
 
-    /// Splits dimension `dim` into at most `chunks` pieces of equal size; the last has the remainder (PyTorch's `chunk`). Fails for
+    /// Splits dimension `dim` into at most `chunks` pieces of equal size; the last piece has the remainder (PyTorch's `chunk`). Fails for
     /// zero chunks.
     pub fn chunk(&self, chunks: usize, dim: isize) -> Result<Vec<Tensor>> {
         let whole = self.dim_size("chunk", dim)?;
@@ -71,7 +71,7 @@ impl Tensor {
         self.split_with_sizes(&sizes, dim)
     }
 
-    /// Splits dimension `dim` at these indexes, which are clamped like the ends of a slice (PyTorch's `tensor_split` with indices).
+    /// Splits dimension `dim` at the given indexes, which are clamped like the ends of a slice (PyTorch's `tensor_split` with indices).
     pub fn tensor_split_at(&self, indices: &[isize], dim: isize) -> Result<Vec<Tensor>> {
         self.dim_size("tensor_split_at", dim)?;
         let starts = std::iter::once(Some(0)).chain(indices.iter().copied().map(Some));
@@ -83,17 +83,18 @@ impl Tensor {
         Ok(self.shape().dims()[self.shape().dim(op, dim)?])
     }
 
-    /// Turns a scalar into `[1]` (PyTorch's `atleast_1d`).
+    /// Reshapes a scalar to `[1]`; other tensors keep their shape (PyTorch's `atleast_1d`).
     pub fn atleast_1d(&self) -> Result<Tensor> {
         if self.rank() == 0 { self.unsqueeze(0) } else { Ok(self.shallow_clone()) }
     }
 
-    /// Adds leading dimensions up to two: a vector becomes a row (PyTorch's `atleast_2d`).
+    /// Adds leading dimensions until there are two, so that a vector becomes a row (PyTorch's `atleast_2d`).
     pub fn atleast_2d(&self) -> Result<Tensor> {
         if self.rank() < 2 { self.atleast_1d()?.unsqueeze(0) } else { Ok(self.shallow_clone()) }
     }
 
-    /// Adds dimensions up to three: a matrix `[m, n]` becomes `[m, n, 1]`, a vector `[1, n, 1]` (PyTorch's `atleast_3d`).
+    /// Adds dimensions until there are three: a matrix `[m, n]` becomes `[m, n, 1]`, a vector `[n]` becomes `[1, n, 1]` (PyTorch's
+    /// `atleast_3d`).
     pub fn atleast_3d(&self) -> Result<Tensor> {
         if self.rank() < 3 { self.atleast_2d()?.unsqueeze(-1) } else { Ok(self.shallow_clone()) }
     }
@@ -141,7 +142,7 @@ impl Tensor {
         self.reshape(self.numel())
     }
 
-    /// Removes the dimensions `dims` whose size is 1 (PyTorch's `squeeze` with several dimensions).
+    /// Removes each of the dimensions `dims` whose size is 1 (PyTorch's `squeeze` with several dimensions).
     pub fn squeeze_dims(&self, dims: &[isize]) -> Result<Tensor> {
         let op = "squeeze_dims";
         let mut removed = dims.iter().map(|&d| self.shape().dim(op, d)).collect::<Result<Dims>>()?;

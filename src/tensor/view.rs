@@ -1,6 +1,6 @@
 //! Views: the same storage with another shape, strides or offset.
 //!
-//! No view does any device work, and every view is differentiable. The gradient of a view that keeps every element once is
+//! Creating a view takes no work on the device, and every view is differentiable. The gradient of a view that keeps every element once is
 //! the inverse view. The gradient of a view that selects some elements is padded with zeros. The gradient of a view that
 //! repeats elements ([`Tensor::expand`]) is a sum.
 
@@ -77,7 +77,8 @@ impl Tensor {
         Ok(view)
     }
 
-    /// Records the view that `view_layout` makes of this tensor's layout, with each element at most once. Other elements get a zero gradient.
+    /// Returns the view with the layout that `view_layout` makes of this tensor's layout, and records its gradient. The view has each
+    /// element at most once; elements that are not in the view get a zero gradient.
     pub(crate) fn select_view(
         &self,
         op: &'static str,
@@ -87,7 +88,8 @@ impl Tensor {
         Ok(record_view(op, layout, self, move |grad| grad.scatter_into_zeros(op, &shape, view_layout.clone())))
     }
 
-    /// The gradient of [`select_view`](Tensor::select_view): zeros of `shape`, with this tensor copied to the view of `view_layout`.
+    /// Computes the gradient of [`select_view`](Tensor::select_view): returns zeros of `shape`, with this tensor copied to the elements
+    /// that `view_layout` selects.
     pub(crate) fn scatter_into_zeros(
         &self,
         op: &'static str,
@@ -120,8 +122,8 @@ impl Tensor {
         }
     }
 
-    /// Like [`Tensor::reshape`], but always a view (PyTorch's `view`). Fails for sizes whose product is not the number of elements,
-    /// and for a shape that these strides cannot express.
+    /// Returns the elements in another shape like [`Tensor::reshape`], but always as a view (PyTorch's `view`). Fails for sizes whose
+    /// product is not the number of elements, and for a shape that no strides can express for this memory.
     pub fn view(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
         let shape = shape.into().resolve("view", &format_args!("shape {}", self.shape()), self.numel())?;
         self.try_view("view", &shape).ok_or_else(|| {
@@ -225,7 +227,7 @@ impl Tensor {
     }
 
     /// Selects Python's `[start:end:step]` in dimension `dim`. Negative ends count from the end, ends out of range are clamped, `None`
-    /// is the first or last element, and a negative step reverses the order. Fails for a step of zero.
+    /// means no limit at that end, and a negative step reverses the order. Fails for a step of zero.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -279,9 +281,9 @@ impl Tensor {
         Ok(record_view(op, layout, self, move |grad| grad.squeeze_dims(&back)))
     }
 
-    /// Stretches dimensions of size 1 to `shape`, which may have more leading dimensions; -1 keeps a size (PyTorch's
-    /// `expand`). Repeated elements share memory. The gradient is the sum over the repetitions. Fails with [`Error::ShapeMismatch`]
-    /// if a size other than 1 would change.
+    /// Stretches dimensions of size 1 to `shape`, which may have more leading dimensions; a size of -1 keeps the existing size (PyTorch's
+    /// `expand`). Repeated elements share memory. The gradient is the sum over the repetitions. Fails with [`Error::ShapeMismatch`] if a
+    /// size other than 1 would change.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -294,15 +296,15 @@ impl Tensor {
         self.expand_as_op("expand", &shape.into())
     }
 
-    /// [`Tensor::expand`] under NumPy's name.
+    /// Expands like [`Tensor::expand`], under NumPy's name.
     pub fn broadcast_to(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
         self.expand_as_op("broadcast_to", &shape.into())
     }
 
-    /// Implements `expand` and `broadcast_to`; in `new`, -1 keeps an existing size.
+    /// Implements `expand` and `broadcast_to`. A size of -1 in `new` keeps the existing size.
     fn expand_as_op(&self, op: &'static str, new: &NewShape) -> Result<Tensor> {
         let old = self.shape().dims();
-        // The old size that is stretched to size `i` of the result; None for a new leading dimension.
+        // Returns the old size from which size `i` of the result is stretched; `None` for a new leading dimension.
         let source = |i: usize| (i + old.len()).checked_sub(new.sizes().len()).map(|j| old[j]);
         let size = |(i, &d): (usize, &isize)| match (d, source(i)) {
             (-1, Some(size)) => Some(size),
@@ -352,8 +354,8 @@ impl Tensor {
         self.view(dims[..d].iter().chain(inner.dims()).chain(&dims[d + 1..]).copied().collect::<Shape>())
     }
 
-    /// Reverses these dimensions, all for `()`: a view with negative strides (PyTorch's `flip` copies). Fails for a repeated
-    /// dimension.
+    /// Reverses the given dimensions, or all for `()`. Returns a view with negative strides (PyTorch's `flip` copies). Fails for a
+    /// repeated dimension.
     pub fn flip(&self, dims: impl Into<ReduceDims>) -> Result<Tensor> {
         let op = "flip";
         let flipped = dims.into().mask(op, self.shape())?;
@@ -372,12 +374,12 @@ impl Tensor {
         Ok(record_view(op, flip(&self.layout), self, move |grad| grad.record_flip(op, flip.clone())))
     }
 
-    /// Reverses dimension 1: the columns of each matrix (PyTorch's `fliplr`). Fails for fewer than two dimensions.
+    /// Reverses dimension 1, the columns of a matrix (PyTorch's `fliplr`). Fails for fewer than two dimensions.
     pub fn fliplr(&self) -> Result<Tensor> {
         self.flip(1).map_err(|e| e.with_op("fliplr"))
     }
 
-    /// Reverses dimension 0: the rows (PyTorch's `flipud`). Fails for a scalar.
+    /// Reverses dimension 0, the rows of a matrix (PyTorch's `flipud`). Fails for a scalar.
     pub fn flipud(&self) -> Result<Tensor> {
         self.shape().dim("flipud", 0)?;
         self.flip(0).map_err(|e| e.with_op("flipud"))
@@ -393,7 +395,7 @@ impl Tensor {
     }
 }
 
-/// Returns a view of `shape` if the strides allow it, otherwise a copy, outside the graph.
+/// Returns the elements in the given shape, outside the graph: a view if the strides allow it, otherwise a copy.
 pub(crate) fn reshape_detached(t: &Tensor, shape: &Shape) -> Result<Tensor> {
     match t.layout.reshape(shape) {
         Some(layout) => Ok(t.with_layout(layout)),
@@ -405,7 +407,7 @@ pub(crate) fn reshape_detached(t: &Tensor, shape: &Shape) -> Result<Tensor> {
     }
 }
 
-/// Detaches, and turns a scalar into a vector of one element.
+/// Returns a detached view, which is a vector of one element if `t` is a scalar.
 pub(crate) fn detach_at_least_1d(t: &Tensor) -> Tensor {
     match t.rank() {
         0 => t.with_layout(Layout { shape: Shape::from(1), strides: Dims::from_slice(&[0]), offset: t.layout.offset }),

@@ -8,13 +8,13 @@ use crate::layout::shape::Shape;
 use crate::storage::Storage;
 use crate::{DType, Error, Result, Tensor};
 
-/// Upper bound on the absolute value of a stride, in elements: no storage is as large.
+/// The maximum absolute value of a stride, in elements. No storage is as large, and computations with such strides cannot overflow.
 const MAX_STRIDE_ELEMENTS: usize = 1 << 48;
 
 impl Tensor {
-    /// Returns all windows of `size` elements along dimension `dim`, `step` apart, as a new last dimension (PyTorch's `unfold`).
-    /// Windows longer than the step overlap: they share memory, and the gradients of shared elements are added. Fails for a window
-    /// longer than the dimension, and for a step of zero.
+    /// Returns all windows of `size` elements along dimension `dim`, `step` elements apart; the elements of a window form a new last
+    /// dimension (PyTorch's `unfold`). If `size` exceeds `step`, windows overlap and share memory, and the gradients of shared elements
+    /// are added. Fails for a window longer than the dimension, and for a step of zero.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -27,7 +27,7 @@ impl Tensor {
     pub fn unfold(&self, dim: isize, size: usize, step: usize) -> Result<Tensor> {
         let op = "unfold";
         if self.rank() == 0 && matches!(dim, -1 | 0) && size <= 1 && step > 0 {
-            return self.unsqueeze(0)?.narrow(0, 0, size); // a scalar has one window: itself
+            return self.unsqueeze(0)?.narrow(0, 0, size); // the only window of a scalar is the scalar itself
         }
         let d = self.shape().dim(op, dim)?;
         let len = self.shape().dims()[d];
@@ -45,11 +45,12 @@ impl Tensor {
         let size = self.shape().dims()[self.rank() - 1];
         let is_half = matches!(self.dtype, DType::F16 | DType::BF16) && size > step;
         let sum = Tensor::zeros(shape, (if is_half { DType::F32 } else { self.dtype }, self.device()))?;
-        // Sections no wider than the step do not overlap, so each of the ceil(size / step) sections is added in one launch without conflicts.
+        // The windows are divided into ceil(size / step) sections, each at most `step` wide. The sections of different windows do not
+        // overlap, so a section is added for all windows in one launch.
         for first in (0..size).step_by(step) {
             let width = step.min(size - first);
             let rest = sum.layout.narrow(op, d, first, shape.dims()[d] - first)?;
-            // There may be one more section of `width` than there are whole windows.
+            // A section of `width` elements may fit once more than there are whole windows.
             let windows = rest.unfold(d, width, step).narrow(op, d, 0, self.shape().dims()[d])?;
             let (to, from) = (sum.with_layout(windows), self.detach().narrow(-1, first, width)?);
             Tensor::map_into(&[&to, &from], &[], &[&to], |e, _| vec![&e[0] + &e[1]])?;
@@ -58,8 +59,8 @@ impl Tensor {
         Ok(record_unary_differentiable(op, sum, self, move |grad| grad.unfold(d as isize, size, step)))
     }
 
-    /// Returns a view of this tensor's storage by shape, strides and offset, all in elements; `None` keeps this tensor's offset
-    /// (PyTorch's `as_strided`, which may read beyond the storage).
+    /// Returns a view of this tensor's storage by shape, strides and offset, all in elements; an offset of `None` keeps this tensor's
+    /// offset (PyTorch's `as_strided`).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -70,7 +71,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Elements outside the storage; different numbers of strides and sizes; a tracked tensor that itself repeats elements.
+    /// Fails for elements outside the storage, for different numbers of strides and sizes, and for a tracked tensor that repeats elements
+    /// itself.
     pub fn as_strided(
         &self,
         size: impl Into<Shape>,
@@ -103,7 +105,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for elements outside the storage, for different numbers of strides and sizes, and for a storage that is
+    /// Returns [`Error::Invalid`] for elements outside the storage, for different numbers of strides and sizes, and for a storage that is
     /// not a whole number of elements or not aligned for the dtype (possible for a vector of bytes).
     pub fn from_storage_strided(
         storage: Storage,
@@ -135,14 +137,14 @@ fn checked_strided_layout(
         let reach = (d as i128 - 1) * s as i128;
         if reach < 0 { low += reach } else { high += reach }
     }
-    // An empty tensor accesses nothing, but its strides still enter into computations and must not overflow.
+    // An empty tensor accesses no element, but its strides are still used in computations, which must not overflow.
     let computable = offset <= storage_len && stride.iter().all(|s| s.unsigned_abs() <= MAX_STRIDE_ELEMENTS);
     invalid!(op if !computable || shape.numel() > 0 && (low < 0 || high >= storage_len as i128),
         "shape {shape}, strides {stride:?} and offset {offset} reach elements {low} to {high} of a storage of {storage_len}");
     Ok(Layout { shape, strides: stride.iter().copied().collect(), offset })
 }
 
-/// Returns the function that maps the gradient of a view `new` to the gradient of a tensor `old` of the same storage.
+/// Returns a function that computes the gradient of a tensor `old` from the gradient of a view `new` on the same storage.
 pub(crate) fn strided_gradient_fn(
     old: Layout,
     new: Layout,
@@ -153,7 +155,8 @@ pub(crate) fn strided_gradient_fn(
     }
 }
 
-/// Maps the gradient of a view `new` to the gradient of a tensor `old` of the same storage, and drops elements that are not in `old`.
+/// Computes the gradient of a tensor `old` from the gradient of a view `new` on the same storage. Elements of `new` that are not in `old`
+/// are dropped.
 fn strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor> {
     let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else {
         return Tensor::zeros(&old.shape, grad);
@@ -170,7 +173,7 @@ fn strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor>
     Ok(storage.with_layout(at(old)))
 }
 
-/// Like [`strided_gradient`], composed of differentiable operations, for second-order gradients.
+/// Computes [`strided_gradient`] by differentiable operations, for second-order gradients.
 fn recorded_strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor> {
     let (n, options) = (old.shape.numel(), (DType::I64, grad.device()));
     let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else {

@@ -7,13 +7,13 @@ use crate::Compute;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 
-/// The number of vectors accumulated side by side, so that an addition need not wait for the previous one.
+/// The number of vectors accumulated side by side, so that an addition does not have to wait for the previous addition.
 const ACCUMULATORS: usize = 8;
-/// The number of sums, and of sums of squares, accumulated side by side.
+/// The number of vectors of sums, and equally of sums of squares, that are accumulated side by side.
 const PAIRS: usize = ACCUMULATORS / 2;
-/// Rows of at most this many elements are folded one element at a time, because vectors would be mostly empty.
+/// The maximum number of elements of a row that is folded one element at a time, because its vectors would be mostly empty.
 const SHORT_ROW_LEN: usize = 16;
-/// The number of elements accumulated separately before they are added to the total, which bounds the error of long sums.
+/// The number of elements that are accumulated separately before their sum is added to the total, which bounds the error of long sums.
 const PART_LEN: usize = 1 << 10;
 
 /// The operation that combines two partial results.
@@ -47,7 +47,7 @@ macro_rules! combines {
     )* };
 }
 
-// An infinity converts to the least or greatest integer. If either operand is NaN, the result is NaN.
+// An infinity converts to the least or greatest integer of an integer type. If either operand is NaN, the result is NaN.
 combines! {
     Add: 0.0, add; |v, a, b| v.add_f32s(a, b), v.add_f64s(a, b);
     Mul: 1.0, mul; |v, a, b| v.mul_f32s(a, b), v.mul_f64s(a, b);
@@ -78,7 +78,7 @@ macro_rules! in_vectors {
             rest.iter().fold($total::<K, V, ACCUMULATORS>(simd, sums), |a, &b| K::combine(a, b))
         }
 
-        /// [`fold_map`] for this type: computes as many elements as the accumulators hold, then accumulates them.
+        /// Computes [`fold_map`] for this type: computes as many elements as the accumulators hold, then accumulates them.
         #[inline(always)]
         fn $map<K: CombineOp, C: Number, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> $t {
             let mut sums = [simd.$splat(K::identity()); ACCUMULATORS];
@@ -107,7 +107,7 @@ macro_rules! in_vectors {
             total
         }
 
-        /// [`sum_deviations`] for this type.
+        /// Computes [`sum_deviations`] for this type.
         #[inline(always)]
         fn $above<V: Simd>(simd: V, x: &[$t], mean: $t) -> [$t; 2] {
             let (vectors, rest) = V::$vectors(x);
@@ -133,7 +133,7 @@ macro_rules! in_vectors {
             totals
         }
 
-        /// Combines all lanes of all accumulators.
+        /// Combines all lanes of all accumulators to one value.
         #[inline(always)]
         fn $total<K: CombineOp, V: Simd, const N: usize>(simd: V, mut sums: [V::$join; N]) -> $t {
             let mut half = N / 2;
@@ -181,8 +181,8 @@ in_vectors!(
     mul_add_f64s
 );
 
-/// Folds all elements. A sum of n f32 is off by at most n / 32 + 20 roundings of the sum of magnitudes if vectors have four lanes,
-/// and by less if they are wider. Must be called where code is compiled for `V`.
+/// Folds all elements. For vectors of four lanes, the error of a sum of n f32 is at most that of n / 32 + 20 roundings of the sum of
+/// magnitudes; wider vectors have smaller errors. The caller must be compiled for the instructions of `V`.
 #[inline(always)]
 pub(crate) fn fold_simd<K: CombineOp, C: Number, V: Simd>(simd: V, elements: &[C]) -> C {
     match C::COMPUTE {
@@ -192,7 +192,7 @@ pub(crate) fn fold_simd<K: CombineOp, C: Number, V: Simd>(simd: V, elements: &[C
     }
 }
 
-/// [`fold_simd`] over `map(x, y)`; long slices are folded in parts of [`PART_LEN`] elements.
+/// Folds `map(x, y)` like [`fold_simd`]; long slices are folded in parts of [`PART_LEN`] elements.
 #[inline(always)]
 pub(crate) fn fold_map<K: CombineOp, C: Number, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> C {
     let mut total = K::identity();
@@ -211,7 +211,7 @@ pub(crate) fn fold_map<K: CombineOp, C: Number, V: Simd>(simd: V, x: &[C], y: &[
 #[inline(always)]
 pub(crate) fn sum_deviations<C: Number, V: Simd>(simd: V, x: &[C], mean: C) -> [C; 2] {
     let mut totals: [C; 2] = [Add::identity(); 2];
-    // A loop and no closure, because a closure that is not inlined is compiled without the vectors of `V`.
+    // This is a loop, because a closure that is not inlined is compiled without the vectors of `V`.
     for x in x.chunks(PART_LEN) {
         let part: [C; 2] = match C::COMPUTE {
             Compute::F64 => bytemuck::cast(sum_deviations_f64(simd, bytemuck::cast_slice(x), bytemuck::cast(mean))),
@@ -224,14 +224,14 @@ pub(crate) fn sum_deviations<C: Number, V: Simd>(simd: V, x: &[C], mean: C) -> [
 }
 
 vectorised! {
-    /// [`fold_simd`] with the processor's vectors.
+    /// Folds all elements like [`fold_simd`], with the processor's vectors.
     pub(crate) fn fold<'a, K: CombineOp, C: Number>(simd: S, elements: &'a [C]) -> C {
         fold_simd::<K, C, S>(simd, elements)
     }
 }
 
 vectorised! {
-    /// [`fold`] for each row of `n` elements, or of their squares; row i gives `out[i]`.
+    /// Folds each row of `n` elements, or of their squares, like [`fold`]; the result of row i is `out[i]`.
     pub(crate) fn fold_rows<'a, K: CombineOp, C: Number>(simd: S, rows: &'a [C], n: usize, squares: bool, out: &'a mut [C]) {
         if n <= SHORT_ROW_LEN {
             return match squares {
@@ -248,7 +248,7 @@ vectorised! {
     }
 }
 
-/// Calls `f` for every row of `n` elements. For the shortest rows the compiler knows the length.
+/// Calls `f` for every row of `n` elements. For very short rows, `n` is a compile-time constant in the loop.
 #[inline(always)]
 pub(crate) fn map_rows<C, R>(rows: &[C], n: usize, out: &mut [R], f: impl Fn(&[C]) -> R) {
     #[inline(always)]
@@ -266,7 +266,7 @@ pub(crate) fn map_rows<C, R>(rows: &[C], n: usize, out: &mut [R], f: impl Fn(&[C
 }
 
 vectorised! {
-    /// Combines each element of `to` with the element of `from`.
+    /// Combines each element of `to` with the corresponding element of `from`.
     pub(crate) fn combine_all<'a, K: CombineOp, C: Number>(_simd: S, to: &'a mut [C], from: &'a [C]) {
         to.iter_mut().zip(from).for_each(|(a, b)| *a = K::combine(*a, *b));
     }
@@ -276,7 +276,7 @@ vectorised! {
 mod tests {
     use super::*;
 
-    /// Compares every length up to several vectors with a loop over the elements, and tests a NaN at every index.
+    /// Compares folds of every length up to several vectors with a plain loop over the elements, and places a NaN at every index.
     fn checked<C: Number>(of: impl Fn(usize) -> C, nan: Option<C>) {
         for n in (0..200).chain([PART_LEN - 1, PART_LEN, PART_LEN + 1, 1009, 4096]) {
             let x: Vec<C> = (0..n).map(&of).collect();
@@ -297,7 +297,7 @@ mod tests {
 
     #[test]
     fn folds_of_every_length_equal_a_loop() {
-        // Small integers, so that sums are exact in any order.
+        // The elements are small integers, so that sums are exact in any order.
         let of = |i: usize| (i * 7919 % 201) as i32 - 100;
         checked(|i| of(i) as f32, Some(f32::NAN));
         checked(|i| f64::from(of(i)), Some(f64::NAN));
@@ -312,7 +312,7 @@ mod tests {
             fold_rows::<Max, f32>(&x, n, false, &mut out);
             assert!(out.iter().zip(x.chunks(n)).all(|(&got, row)| got == fold::<Max, f32>(row)), "{n}");
             fold_rows::<Add, f32>(&x, n, true, &mut out);
-            // Integers, so that sums are exact in any order.
+            // The elements are integers, so that sums are exact in any order.
             let squares = |row: &[f32]| row.iter().map(|x| x * x).sum::<f32>();
             assert!(out.iter().zip(x.chunks(n)).all(|(&got, row)| got == squares(row)), "squares of {n}");
         }

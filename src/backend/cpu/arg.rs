@@ -10,7 +10,7 @@ use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 
 impl<S: Number> ReductionInput<'_, S> {
-    /// Computes the index of each result's first NaN or, without NaN, of its first greatest (or least) element.
+    /// Computes, for each result, the index of the first NaN or, if there is none, of the first greatest (or least) element.
     pub(super) fn arg_reduce<K: CombineOp>(&self, dtype: DType, out: &mut [u8]) {
         let plan = self.plan;
         let slices = plan.n.div_ceil(SLICE_LEN);
@@ -38,7 +38,7 @@ impl<S: Number> ReductionInput<'_, S> {
         });
     }
 
-    /// Computes the indices for results whose first elements begin at `start`, `stride` apart.
+    /// Computes indices for results whose first input elements are at `start`, `start + stride`, ....
     fn arg_across<K: CombineOp>(&self, start: isize, stride: isize, found: &mut [i64]) {
         let mut best: SmallVec<[S; 64]> = SmallVec::from_elem(K::identity(), found.len());
         let mut tile = best.clone();
@@ -52,7 +52,7 @@ impl<S: Number> ReductionInput<'_, S> {
         }
     }
 
-    /// Finds the best element among the positions `r..end` of result `o`; returns its value and position.
+    /// Finds the first best element among elements `r..end` of result `o`, and returns its value and its index.
     fn arg_line<K: CombineOp>(&self, o: usize, mut r: usize, end: usize) -> (S, usize) {
         let base = self.plan.start as isize + self.plan.kept.locate(o, 1).0;
         let stride = self.plan.reduced.inner().1;
@@ -77,12 +77,12 @@ impl<S: Number> ReductionInput<'_, S> {
     }
 }
 
-/// Returns the position of the first element that equals `value`, or that is NaN if `value` is.
+/// Returns the index of the first element that equals `value` or, if `value` is NaN, of the first NaN.
 fn first_position<S: Number>(elements: &[S], value: S) -> usize {
     if is_nan(value) {
         return elements.iter().position(|v| is_nan(*v)).unwrap_or(0);
     }
-    // A loop without an early exit is vectorised: it finds the chunk, in which the element is then searched.
+    // The inner loop has no early exit, so it is vectorised. It finds the chunk that contains the element; then the chunk is searched.
     let has = |some: &[S]| some.iter().map(|v| u32::from(*v == value)).sum::<u32>() > 0;
     let (which, some) = elements.chunks(GROUP_LEN).enumerate().find(|(_, some)| has(some)).unwrap_or((0, elements));
     which * GROUP_LEN + some.iter().position(|v| *v == value).unwrap_or(0)
@@ -92,13 +92,14 @@ fn is_nan<S: Number>(v: S) -> bool {
     v.partial_cmp(&v).is_none()
 }
 
-/// True if the earlier element `a` is kept over the later element `b`: it is NaN or at least as good.
+/// True if the earlier element `a` is preferred to the later element `b`: `a` is NaN or at least as good.
 fn keeps_first<K: CombineOp, S: Number>(a: S, b: S) -> bool {
     is_nan(a) || (!is_nan(b) && K::combine(a, b) == a)
 }
 
 vectorised! {
-    /// Replaces the best elements that the elements of position `r` exceed.
+    /// Compares each best element with the element at index `r` of the same result, and replaces it and its index if the new element is
+    /// better.
     fn take_better<'a, K: CombineOp, S2: Number>(_simd: S, best: &'a mut [S2], elements: &'a [S2], r: i64, found: &'a mut [i64]) {
         for ((best, &v), found) in best.iter_mut().zip(elements).zip(found) {
             let keeps_first = keeps_first::<K, S2>(*best, v);
@@ -108,7 +109,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Finds the first best element in every row of `n` elements.
+    /// Finds the index of the first best element in every row of `n` elements.
     fn arg_of_rows<'a, K: CombineOp, S2: Number>(_simd: S, rows: &'a [S2], n: usize, found: &'a mut [i64]) {
         map_rows(rows, n, found, |row| {
             let first = (row[0], 0);

@@ -29,25 +29,26 @@ use crate::{DType, Result, Tensor};
 
 /// The number of slab elements in a job. Slabs and product stay in the L2 cache.
 pub(crate) const SLAB_ELEMENTS: usize = 3 << 15;
-/// The number of product elements in a job.
+/// The maximum number of elements of the product that a job computes.
 pub(crate) const PRODUCT_ELEMENTS: usize = 1 << 16;
-/// The fewest windows in a job.
+/// The minimum number of windows in a job.
 pub(crate) const MIN_JOB_WINDOWS: usize = 128;
 /// The number of jobs for each thread, if there is enough work.
 const JOBS_PER_THREAD: usize = 4;
-/// Up to this many multiplications, one thread finishes before others have woken up.
+/// Maximum number of multiplications that one thread computes alone: it finishes before other threads have woken up.
 const MAX_SERIAL_PRODUCTS: usize = 1 << 19;
-/// The most elements of image sums in a job.
+/// The maximum number of image elements whose sums a job holds.
 const MAX_SUM_ELEMENTS: usize = 1 << 20;
-/// The longest row of an image or of windows; beyond it im2col is better.
+/// The maximum length of a row of an image or of windows. For longer rows, im2col is faster.
 const MAX_ROW_LEN: usize = 1 << 14;
-/// The widest kernel row; beyond it im2col is better.
+/// The maximum width of a kernel. For wider kernels, im2col is faster.
 const MAX_KERNEL_WIDTH: usize = 64;
-/// Weights with more elements than this need at least `MIN_WINDOWS_OF_LARGE_WEIGHT` windows; with fewer windows im2col is better.
+/// The number of elements above which a weight needs at least `MIN_WINDOWS_OF_LARGE_WEIGHT` windows. With fewer windows, im2col is
+/// faster.
 const LARGE_WEIGHT: usize = 1 << 18;
-/// The fewest windows for a large weight.
+/// The minimum number of windows for a large weight.
 const MIN_WINDOWS_OF_LARGE_WEIGHT: usize = 1 << 10;
-/// The fewest windows for a large weight if the processor multiplies pairs of bf16.
+/// The minimum number of windows for a large weight if the processor multiplies pairs of bf16.
 const MIN_WINDOWS_OF_LARGE_PAIRED_WEIGHT: usize = 1 << 8;
 /// The number of elements that kernels may read past the last slab: at most one vector.
 pub(crate) const READ_SLACK: usize = 32;
@@ -72,8 +73,8 @@ pub(crate) struct JobWindows {
 }
 
 impl Conv {
-    /// Returns the convolution if there are kernels for it and im2col is not better. Requires that no size is 0, that there are enough windows for
-    /// every thread and to amortise reading a large weight, and that rows and kernels fit in the caches.
+    /// Returns the convolution if there are kernels for it and im2col is not faster, else `None`. Requires that no size is 0, that there
+    /// are enough windows for every thread and to amortise reading a large weight, and that rows and kernels fit in the caches.
     pub(crate) fn new(w: Windows, images: &Tensor, weight: &Tensor, groups: usize) -> Option<Conv> {
         let (n, [outer, inner, ..]) = (images.shape().dims()[0], sizes_4d(weight));
         let sizes = [n, inner, outer, w.image[0], w.image[1], w.grid[0], w.grid[1], w.kernel[0], w.kernel[1]];
@@ -81,7 +82,7 @@ impl Conv {
         if !floats || sizes.contains(&0) {
             return None;
         }
-        // Sums for images and for their gradients run over the channels of a group.
+        // The forward pass sums over `inner` channels, and the gradient of the images over `outer / groups` channels.
         let for_pairs = || SerialGemm::for_pairs(inner.min(outer / groups));
         let pairs = (images.dtype == DType::BF16).then(for_pairs).flatten();
         let many = if pairs.is_some() { MIN_WINDOWS_OF_LARGE_PAIRED_WEIGHT } else { MIN_WINDOWS_OF_LARGE_WEIGHT };
@@ -106,12 +107,12 @@ impl Conv {
         self.w.grid[0] * self.w.grid[1]
     }
 
-    /// The number of elements in a channel of an image.
+    /// Returns the number of elements in a channel of an image.
     fn image_len(&self) -> usize {
         self.w.image[0] * self.w.image[1]
     }
 
-    /// True if one thread should compute everything.
+    /// True if one thread should compute the whole convolution.
     pub(crate) fn is_serial(&self) -> bool {
         [self.n, self.groups, self.window_count(), self.outer, self.inner, self.kernel_len()]
             .into_iter()
@@ -119,7 +120,7 @@ impl Conv {
             <= MAX_SERIAL_PRODUCTS
     }
 
-    /// The number of small images that a job computes together; all threads get equally many.
+    /// Returns the number of small images that a job computes together. All threads get about equally many images.
     pub(crate) fn images_per_job(&self) -> usize {
         let images = (2 * MIN_JOB_WINDOWS / self.window_count()).min(self.n.div_ceil(threads())).max(1);
         self.n.div_ceil(self.n.div_ceil(images).next_multiple_of(threads()))
@@ -142,7 +143,7 @@ impl Conv {
         }
     }
 
-    /// The windows in piece `piece` of the images from `image` on.
+    /// Returns the windows of piece `piece` of the images, beginning with image `image`.
     pub(crate) fn window_part(&self, job_windows: JobWindows, image: usize, piece: usize) -> WindowPart {
         let [rows, columns] = self.w.grid;
         let (row, column) = match rows {
@@ -156,23 +157,24 @@ impl Conv {
         }
     }
 
-    /// The number of pieces that an image is divided into.
+    /// Returns the number of pieces that an image is divided into.
     pub(crate) fn piece_count(&self, job_windows: JobWindows) -> usize {
         self.w.grid[0].div_ceil(job_windows.rows) * self.w.grid[1].div_ceil(job_windows.columns)
     }
 
-    /// The number of channels, up to `most`, whose slabs stay in the cache together.
+    /// Returns the number of channels, at most `most`, whose slabs fit in the cache together.
     pub(crate) fn slab_channels<T>(&self, job_windows: JobWindows, most: usize) -> usize {
         let slabs = self.w.kernel[1] * slab::slab_stride::<T>(&self.w, &self.window_part(job_windows, 0, 0));
         even_size(most, SLAB_ELEMENTS * size_of::<f32>() / (slabs * size_of::<T>()))
     }
 
-    /// The number of kernel steps for this many channels.
+    /// Returns the number of kernel steps for `channels` channels: half as many, rounded up, if steps are pairs.
     fn steps(&self, channels: usize) -> usize {
         channels.div_ceil(self.serial_gemm.elements_per_step())
     }
 
-    /// Loads steps from the elements at `start`, `stride` apart, of one channel and, for pairs, of the next channel at `next`.
+    /// Loads steps from the elements of one channel, which begin at `start` and are `stride` apart. For pairs, the elements of the next
+    /// channel begin at `next`.
     fn load_steps(
         &self,
         (x, bytes): (&Tensor, &[u8]),
@@ -201,8 +203,8 @@ impl Conv {
         }
     }
 
-    /// Packs the weight into `pieces` pieces of `stride` elements each; `lay_out` writes one piece from rows of steps. If steps are pairs, pairs of
-    /// rows are formed first: `rows` is the number of channels and the length of a row.
+    /// Packs the weight into `pieces` pieces of `stride` elements each; `lay_out` writes one piece from rows of steps. If steps are
+    /// pairs, neighbouring rows are first combined into pairs: `rows` has the number of channels and the length of a row.
     fn pack_weight(
         &self,
         (weight, bytes): (&Tensor, &[u8]),
@@ -275,7 +277,7 @@ impl Convolution for Conv {
                     let (count, of_image) = (part.count(), part.windows_per_image());
                     let (wide, room) = (self.serial_gemm.padded_width(count), slab::line_buffer_len(&self.w, &part));
                     let slabs = self.w.kernel[1] * channels * slab::slab_stride::<f32>(&self.w, &part) + READ_SLACK;
-                    // True if products are written to the result without scratch memory: one image, and no conversion.
+                    // True if products are written to the result directly, without scratch memory: there is one image, and no conversion.
                     let direct = dtype == DType::F32 && part.images.len() == 1;
                     let of_product = if direct { 0 } else { self.outer * wide };
                     with_scratch([slabs, of_product, room], |[slabs, product, lines], table| {
@@ -436,12 +438,12 @@ impl Convolution for Conv {
     }
 }
 
-/// Divides `n` into pieces of about equal size, at most `most`; returns the size of a piece.
+/// Divides `n` into pieces of about equal size, each at most `most`, and returns the size of a piece.
 pub(crate) fn even_size(n: usize, most: usize) -> usize {
     n.div_ceil(n.div_ceil(most.max(1)))
 }
 
-/// The elements of a weight or a bias as contiguous f32.
+/// Returns the elements of a weight or a bias as contiguous f32.
 fn contiguous_floats<'a>(t: &Tensor, bytes: &'a [u8]) -> Cow<'a, [f32]> {
     if t.is_contiguous() {
         let size = t.dtype.size();

@@ -11,10 +11,10 @@ use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::{Function, function, vectorised};
 use crate::{Compute, DType};
 
-/// The number of f16 elements converted at a time if they are strided, or not computed in f32.
+/// The number of f16 elements converted at a time if the elements are strided, or are not computed in f32.
 const F16_CHUNK_LEN: usize = 64;
 
-/// Reads `out.len()` elements, from `start` on and `stride` elements apart.
+/// Fills `out` with elements of `bytes`, beginning at element `start` and `stride` elements apart.
 pub(crate) fn load_tile<C: Number>(dtype: DType, bytes: &[u8], start: usize, stride: isize, out: &mut [C]) {
     macro_rules! load {
         ($T:ty, $x:ident => $e:expr) => {{
@@ -52,7 +52,7 @@ pub(crate) fn read_or_convert<'b, C: Number>(
     buffer
 }
 
-/// Writes `values`, from `start` on and `stride` elements apart.
+/// Writes `values` to elements of `bytes`, beginning at element `start` and `stride` elements apart.
 pub(crate) fn store_tile<C: Number>(dtype: DType, values: &[C], bytes: &mut [u8], start: usize, stride: isize) {
     macro_rules! store {
         ($T:ty, $x:ident => $e:expr) => {{
@@ -78,7 +78,7 @@ pub(crate) fn store_tile<C: Number>(dtype: DType, values: &[C], bytes: &mut [u8]
 }
 
 vectorised! {
-    /// Writes the function's result for each element.
+    /// Writes the function's result for each element of `from` to `to`.
     fn convert_each<'a, A: Copy, B: Copy, F: Function<A, B>>(_simd: S, from: &'a [A], to: &'a mut [B]) {
         to.iter_mut().zip(from).for_each(|(to, &x)| *to = F::call(x));
     }
@@ -156,7 +156,7 @@ mod tests {
 
     use super::*;
 
-    /// Numbers at the edges of the conversions.
+    /// Returns numbers at the limits of dtypes, where conversions saturate, wrap or round.
     fn edges() -> Vec<f64> {
         let mut v = vec![0.0, -0.0, 0.4, -0.6, 0.5, 1.5, 2.5, 255.0, 256.0, -1.0, 300.7, 65504.0, 65520.0, 1e-8, 6e-5];
         v.extend([

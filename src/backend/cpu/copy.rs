@@ -1,4 +1,4 @@
-//! Strided copies on the CPU. Rows that are contiguous on both sides are copied as blocks of memory.
+//! Strided copies on the CPU. Rows that are contiguous in source and destination are copied as blocks of memory.
 
 use bytemuck::Pod;
 
@@ -8,13 +8,13 @@ use crate::backend::problem::map::Launch;
 use crate::device::cpu::copy as device_copy;
 use crate::device::cpu::streaming::{STREAMING_MIN_BYTES, Streaming};
 
-/// The number of elements gathered in a buffer before they are stored past the cache.
+/// The number of elements that are gathered in a buffer before non-temporal stores write the buffer past the cache.
 const GATHER_BUFFER_LEN: usize = 1024;
 
-/// Rows shorter than this are copied many at a time.
+/// The length below which rows are short: many short rows are copied at a time.
 const SHORT_ROW_LEN: usize = 16;
 
-/// A row to copy that is strided on at least one side: the start and the step on each side.
+/// A row to copy that is strided in the source or the destination: the start and the stride in each.
 struct StridedRow {
     from: usize,
     step: isize,
@@ -101,7 +101,7 @@ impl StridedRow {
     }
 }
 
-/// Gathers rows of `n` elements. The rows begin `row` elements apart, and their elements are `step` apart.
+/// Gathers rows of `n` elements into `to`. In `from`, the rows begin `row` elements apart, and the elements of a row are `step` apart.
 fn short_rows<T: Pod>(from: &[T], start: usize, row: isize, step: isize, to: &mut [T], n: usize) {
     #[inline(always)]
     fn all<T: Pod>(from: &[T], start: usize, row: isize, step: isize, rows: impl Iterator<Item = impl AsMut<[T]>>) {
@@ -124,7 +124,7 @@ fn short_rows<T: Pod>(from: &[T], start: usize, row: isize, step: isize, to: &mu
     }
 }
 
-/// Gathers every `step`-th element from `start` on.
+/// Gathers every `step`-th element of `from`, beginning at `start`.
 fn gather<T: Pod>(from: &[T], start: usize, step: isize, to: &mut [T]) {
     let len = to.len();
     match step {

@@ -1,9 +1,10 @@
 //! Convolutions on the CPU with one or a few channels in each group, computed a part of a plane (one channel of one image) at a time.
 //!
-//! A part is copied with its padding into the cache. For a stride above 1, the copy is split into phases, each with every `stride`th element.
-//! Then every tap reads a contiguous slice of the copy, and a part of the result is a weighted sum of such slices ([`vectors::correlate`]). The
-//! sum has the row length of the copy; the superfluous elements are not stored. The image's gradient is the same sum over the result's gradient,
-//! for each phase. The weight's gradient is dot products of both ([`vectors::dots`]), added in an order that depends only on the shapes.
+//! A part is copied with its padding into the cache. For a stride above 1, the copy is split into phases; phase p has every `stride`th
+//! element, beginning at element p. Every tap then reads a contiguous slice of the copy, and a part of the result is a weighted sum of
+//! such slices ([`vectors::correlate`]). The sum has the row length of the copy; the surplus elements are not stored. The image's
+//! gradient is such a weighted sum of the result's gradient, for each phase. The weight's gradient consists of dot products of the image
+//! and the result's gradient ([`vectors::dots`]), added in an order that depends only on the shapes.
 
 mod jobs;
 mod planes;
@@ -26,22 +27,22 @@ use crate::{Result, Shape, Tensor};
 const JOB_COST: usize = 1 << 17;
 /// The cost of loading or storing an element, in multiplications.
 const MOVE_COST: usize = 4;
-/// The number of elements that a part reads and writes: all stay in the caches of a core.
+/// The number of elements that one part reads and writes; they fit in the caches of a core.
 const PART_ELEMENTS: usize = 1 << 14;
-/// The most elements in one copy, which limits windows with a large extent.
+/// The maximum number of elements in one copy, which limits the extent of windows.
 const MAX_COPY_ELEMENTS: usize = 1 << 20;
-/// The most phases: for windows that are far apart, im2col is better.
+/// The maximum number of phases. For larger strides, im2col is faster.
 const MAX_PHASES: usize = 64;
-/// The number of windows of a group whose products with their gradients are summed separately.
+/// The number of windows of a group over which the weight's gradient is summed separately, before these sums are added.
 const SLICE_WINDOWS: usize = 1 << 16;
-/// The number of elements that loops may read past a copy: no vector is longer.
+/// The number of elements that loops may read past the end of a copy: at least the elements of the longest vector.
 const READ_SLACK: usize = 64;
 
 /// The geometry of windows along one dim.
 struct WindowAxis {
-    /// For each tap, the phase that it reads, and its offset in that phase from the window's position.
+    /// For each tap, the phase that the tap reads, and the offset of the tap in that phase from the window's position.
     taps: Vec<(usize, usize)>,
-    /// The first element of each phase that some tap reads.
+    /// For each phase that some tap reads, the index of the phase's first element.
     phases: Vec<usize>,
     /// The largest offset of a tap from the window's position.
     reach: usize,
@@ -61,15 +62,15 @@ impl WindowAxis {
         WindowAxis { reach: taps[taps.len() - 1].1, taps, phases, stride, padding: w.padding[d] }
     }
 
-    /// The range of phase elements that covers the image's elements `first..first + size`: its start and length.
+    /// Returns the start and length of the range of phase elements that covers the image's elements `first..first + size`.
     fn span(&self, first: usize, size: usize) -> (usize, usize) {
         let from = (first + self.padding) / self.stride;
         (from, (first + size - 1 + self.padding) / self.stride - from + 1)
     }
 }
 
-/// A convolution of images `[N, groups * inner, image]` to windows `[N, groups * outer, grid]`, with a weight `[groups * outer, inner, kernel]`.
-/// Each of the three can be computed from the other two.
+/// A convolution of images `[N, groups * inner, image]` to windows `[N, groups * outer, grid]`, with a weight
+/// `[groups * outer, inner, kernel]`. Each of images, windows and weight can be computed from the other two.
 pub(crate) struct Depthwise {
     w: Windows,
     axes: [WindowAxis; 2],
@@ -94,12 +95,12 @@ impl Convolution for Depthwise {
 }
 
 impl Depthwise {
-    /// Returns the convolution if this method suits it and no size is 0.
+    /// Returns the convolution if this method suits it and no size is 0, else `None`.
     pub(crate) fn new(w: Windows, images: &Tensor, weight: &Tensor, groups: usize) -> Option<Depthwise> {
         let (n, [outer, inner, ..]) = (images.shape().dims()[0], sizes_4d(weight));
         let sizes = [n, inner, outer, w.image[0], w.image[1], w.grid[0], w.grid[1], w.kernel[0], w.kernel[1]];
         let phase_counts = [0, 1].map(|d| w.kernel[d].min(w.stride[d]));
-        // Matrix products are better for large groups.
+        // For groups with many channels, matrix products are faster.
         let of_group = outer / groups * inner;
         let small = groups > 1 && of_group <= 256 || of_group == 1;
         if sizes.contains(&0) || phase_counts[0] * phase_counts[1] > MAX_PHASES || !small {
@@ -124,7 +125,7 @@ impl Depthwise {
         self.w.kernel[0] * self.w.kernel[1]
     }
 
-    /// The row and column of every tap.
+    /// Returns the row and column of every tap.
     fn each_tap(&self) -> impl Iterator<Item = [usize; 2]> {
         (0..self.taps()).map(|tap| [tap / self.w.kernel[1], tap % self.w.kernel[1]])
     }
@@ -132,13 +133,13 @@ impl Depthwise {
     /// Divides a range of elements of all planes into parts.
     fn parts(&self, dims: [usize; 2], range: Range<usize>) -> PlaneParts {
         let elements = (PART_ELEMENTS / (self.inner * self.phases() + self.outer)).max(1 << 10);
-        // Enough rows that the `reach` extra rows of a part are few in comparison.
+        // The part has enough rows that its `reach` extra rows, which are read but not computed, are few in comparison.
         let rows = (elements / dims[1]).max(2 * self.axes[0].reach + 1).min(dims[0]);
         PlaneParts::new(dims, [rows, dims[1].min(2 * elements)], range)
     }
 
-    /// The number of elements of each channel in a job. With several channels in a group the number is a multiple of a plane; with one channel it
-    /// may be whole rows or a part of a row.
+    /// Returns the number of elements of each channel in a job. With several channels in a group, a job has whole planes; with one
+    /// channel, a job may have whole rows or a part of a row.
     fn job_elements(&self, [rows, columns]: [usize; 2], channels: usize) -> usize {
         let each = self.inner * self.outer * self.taps() + (self.inner + self.outer) * MOVE_COST;
         let wanted = (JOB_COST / each).max(1);
@@ -149,8 +150,8 @@ impl Depthwise {
         }
     }
 
-    /// Copies the image elements that the windows of a part read: each channel, phase after phase. Unless `is_new`, `to` already holds a part of the
-    /// same position and size, so its padding is already 0.
+    /// Copies the image elements that the windows of a part read: each channel, phase after phase. Unless `is_new`, `to` already holds a
+    /// part with the same position and size, so the elements in the padding are already 0 and are not written again.
     #[inline(always)]
     fn load_phases<C: VectorFloat>(
         &self,
@@ -183,12 +184,13 @@ impl Depthwise {
         }
     }
 
-    /// The rows and columns of each phase that windows of a part with this size read.
+    /// Returns the number of rows and columns of each phase that the windows of a part of this size read.
     fn phase_size(&self, size: [usize; 2]) -> [usize; 2] {
         [0, 1].map(|d| size[d] + self.axes[d].reach)
     }
 
-    /// The offset at which each tap of each channel reads in the copy that [`load_phases`](Self::load_phases) makes for a part of this size.
+    /// Fills `offsets` with the offset at which each tap of each channel reads in the copy that [`load_phases`](Self::load_phases) makes
+    /// for a part of this size.
     fn offsets(&self, size: [usize; 2], offsets: &mut Vec<usize>) {
         let [high, wide] = self.phase_size(size);
         let phases = self.axes[1].phases.len();
@@ -213,8 +215,8 @@ impl Depthwise {
         })
     }
 
-    /// Allocates a result `[N, groups * channels, rows, columns]` with the dtype of `x`; `f(x, first, made)` computes a part of it, from element
-    /// `first` of each channel on.
+    /// Allocates a result `[N, groups * channels, rows, columns]` with the dtype of `x`. `f(x, first, made)` computes a part of the
+    /// result, starting at element `first` of each channel.
     fn compute_planes<C: VectorFloat>(
         &self,
         x: &Tensor,
@@ -232,7 +234,7 @@ impl Depthwise {
         Ok(out)
     }
 
-    /// The initial value of each channel's sums: the bias or 0.
+    /// Returns the initial value of each channel's sums: the bias, or 0 without a bias.
     fn initial_sums<C: VectorFloat>(&self, bias: Option<&Tensor>, channels: usize) -> Result<Vec<C>> {
         bias.map_or_else(|| Ok(vec![C::from_i32(0); self.groups * channels]), read_elements)
     }

@@ -1,4 +1,4 @@
-//! Macros that evaluate an expression with a type parameter that depends on a dtype.
+//! Macros that evaluate an expression with a type parameter chosen by a dtype.
 
 /// Evaluates `$made` with `$C` as the type that a [`Compute`](crate::Compute) names.
 macro_rules! for_compute {

@@ -1,9 +1,9 @@
-//! Launches on the CPU that need no plan. Most launches of small tensors are of these kinds, and planning them would take longer than running
+//! Launches on the CPU that need no plan. Most launches of small tensors are of these kinds, and planning takes longer than computing
 //! them:
 //!
 //! - One primitive with contiguous, row-broadcast or scalar operands of the result's dtype ([`FlatLaunch`]; [`SmallPrimitive`] for the smallest).
-//! - One cheap primitive of f16 or bf16 ([`compute_halves`]), which reads, converts, computes and writes in one loop. Through tiles of f32, every
-//!   element would be written and read again three times.
+//! - One cheap primitive of f16 or bf16 ([`compute_halves`]), which reads, converts, computes and writes in one loop. In the tile
+//!   interpreter, every element would be written to a tile of f32 and read again three times.
 //! - Formulas over one or two bool tensors ([`try_run_masks`]). Every such formula is a polynomial over bits, which is evaluated on bytes.
 
 use std::ops::Range;
@@ -25,18 +25,19 @@ use crate::expr::{Binary, Op};
 use crate::storage::{Storage, with_host, with_host_few};
 use crate::{DType, Error, Result, Scalar, Tensor};
 
-/// The number of elements updated in place at a time. The copy of their old values stays in the L1 cache.
+/// The number of elements that are updated in place at a time, so that the copy of their old values stays in the L1 cache.
 const IN_PLACE_CHUNK_LEN: usize = 2048;
-/// Results up to this many bytes fit in the L1 cache together with two operands.
+/// The maximum number of bytes of a result that fits in the L1 cache together with two operands.
 const L1_RESULT_BYTES: usize = 12 << 10;
-/// Results above this many bytes fit in no cache together with two operands.
+/// The number of bytes above which a result fits in no cache together with two operands.
 const MAX_REVERSED_BYTES: usize = 8 << 20;
-/// The number of pieces of a result that is computed from its end to its start. Few pieces leave the first one in the L1 cache.
+/// The number of pieces of a result that is computed from its end to its start. With few pieces, the first piece is still in the L1 cache
+/// at the end.
 const REVERSED_PIECES: usize = 3;
-/// Broadcast rows of halves shorter than this are left to the tile interpreter, whose tiles cover many rows.
+/// The minimum length of a broadcast row of halves. Shorter rows are left to the tile interpreter, whose tiles cover many rows.
 const MIN_HALF_ROW_LEN: usize = 64;
 
-/// Computes formulas that need no plan, and returns whether they did not. Shapes are not checked: a mismatch returns false.
+/// Computes `formulas` if they need no plan; returns false, without computing anything, otherwise. A shape mismatch also returns false.
 pub(crate) fn try_run(formulas: &Formulas) -> Result<bool> {
     let Formulas { program, inputs, outputs: [out], params, .. } = formulas else { return Ok(false) };
     if params.seeds.is_empty() && try_run_primitive(formulas, out)? {
@@ -45,7 +46,8 @@ pub(crate) fn try_run(formulas: &Formulas) -> Result<bool> {
     if out.dtype == DType::Bool { try_run_masks(program, inputs, out) } else { Ok(false) }
 }
 
-/// Computes one primitive whose operands have the result's dtype, and are contiguous, one broadcast row or one number.
+/// Computes one primitive if its operands have the result's dtype and each is contiguous, one broadcast row or one number. Returns false
+/// otherwise.
 fn try_run_primitive(formulas: &Formulas, out: &Tensor) -> Result<bool> {
     let Formulas { op, program, inputs, outputs, .. } = *formulas;
     let scalars = formulas.params.scalars;
@@ -64,7 +66,7 @@ fn try_run_primitive(formulas: &Formulas, out: &Tensor) -> Result<bool> {
             _ => return Ok(false),
         }
     }
-    // The interpreter takes a repeating row only together with a slice.
+    // The interpreter accepts a repeated row only together with a slice operand.
     let two = matches!(step.action, Action::Compute(Op::Binary(_)));
     let each = |kind: &Option<OperandKind>| matches!(kind, Some(OperandKind::Contiguous) | None);
     if kinds.iter().any(|kind| matches!(kind, Some(OperandKind::RowBroadcast(_))))
@@ -89,8 +91,9 @@ fn try_run_primitive(formulas: &Formulas, out: &Tensor) -> Result<bool> {
     if zero { Err(Error::DivisionByZero { op }) } else { Ok(true) }
 }
 
-/// Computes all elements on this thread; `part` is called with the index of the first element of a range, and the range. A result too large
-/// for the L1 cache is computed forwards and backwards in alternate calls, to begin where the cache still holds the last call's elements.
+/// Computes all elements on this thread by calls of `part(index of the first element, range of out)`. For a result too large for the L1
+/// cache, successive calls alternate between ascending and descending order, to begin where the cache still holds the last call's
+/// elements.
 fn compute_alternating<C>(out: &mut [C], mut part: impl FnMut(usize, &mut [C])) {
     if size_of_val(out) <= L1_RESULT_BYTES || !parallel::alternate_direction() {
         return part(0, out);
@@ -99,8 +102,8 @@ fn compute_alternating<C>(out: &mut [C], mut part: impl FnMut(usize, &mut [C])) 
     out.chunks_mut(piece).enumerate().rev().for_each(|(i, elements)| part(i * piece, elements));
 }
 
-/// One primitive of one or two tensors with the result's layout, or of a tensor and a number. All are f32 or all f64, and small enough for
-/// one thread. For such tensors the more general check of [`try_run`] would take longer than the operation.
+/// One primitive of one or two tensors with the result's layout, or of a tensor and a number. All operands are f32 or all are f64, and
+/// small enough for one thread. For such small tensors, the more general check of [`try_run`] takes longer than the operation.
 pub(crate) struct SmallPrimitive<'a> {
     action: Action,
     args: &'a [Value],
@@ -109,7 +112,7 @@ pub(crate) struct SmallPrimitive<'a> {
 }
 
 impl<'a> SmallPrimitive<'a> {
-    /// Returns the primitive if the launch is that simple. The result has dtype `dtype` and the first operand's shape.
+    /// Returns the launch if [`SmallPrimitive`] supports it, else `None`. The result has dtype `dtype` and the first operand's shape.
     #[inline]
     pub(crate) fn try_new(
         inputs: &'a [&'a Tensor],
@@ -146,7 +149,7 @@ impl<'a> SmallPrimitive<'a> {
         }
     }
 
-    /// The k-th operand, restricted to `range`.
+    /// Returns the elements of operand `k` in `range`.
     fn operand<'b, C: Number>(&self, k: usize, elements: &'b [C], range: Range<usize>) -> TileIn<'b, C> {
         match self.args[k] {
             Value::Scalar(i) => TileIn::Scalar(C::from_scalar(self.scalars[i])),
@@ -187,11 +190,11 @@ impl<'a> SmallPrimitive<'a> {
 struct FlatLaunch<'a> {
     program: &'a Program,
     inputs: &'a [&'a Tensor],
-    /// How each input is indexed; None for the input that the launch overwrites.
+    /// How each input is indexed; `None` for the input that the launch overwrites.
     kinds: &'a [Option<OperandKind>],
     scalars: &'a [Scalar],
     out: &'a Tensor,
-    /// Whether to store the result past the cache.
+    /// Whether to store the result with non-temporal stores, past the cache.
     streamed: bool,
 }
 
@@ -230,7 +233,7 @@ impl FlatLaunch<'_> {
         zero.into_inner()
     }
 
-    /// Computes `out.len()` elements from `first` on.
+    /// Computes `out`, whose first element has index `first` in the result. Returns whether an integer was divided by zero.
     fn compute_range<C: Number>(&self, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
         let mut scratch = Scratch::new();
         scratch.streamed = self.streamed;
@@ -248,8 +251,9 @@ impl FlatLaunch<'_> {
         }
     }
 
-    /// [`compute_range`](Self::compute_range) for a result that is also an operand, through copies.
-    #[inline(never)] // for the buffer on the stack
+    /// Computes a range like [`compute_range`](Self::compute_range), for a result that is also an operand: the old values are copied
+    /// first.
+    #[inline(never)] // keeps the buffer off the caller's stack frame
     fn compute_through_copy<C: Number>(
         &self,
         scratch: &mut Scratch<C>,
@@ -296,16 +300,16 @@ impl FlatLaunch<'_> {
     }
 }
 
-/// An operand of a launch in halves.
+/// An operand of a launch whose elements are f16 or bf16.
 #[derive(Clone, Copy)]
 enum HalfSource<'a> {
-    /// Elements that repeat after this number of elements.
+    /// The elements, which repeat with the period given by the second field.
     Elements(&'a [u16], usize),
     Scalar(f32),
 }
 
-/// Computes one cheap binary primitive of f16 or bf16, and returns whether the launch is of this kind. Operands have the result's dtype; `kinds`
-/// index them.
+/// Computes one cheap binary primitive of f16 or bf16. Operands have the result's dtype; `kinds` says how each operand is indexed.
+/// Returns false, without computing anything, for any other launch.
 fn try_run_halves(
     program: &Program,
     inputs: &[&Tensor],
@@ -354,7 +358,7 @@ fn try_run_halves(
     Ok(true)
 }
 
-/// Computes `to.len()` elements from `first` on, split at the ends of broadcast rows.
+/// Computes `to`, whose first element has index `first` in the result. The range is split at the ends of broadcast rows.
 fn compute_halves(op: Binary, dtype: DType, a: HalfSource, b: HalfSource, mut first: usize, mut to: &mut [u16]) {
     macro_rules! each {
         ($a:expr, $b:expr, $to:expr, $method:ident) => {{
@@ -389,7 +393,8 @@ fn compute_halves(op: Binary, dtype: DType, a: HalfSource, b: HalfSource, mut fi
     }
 }
 
-/// Computes a bool result from one or two bool tensors with the result's layout, and returns whether the formula is of this kind.
+/// Computes a bool result from one or two bool tensors with the result's layout. Returns false, without computing anything, for any other
+/// formula.
 fn try_run_masks(program: &Program, inputs: &[&Tensor], out: &Tensor) -> Result<bool> {
     let alike = |t: &&Tensor| {
         t.dtype == DType::Bool
@@ -423,7 +428,7 @@ fn try_run_masks(program: &Program, inputs: &[&Tensor], out: &Tensor) -> Result<
     Ok(true)
 }
 
-/// Returns the coefficients of the formula as `p0 ^ p1 x ^ p2 y ^ p3 x y`, each 0 or 1.
+/// Returns the coefficients p0 to p3, each 0 or 1, of the formula written as the polynomial `p0 ^ p1 x ^ p2 y ^ p3 x y`.
 fn polynomial(program: &Program, inputs: usize) -> [u8; 4] {
     let columns = [TileIn::Slice(&[0i64, 1, 0, 1]), TileIn::Slice(&[0, 0, 1, 1])];
     let tile = Tile { inputs: &columns[..inputs], scalars: &[], seeds: &[], first: 0, len: 4 };
@@ -462,7 +467,7 @@ mod tests {
         super::try_run(&Formulas { op, inputs, params: Params::from_scalars(scalars), program, outputs })
     }
 
-    /// Computes the same launch through the planner, by reversing the operands' memory order.
+    /// Computes the formula through the planner: operands in reversed memory order are not accepted by the fast path.
     fn planned(expr: &Expr, inputs: &[&Tensor], out: &Tensor) -> Vec<f32> {
         planned_with(expr, inputs, Params::default(), out)
     }
@@ -527,7 +532,8 @@ mod tests {
             for refused in [x.clone(), &x * 2.0 + &y] {
                 assert!(!try_run("test", &Program::new(&[refused]), &[&full, &other], &[], &[&out]).unwrap());
             }
-            // In place: the same as with a copy of the overwritten operand, for either operand or both.
+            // In place: the result equals that of a launch on a copy of the overwritten operand, whichever operand (or both) is
+            // overwritten.
             let program = Program::shared(std::slice::from_ref(&sum));
             for other in [&other, &row, &one] {
                 let copy = full.clone();
@@ -583,7 +589,7 @@ mod tests {
                 let alike =
                     SmallPrimitive::try_new(inputs, &scalars, &program, DType::F32).expect("it is of this kind");
                 for _ in 0..2 {
-                    // in either direction
+                    // The results are the same whether elements are computed in ascending or descending order.
                     let out = a.zeros_like().unwrap();
                     alike.fill(&out).unwrap();
                     let right = Params::from_scalars(&scalars);
@@ -695,7 +701,7 @@ mod tests {
             let want: Vec<bool> = a.iter().zip(&b).map(|(&a, &b)| of(a, b)).collect();
             assert_eq!(got.unwrap().to_vec::<bool>().unwrap(), want, "operation {k}");
         }
-        // Three bool inputs take another path.
+        // A formula of three bool inputs is not computed by `try_run_masks`.
         let chosen = x.where_cond(&y, &x.logical_not().unwrap()).unwrap().to_vec::<bool>().unwrap();
         assert!(chosen.iter().zip(a.iter().zip(&b)).all(|(&got, (&a, &b))| got == if a { b } else { !a }));
         let all = Tensor::map(&[&x, &y, &x], |m| &m[0] * &m[1] * &m[2]).unwrap().to_vec::<bool>().unwrap();

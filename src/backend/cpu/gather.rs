@@ -1,4 +1,4 @@
-//! Gathers on the CPU. An index out of range is an error, and the result is discarded.
+//! Gathers on the CPU. If an index is out of range, the gather returns an error and the result is discarded.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -21,7 +21,7 @@ pub(crate) const JOB_ELEMENTS: usize = 1 << 15;
 /// The number of indices converted at a time.
 pub(crate) const INDEX_TILE_LEN: usize = 256;
 
-/// Indices of any integer dtype in memory.
+/// A list of indices in memory, of any integer dtype.
 #[derive(Clone, Copy)]
 pub(crate) struct Indices<'a> {
     pub(crate) dtype: DType,
@@ -35,7 +35,8 @@ impl Indices<'_> {
         index[0]
     }
 
-    /// Calls `f(number of indices so far, next indices)` for `n` indices, from element `start` on and `stride` elements apart.
+    /// Calls `f(number of indices so far, next indices)` for tiles of `n` indices, which start at element `start` and are `stride`
+    /// elements apart.
     #[inline(always)]
     pub(crate) fn for_each_tile(
         &self,
@@ -102,14 +103,14 @@ pub(crate) fn read_range<C: Number>(t: &Tensor, bytes: &[u8], strided: &StridedD
 }
 
 impl Indexed<'_> {
-    /// Resolves a negative index. The result is below `size` exactly if the index is valid.
+    /// Resolves a negative index. The result is less than `size` exactly if `index` is valid.
     #[inline(always)]
     pub(crate) fn resolve(&self, index: i64) -> usize {
         (if self.wraps && index < 0 { index.wrapping_add(self.size as i64) } else { index }) as usize
     }
 }
 
-/// [`Indexed::resolve`] without a branch; `below` is added to negative indices.
+/// Resolves an index like [`Indexed::resolve`], without a branch; `below` is added to negative indices.
 #[inline(always)]
 fn resolve_branchless(index: i64, below: i64) -> usize {
     index.wrapping_add((index >> 63) & below) as usize
@@ -136,7 +137,7 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
     })?
 }
 
-/// Gathers elements by size, whatever their dtype; returns whether all indices were valid.
+/// Gathers elements as values of type `T`, which has the size of the dtype. Returns whether all indices were valid.
 fn gather_as<T: bytemuck::Pod + Send + Sync>(g: &Indexed, reads: &[&[u8]], out: &mut [T]) -> bool {
     let x: &[T] = bytemuck::cast_slice(reads[0]);
     let indices = Indices { dtype: g.index.dtype, bytes: reads[1] };
@@ -163,7 +164,8 @@ fn gather_as<T: bytemuck::Pod + Send + Sync>(g: &Indexed, reads: &[&[u8]], out: 
                 return out.iter_mut().enumerate().for_each(|(i, o)| *o = x[(base + i as isize * steps[0]) as usize]);
             }
             indices.for_each_tile(&mut tile, index_at, steps[1], n, |done, indices| {
-                // Copied to locals: the compiler would reload the fields of `g` for every element, in case the result aliases `g`.
+                // The fields of `g` are copied to locals; otherwise the compiler would reload them for every element, in case the result
+                // aliases `g`.
                 let (to, below) = (&mut out[done..], if g.wraps { g.size as i64 } else { 0 });
                 if steps[0] == 0 && g.step == 1 {
                     good &= gather_line(to, &x[base as usize..][..g.size], indices, below);

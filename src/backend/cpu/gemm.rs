@@ -1,8 +1,8 @@
 //! Matrix products on the CPU: the kernels of `kernels::gemm`, with the epilogue in tiles.
 //!
 //! f16 and bf16 are multiplied and added in f32. An f32 epilogue, which includes rounding to f16 or bf16, is applied to blocks of the
-//! product while they are in the cache (`gemm_epilogue`). Otherwise the product is written to the first result, if that has the
-//! accumulator's type, and the epilogue updates it in place.
+//! product while they are in the cache (`gemm_epilogue`). Any other epilogue updates the product in place after the product is written to
+//! the first result, if that result has the accumulator's type, and the epilogue updates it in place.
 
 use smallvec::SmallVec;
 
@@ -16,14 +16,14 @@ use crate::expr::program::Program;
 use crate::storage::with_host;
 use crate::{DType, Result, Shape, Tensor};
 
-/// The most elements of a product that are stored in the accumulator's type before an epilogue converts them.
+/// The maximum number of elements of a product that is stored in the accumulator's type before an epilogue converts it.
 const MAX_WIDE_ELEMENTS: usize = 1 << 22;
 
-/// Computes a product with its epilogue; returns whether the row sums were computed as well.
+/// Computes a product with its epilogue; returns whether the row sums were also computed.
 pub(crate) fn multiply(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let dtype = g.compute().dtype();
     let plain = *g.epilogue == [Expr::input(0)];
-    // Wrapping sums in the result's width equal 64-bit sums, truncated.
+    // Truncating a 64-bit sum gives the same integer as a wrapping sum in the result's width.
     let in_place = outs[0].dtype == dtype || (plain && dtype == DType::I64 && outs[0].dtype == g.a.dtype);
     let nothing_follows = in_place && plain;
     if dtype == DType::F32 && !nothing_follows && Epilogue::try_run(g, shape, outs)? {
@@ -37,7 +37,7 @@ pub(crate) fn multiply(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool>
         false => Tensor::empty_with_shape(shape, dtype, g.a.device())?,
     };
     let plan = GemmPlan::new(&g.a.layout, &g.b.layout, shape, &[&product.layout]);
-    // Fused sums require one storage, as an optimiser's gradients have.
+    // Fused row sums require that both results are in one storage, as the gradients of an optimiser's parameters are.
     let alike = |t: &Tensor| t.dtype == DType::F32 && t.is_contiguous();
     let sums = g.sums.filter(|t| nothing_follows && plan.count() == 1 && t.shares_storage(&product) && alike(t));
     let summed = with_host(&[&g.a.storage, &g.b.storage], &[&product.storage], |reads, writes| {
@@ -86,13 +86,13 @@ pub(crate) fn multiply(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool>
     Ok(false)
 }
 
-/// Computes the two halves of a product along its longest dim in turn, which halves the memory for accumulated sums.
+/// Computes the two halves of a product, split along its longest dim, one after the other. This halves the temporary memory for the sums.
 fn multiply_in_halves(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let (rank, dims) = (shape.rank(), shape.dims());
     let Some(d) = (0..rank).max_by_key(|&d| dims[d]) else { return Ok(false) };
     let half = dims[d] / 2;
     for (start, len) in [(0, half), (half, dims[d] - half)] {
-        // Operands may have fewer dims, so dims are counted from the last.
+        // An operand can have fewer dims than the result, so dims are counted from the last.
         let part = |t: &Tensor| -> Result<Tensor> {
             let at = (t.rank() + d).checked_sub(rank).filter(|&at| t.shape().dims()[at] > 1);
             at.map_or_else(|| Ok(t.detach()), |at| t.layout.narrow(g.op, at, start, len).map(|l| t.with_layout(l)))
@@ -108,7 +108,7 @@ fn multiply_in_halves(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> 
 }
 
 impl GemmPlan {
-    /// The positions of a, b and the first result for each matrix of the batch, given the offsets of their first elements.
+    /// Returns the layouts of a, b and the first result for each matrix of the batch; `first` has the offsets of their first elements.
     pub(crate) fn batches(&self, first: [usize; 3]) -> impl Iterator<Item = [MatrixLayout; 3]> {
         let operands: [&GemmOperand; 3] = [&self.a, &self.b, &self.others[0]];
         (0..self.count()).map(move |z| {

@@ -23,14 +23,14 @@ pub(crate) struct Epilogue<'a> {
     extras: SmallVec<[ExtraOperand<'a>; 2]>,
     scalars: &'a [Scalar],
     dtype: DType,
-    /// Whether the result is the product without a formula, only rounded.
+    /// True if there is no formula: the result is the product, only rounded to the result's dtype.
     plain: bool,
 }
 
-/// An extra operand of the epilogue, by its [`OperandKind`].
+/// An extra operand of the epilogue, in the form that its [`OperandKind`] requires.
 enum ExtraOperand<'a> {
     Contiguous(&'a [f32]),
-    /// A row, repeated to cover [`TILE`] elements from any start, and its length.
+    /// A broadcast row, repeated often enough to hold [`TILE`] elements from any start, and the length of the row.
     RowBroadcast(Vec<f32>, usize),
     Scalar(f32),
 }
@@ -41,8 +41,9 @@ fn computes_in_f32(dtype: DType) -> bool {
 }
 
 impl Epilogue<'_> {
-    /// Computes a product of f32, f16 or bf16 with its epilogue, and returns true, if there is a single matrix, all results are contiguous and
-    /// have one dtype, and each extra is indexed like the results, or is one row or one number. Only a row or a number may be f16 or bf16.
+    /// Computes a product of f32, f16 or bf16 with its epilogue and returns true if there is a single matrix, all results are contiguous
+    /// and have one dtype, and each extra operand is indexed like the results, or is one row or one number. Only a row or a number may be
+    /// f16 or bf16. Otherwise returns false.
     pub(crate) fn try_run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
         let dtype = outs[0].dtype;
         let mut kinds: SmallVec<[OperandKind; 2]> = SmallVec::new();
@@ -75,7 +76,8 @@ impl Epilogue<'_> {
         Ok(true)
     }
 
-    /// Returns the kernels' epilogue in registers, if the formula is a bias, a bias with relu, or the gradient of relu.
+    /// Returns the epilogue that the kernels apply in registers if the formula is a bias, a bias with relu, or the gradient of relu; else
+    /// `None`.
     fn finish(&self, formula: &[Expr], plan: &GemmPlan) -> Option<KernelEpilogue<&[f32]>> {
         let ([formula], [extra], DType::F32) = (formula, &self.extras[..], self.dtype) else { return None };
         match extra {
@@ -107,7 +109,7 @@ impl Epilogue<'_> {
         let mut inputs: SmallVec<[TileIn<f32>; 4]> = SmallVec::new();
         for (i, product) in product.chunks(TILE).enumerate() {
             let (first, len) = (first + i * TILE, product.len());
-            // A push for each, because `extend` would be a function call.
+            // Inputs are pushed one by one, because `extend` would be a function call.
             inputs.clear();
             inputs.push(TileIn::Slice(product));
             for extra in &self.extras {
@@ -205,13 +207,13 @@ mod tests {
 
     fn tensor(shape: [usize; 2], seed: usize) -> Tensor {
         let n: usize = shape.iter().product();
-        // In memory that is not aligned to vectors.
+        // The tensor starts at element 1 of its storage, so that its memory is not aligned to vectors.
         let values: Vec<f32> = (0..n + 1).map(|i| ((i * 7919 + seed) % 1009) as f32 / 1009.0 - 0.5).collect();
         Tensor::from_slice(&values, n + 1, Device::Cpu).unwrap().narrow(0, 1, n).unwrap().reshape(shape).unwrap()
     }
 
-    /// Compares the results with a product in f32 followed by the formula, and checks whether they were computed in blocks. All have the dtype
-    /// of `a`.
+    /// Compares the results with a product in f32 followed by the formula. `in_pieces` says whether the epilogue must have been applied
+    /// to blocks of the product. All tensors have the dtype of `a`.
     fn check(a: &Tensor, b: &Tensor, extras: &[&Tensor], epilogue: &[Expr], in_pieces: bool) {
         let dtypes = vec![a.dtype; epilogue.len()];
         let g = Gemm {
@@ -237,7 +239,7 @@ mod tests {
         }
     }
 
-    /// Sizes around the tiles of the product, the tiles of the formula and the thread threshold, on one thread and on all.
+    /// Checks sizes around the tiles of the product, the tiles of the formula and the thread threshold, on one thread and on all threads.
     #[test]
     fn fused_epilogues_equal_separate_launches() {
         let x = |i| Expr::input(i);
@@ -259,7 +261,7 @@ mod tests {
         }
     }
 
-    /// NaN stays NaN, and the derivative of relu at 0 is 0, as in the formulas.
+    /// Epilogues in registers keep NaN, and the derivative of relu at 0 is 0, as in the formulas.
     #[test]
     fn special_values() {
         const VALUES: [f32; 7] = [0.0, f32::NAN, -0.0, f32::INFINITY, f32::NEG_INFINITY, 1e9, -1e9];
@@ -287,7 +289,7 @@ mod tests {
         }
     }
 
-    /// Results are rounded to half precision in the epilogue, and half-precision extras are read as f32.
+    /// The epilogue rounds results to half precision, and reads half-precision extra operands as f32.
     #[test]
     fn halves() {
         let x = |i| Expr::input(i);

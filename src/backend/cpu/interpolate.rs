@@ -15,10 +15,11 @@ use crate::{Compute, Result};
 
 /// The number of elements in a job of the thread pool.
 const JOB_ELEMENTS: usize = 1 << 14;
-/// The number of elements computed in a buffer before they are stored, if the result cannot be computed in place.
+/// The number of elements that are computed in a buffer before they are converted to the result's dtype or stored past the cache.
 const BUFFER_LEN: usize = 2048;
 
-/// Resizes the images of `x`. If `transposed`, applies the transposed map: every element is added to the elements that it was computed from.
+/// Resizes the images of `x`. If `transposed`, applies the transposed linear map: each element of `x` is distributed, by its weights, to
+/// the elements of `out` from which it was interpolated.
 pub(crate) fn resize_images(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
         let rows = PlaneRows { x, bytes: reads[0], origin: 0 };
@@ -33,7 +34,7 @@ pub(crate) fn resize_images(resize: &Resize, x: &Tensor, out: &Tensor, transpose
     })
 }
 
-/// The rows of one plane of `[N, C, H, W]`.
+/// The rows of one plane of a tensor `[N, C, H, W]`.
 #[derive(Clone, Copy)]
 struct PlaneRows<'a> {
     pub(crate) x: &'a Tensor,
@@ -43,7 +44,7 @@ struct PlaneRows<'a> {
 }
 
 impl<'a> PlaneRows<'a> {
-    /// Moves to another plane; planes are numbered over all images.
+    /// Moves to another plane. Plane `i` is channel `i % C` of image `i / C`.
     fn enter_plane(&mut self, plane: usize) {
         let (channels, s) = (self.x.shape().dims()[1], self.x.strides());
         let [n, c] = [plane / channels, plane % channels].map(|i| i as isize);
@@ -58,7 +59,7 @@ impl<'a> PlaneRows<'a> {
         self.x.shape().dims()[3]
     }
 
-    /// Returns a row in place, if it is contiguous and has the compute type.
+    /// Returns a row in place if it is contiguous and has the compute type, else `None`.
     fn in_place<C: Number>(&self, row: usize) -> Option<&'a [C]> {
         let in_place = self.x.strides()[3] == 1 && self.x.dtype == C::COMPUTE.dtype();
         in_place.then(|| &bytemuck::cast_slice(self.bytes)[self.start(row)..][..self.len()])
@@ -90,7 +91,7 @@ fn partition_rows(x: &Tensor, out: &Tensor, to: &mut [u8], job: impl Fn(usize, &
     }
 }
 
-/// Computes nearest-neighbour interpolation, which copies elements by size, whatever their dtype.
+/// Computes nearest-neighbour interpolation. Elements are only copied, as values of type `T`, which has the size of the dtype.
 fn nearest<T: Pod + Send + Sync>(resize: &Resize, rows: PlaneRows, out: &Tensor, to: &mut [u8]) {
     let dims = out.shape().dims();
     let (height, width, step) = (dims[2], dims[3], rows.x.strides()[3]);
@@ -122,13 +123,13 @@ fn nearest<T: Pod + Send + Sync>(resize: &Resize, rows: PlaneRows, out: &Tensor,
     });
 }
 
-/// Computes linear interpolation, or a transposed map.
+/// Computes linear interpolation or, if `transposed`, its transposed map.
 fn linear<C: Number>(resize: &Resize, rows: PlaneRows, out: &Tensor, to: &mut [u8], transposed: bool) {
     let streamed = should_stream(to.len(), to.len() + rows.x.numel() * rows.x.dtype.size());
     let (height, width) = (out.shape().dims()[2], out.shape().dims()[3]);
     let in_place = out.dtype == C::COMPUTE.dtype() && !streamed;
     let (zero, size) = (C::from_i32(0), out.dtype.size());
-    // The number of elements that a job computes at a time.
+    // The number of elements that a job computes before it stores them.
     let group = if in_place { 0 } else { BUFFER_LEN.div_ceil(width) * width };
     let pieces = |first: usize, to: &mut [u8], mut job: InterpolationJob<'_, C>| {
         let streaming = streamed.then(Streaming::new);
@@ -183,7 +184,7 @@ enum InterpolationJob<'a, C> {
 }
 
 vectorised! {
-    /// Computes rows of a result, from row `first` on.
+    /// Computes rows of a result, beginning with row `first`.
     fn piece<'j, 'a, C: Number>(_simd: S, job: &'j mut InterpolationJob<'a, C>, first: usize, made: &'j mut [C]) {
         match job {
             InterpolationJob::Forward(job) => job.run(first, made),
@@ -192,8 +193,8 @@ vectorised! {
     }
 }
 
-/// An interpolated element: `weight`, at most 1/2, of the way from the nearer element to the other. Exact at both ends, like
-/// [`lerp`](crate::ops::Expr::lerp).
+/// An interpolation between two input elements: the result is `near + weight * (far - near)` with `weight` at most 1/2. Exact at both
+/// ends, like [`lerp`](crate::ops::Expr::lerp).
 #[derive(Clone, Copy)]
 struct LerpTap<C> {
     near: usize,
@@ -230,7 +231,7 @@ struct ForwardJob<'a, C> {
     across: &'a Option<Vec<LerpTap<C>>>,
     line: Vec<C>,
     plane: Option<usize>,
-    /// Input rows that are interpolated along columns, indexed by the row's parity: a result row needs two neighbours.
+    /// Input rows that are already interpolated along columns, at the index row % 2: a result row needs two adjacent input rows.
     held: [(Option<usize>, Vec<C>); 2],
 }
 
@@ -257,14 +258,14 @@ impl<C: Number> ForwardJob<'_, C> {
         }
     }
 
-    /// Computes an input row, interpolated along columns.
+    /// Interpolates one input row along its columns, and writes the result to `to`.
     #[inline(always)]
     fn interpolate_columns(&mut self, row: usize, to: &mut [C]) {
         let from = self.rows.read(row, &mut self.line);
         match self.across {
             None => to.copy_from_slice(from),
             Some(across) => {
-                // Four at a time, so that the arithmetic is vectorised.
+                // Four elements are computed at a time, so that the arithmetic is vectorised.
                 let ((to, last), (across, rest)) = (to.as_chunks_mut::<4>(), across.as_chunks::<4>());
                 for (to, taps) in to.iter_mut().zip(across) {
                     for (y, tap) in to.iter_mut().zip(taps) {
@@ -276,7 +277,7 @@ impl<C: Number> ForwardJob<'_, C> {
         }
     }
 
-    /// Computes an input row along columns, unless it can be read in place or is still held.
+    /// Interpolates an input row along its columns into `held`, unless the row can be read in place or is already there.
     #[inline(always)]
     fn hold_row(&mut self, row: usize) {
         let in_place = self.across.is_none() && self.rows.in_place::<C>(row).is_some();
@@ -295,9 +296,9 @@ impl<C: Number> ForwardJob<'_, C> {
     }
 }
 
-/// For each input element, the range of outputs that depend on it, and their weights.
+/// For each input element, the range of outputs that are interpolated from it, and their weights.
 struct InputWeights<C> {
-    /// The first output, and the end of the weights in `weights`.
+    /// For each input element: the first output, and the end of the element's weights in `weights`.
     outputs: Vec<(usize, usize)>,
     weights: Vec<C>,
 }
@@ -320,7 +321,7 @@ impl<C: Number> InputWeights<C> {
         InputWeights { outputs: outputs.collect(), weights }
     }
 
-    /// Returns the first output that depends on input element j, and the weights of it and of the following outputs.
+    /// Returns the first output that depends on input element j, and the weights of that output and of the following outputs.
     #[inline(always)]
     fn of_input(&self, j: usize) -> (usize, &[C]) {
         let start = if j == 0 { 0 } else { self.outputs[j - 1].1 };

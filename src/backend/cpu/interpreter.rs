@@ -23,34 +23,35 @@ pub(crate) const TILE: usize = 1024;
 /// One operand of a tile.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum TileIn<'a, C> {
-    /// One element for each element of the tile.
+    /// A slice with one element for each element of the tile.
     Slice(&'a [C]),
     /// One value for the whole tile.
     Scalar(C),
-    /// A row that repeats, beginning at this element of the row. Only for a binary primitive whose other operand is a slice.
+    /// A row that repeats, and the index within the row of the tile's first element. Only for a binary primitive whose other operand is a slice.
     Rows(&'a [C], usize),
-    /// The old contents of this result. Requires [`Program::can_overwrite_input`], and that no result is stored past the cache.
+    /// The old contents of the result with this index. Requires [`Program::can_overwrite_input`], and that no result is stored past the
+    /// cache.
     Output(usize),
 }
 
-/// The operands of one run of a program.
+/// The operands for running a program over one tile.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tile<'a, C> {
     /// One operand for each input; slices have at least `len` elements.
     pub(crate) inputs: &'a [TileIn<'a, C>],
     pub(crate) scalars: &'a [Scalar],
     pub(crate) seeds: &'a [Seed],
-    /// The index of the tile's first element, on which random numbers depend.
+    /// The index of the tile's first element in the launch. Random numbers depend on it.
     pub(crate) first: u64,
-    /// At most [`TILE`] if the program has registers.
+    /// The number of elements; at most [`TILE`] if the program has registers.
     pub(crate) len: usize,
 }
 
 /// The registers of the interpreter, reused from tile to tile.
 pub(crate) struct Scratch<C> {
-    /// Whether to store results past the cache. Requires [`Program::can_bypass_cache`].
+    /// Whether to write results with non-temporal stores, past the cache. Requires [`Program::can_bypass_cache`].
     pub(crate) streamed: bool,
-    /// The program's registers, and one more for copies of results that a step both reads and writes.
+    /// The program's registers, and one more register for copies of results that a step both reads and writes.
     registers: Vec<Register<C>>,
 }
 
@@ -58,7 +59,7 @@ pub(crate) struct Scratch<C> {
 struct Register<C> {
     /// The elements, stored in the [aligned](aligned_range) part of the buffer.
     data: Vec<C>,
-    /// The value of all elements, if they are known to be equal; `data` is then unused.
+    /// The common value if all elements are known to be equal (then `data` is unused), else `None`.
     uniform: Option<C>,
 }
 
@@ -67,14 +68,14 @@ impl<C: Number> Scratch<C> {
         Scratch { streamed: false, registers: Vec::new() }
     }
 
-    /// Allocates registers up to this number.
+    /// Allocates registers until there are at least `registers`.
     fn reserve_registers(&mut self, registers: usize) {
         while self.registers.len() < registers {
             self.registers.push(Register { data: Vec::new(), uniform: None });
         }
     }
 
-    /// Takes the buffer of a register, grown to hold `len` elements.
+    /// Takes the buffer out of a register, grown to hold `len` elements.
     fn take_register(&mut self, register: usize, len: usize) -> Vec<C> {
         let mut data = std::mem::take(&mut self.registers[register].data);
         data.resize(data.len().max(len + MAX_ALIGN_SKIP), C::from_f64(0.0));
@@ -82,24 +83,24 @@ impl<C: Number> Scratch<C> {
     }
 }
 
-/// The number of elements that alignment may skip at the start of a register.
+/// The maximum number of elements that alignment skips at the start of a register.
 pub(crate) const MAX_ALIGN_SKIP: usize = 16;
 
-/// The range of the first `len` elements that begins at a cache line, so that no vector straddles two lines.
+/// Returns the first range of `len` elements that begins at a cache line, so that no vector straddles two cache lines.
 pub(crate) fn aligned_range<C>(data: &[C], len: usize) -> Range<usize> {
     let first = data.as_ptr().align_offset(64).min(MAX_ALIGN_SKIP);
     first..first + len
 }
 
 impl Program {
-    /// True if results can be stored past the cache as they are computed.
+    /// True if results can be stored past the cache, by non-temporal stores, as they are computed.
     pub(crate) fn can_bypass_cache(&self) -> bool {
         let cheap = |action: &Action| matches!(action, Action::Compute(Op::Binary(op)) if is_cheap(*op));
         !self.has_registers() && self.steps().list.iter().all(|step| cheap(&step.action))
     }
 
-    /// True if a result of `bytes` bytes should be stored past the cache; `all` also counts the operands' bytes. Never with functions: while they
-    /// compute, the reads that ordinary stores cause are hidden anyway.
+    /// True if a result of `bytes` bytes should be stored past the cache; `all` is the number of bytes of the result and the operands
+    /// together. False for programs with functions: their computation hides the memory reads that ordinary stores cause.
     pub(crate) fn should_bypass_cache(&self, bytes: usize, all: usize) -> bool {
         !self.calls_functions() && should_stream(bytes, all)
     }
@@ -118,8 +119,8 @@ impl Program {
         }
     }
 
-    /// Runs the program over a tile. `outs[j]`, of length `len`, receives the `j`-th result. Returns whether an integer was divided by zero;
-    /// such elements are 0. The program must not need floats if `C` is i64.
+    /// Runs the program over a tile. The `j`-th result is written to `outs[j]`, of length `len`. Returns true if an integer was divided
+    /// by zero; such elements are 0. If `C` is i64, the program must not need floats.
     pub(crate) fn eval_tile<C: Number>(
         &self,
         tile: &Tile<'_, C>,
@@ -193,7 +194,7 @@ impl Program {
     }
 }
 
-/// True for the primitives that can store results past the cache, or over an operand.
+/// True for the primitives that can store results past the cache, or overwrite an operand.
 pub(crate) fn is_cheap(op: Binary) -> bool {
     matches!(op, Binary::Add | Binary::Sub | Binary::Mul | Binary::Max | Binary::Min)
 }
@@ -206,7 +207,7 @@ fn contains_zero<C: Number>(x: TileIn<'_, C>) -> bool {
     }
 }
 
-// Each of the following functions fills `dst`, or returns one value for all elements instead.
+// Each of the following functions either fills `dst` and returns `None`, or returns the one value that all elements have.
 
 /// Computes a step that has operands.
 #[inline]
@@ -266,7 +267,8 @@ vectorised! {
 }
 
 vectorised! {
-    /// Fills `dst` with the function's results for the elements of `each` and of a row that repeats, beginning at its element `at`.
+    /// Fills `dst` with the function's results for the elements of `each` and of a row that repeats, beginning with the row's element
+    /// `at`.
     fn fill_from_rows<'a, C: Number, F: Function<(C, C), C>>(
         _simd: S, dst: &'a mut [C], each: &'a [C], row: &'a [C], at: usize
     ) {
@@ -288,7 +290,7 @@ trait ElementSource<C> {
     fn next_line(&mut self) -> [C; LINE];
 }
 
-/// A repeating row, and the rest of its current repetition. A slice as long as the result is a row of one repetition.
+/// A repeating row, and the rest of the current repetition. A slice that is as long as the result is a row of one repetition.
 struct RowSource<'a, C>(&'a [C], &'a [C]);
 /// One value, repeated.
 struct ScalarSource<C>([C; LINE]);
@@ -331,13 +333,14 @@ impl<C: Number> ElementSource<C> for ScalarSource<C> {
 }
 
 vectorised! {
-    /// Fills `dst` with the function's results for the elements of both operands, by stores past the cache. Cheap formulas are limited by
-    /// memory bandwidth, and a buffer before the store would cost a quarter of the time.
+    /// Fills `dst` with the function's results for the elements of both operands, by non-temporal stores past the cache. Cheap formulas
+    /// are limited by memory bandwidth; a buffer before the store would take a quarter of the time.
     fn fill_past_cache<'a, C: Number, B: ElementSource<C>, F: Function<(C, C), C>>(
         _simd: S, dst: &'a mut [C], a: RowSource<'a, C>, b: B
     ) {
         let ((mut a, mut b), streaming) = ((a, b), Streaming::new());
-        // The elements before the first cache line. Elements are aligned to their size, so they reach a line boundary exactly.
+        // The elements before the first cache line are stored normally. Elements are aligned to their size, so a cache line starts at an
+        // element.
         let head = dst.as_ptr().align_offset(64).min(dst.len());
         let (head, lines) = dst.split_at_mut(head);
         let (lines, tail) = lines.as_chunks_mut::<LINE>();
@@ -355,7 +358,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Fills `dst` with a function that has its own vector loop.
+    /// Fills `dst` with the results of a function that has its own vector loop.
     fn fill_with_function<'a, C: Number>(_simd: S, function: VectorFunction, dst: &'a mut [C], from: &'a [C]) {
         C::apply_function(function, dst, from);
     }
@@ -418,7 +421,7 @@ fn unary<C: Number>(op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     }
 }
 
-/// Recomputes `sin` or `cos` in f64 for arguments that are too large for the vector code.
+/// Recomputes `sin` or `cos` in f64 for arguments that are too large for the vectorised functions.
 fn fix_large_angles<C: Number>(made: Option<C>, a: TileIn<'_, C>, dst: &mut [C], exact: fn(f64) -> f64) -> Option<C> {
     let exactly = |x: C| C::from_f64(exact(x.to_f64()));
     match a {
@@ -451,7 +454,8 @@ fn map_binary<C: Number, F: Function<(C, C), C>, Swapped: Function<(C, C), C>>(
     None
 }
 
-/// Computes a function that [`is_cheap`] like [`map_binary`], or over an operand, or by stores past the cache if `streamed`.
+/// Computes a function that [`is_cheap`], like [`map_binary`]. The function may also overwrite an operand, or store past the cache if
+/// `streamed`.
 #[inline(always)]
 fn map_cheap<C: Number, F: Function<(C, C), C>, Swapped: Function<(C, C), C>>(
     a: TileIn<'_, C>,
@@ -492,7 +496,8 @@ fn binary<C: Number>(op: Binary, a: TileIn<'_, C>, b: TileIn<'_, C>, streamed: b
     macro_rules! cheap {
         ($method:ident) => { each!(map_cheap(x, y => x.$method(y)) streamed) };
     }
-    // As in PyTorch's `pow`: a product is much faster than a power, and may differ from it in the last bit.
+    // As in PyTorch's `pow`: powers such as squares are computed as products, which are much faster and may differ from `pow` in the last
+    // bit.
     if let (Binary::Pow, TileIn::Scalar(y)) = (op, b)
         && y == C::from_i32(2)
         && !matches!(a, TileIn::Rows(..))
@@ -555,11 +560,11 @@ fn clamp<C: Number>(x: TileIn<'_, C>, low: TileIn<'_, C>, high: TileIn<'_, C>, d
     None
 }
 
-/// Computes a product and the sum that uses it, in one pass with half the loads and stores. Both are rounded separately, as in two passes. At
-/// most one operand is [`TileIn::Output`], the old contents of `dst`.
+/// Computes a product and the sum that uses it in one pass, with half the loads and stores. Product and sum are rounded separately, as in
+/// two passes. At most one operand is [`TileIn::Output`], the old contents of `dst`.
 fn multiply_add<C: Number>(sum: ProductSum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
     use TileIn::{Output, Scalar, Slice};
-    // The factors commute: a number goes second, and an overwritten operand first.
+    // The factors commute, so they are ordered: a number becomes the second factor, and an overwritten operand the first.
     let (a, b) = match (a, b) {
         (Scalar(_), Slice(_) | Output(_)) | (Slice(_), Output(_)) => (b, a),
         _ => (a, b),
@@ -593,7 +598,7 @@ fn multiply_add<C: Number>(sum: ProductSum, [a, b, c]: [TileIn<'_, C>; 3], dst: 
     }
 }
 
-/// Computes the product and then the sum in two passes; only the sum if both factors are numbers.
+/// Computes the product and then the sum, in two passes; in one pass if both factors are numbers.
 fn multiply_then_add<C: Number>(sum: ProductSum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
     let op = if sum == ProductSum::Add { Binary::Add } else { Binary::Sub };
     let product = match (a, b) {

@@ -11,7 +11,7 @@ use crate::storage::{Storage, with_host};
 use crate::{Result, Tensor};
 
 /// Concatenates the tensors along dim `d` into `out`, which is new and contiguous. Returns false unless every tensor has contiguous, evenly
-/// spaced rows, where a row is all dims from `d` on.
+/// spaced rows, where a row consists of dim `d` and the dims after it.
 pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> {
     let outer: usize = out.shape().dims()[..d].iter().product();
     let size = out.dtype.size();
@@ -43,7 +43,7 @@ pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> 
     Ok(true)
 }
 
-/// The elements of a tensor as rows of equal length, evenly spaced. All numbers are in bytes.
+/// The elements of a tensor as rows of equal length at a constant stride. Lengths and strides are in bytes.
 struct JoinedRows<'a> {
     bytes: &'a [u8],
     start: usize,
@@ -53,7 +53,7 @@ struct JoinedRows<'a> {
     len: usize,
 }
 
-/// Fills `to` with the rows of all tensors in turn.
+/// Fills `to` with the first row of each tensor, then the second row of each, and so on.
 fn fill_rows(rows: &[JoinedRows], size: usize, to: &mut [u8]) {
     let all: usize = rows.iter().map(|r| r.len).sum();
     // The number of result rows in a job.
@@ -86,10 +86,11 @@ fn fill_rows(rows: &[JoinedRows], size: usize, to: &mut [u8]) {
     });
 }
 
-/// Rows of at least this many bytes are stored past the cache: most of their cache lines are written whole.
+/// The minimum number of bytes in rows that are stored with non-temporal stores, past the cache: such rows write most of their cache
+/// lines whole.
 const MIN_STREAMED_ROW_BYTES: usize = 1 << 10;
 
-/// [`fill_rows`] for contiguous rows of one element each.
+/// Fills `to` like [`fill_rows`], for contiguous rows of one element each.
 fn interleave_elements<T: Pod + Send + Sync, const N: usize>(rows: &[JoinedRows], each: usize, to: &mut [u8]) {
     let from: [&[T]; N] = std::array::from_fn(|k| bytemuck::cast_slice(&rows[k].bytes[rows[k].start..]));
     parallel::for_each_chunk(bytemuck::cast_slice_mut::<u8, T>(to), each * N, |i, part| {

@@ -18,7 +18,7 @@ pub(crate) const PIECE_LEN: usize = 1 << 14;
 /// The number of elements of short lines that are loaded and stored at a time.
 const TILE_LEN: usize = 1 << 10;
 
-/// Calls `f(line, values, indices)` for every line of `x` along d, on all threads.
+/// Calls `f(line, values, indices)` for every line of `x` along dim `d`, on all threads.
 pub(crate) fn for_each_line<C: Number>(
     x: &Tensor,
     d: usize,
@@ -50,7 +50,7 @@ pub(crate) fn for_each_line<C: Number>(
             for at in (0..count).step_by(tile) {
                 let len = tile.min(count - at);
                 if tile == n && stretch != n {
-                    // One of several interleaved lines.
+                    // This line is interleaved with others in the result.
                     let line = at / n;
                     load_tile(x.dtype, reads[0], start(first + line), lines.step, &mut loaded);
                     f(&loaded, &mut made, &mut found);
@@ -87,7 +87,7 @@ pub(crate) fn for_each_line<C: Number>(
     })
 }
 
-/// One line of a tensor, in its storage's bytes.
+/// One line of a tensor, given by the bytes of the tensor's storage.
 #[derive(Clone, Copy)]
 pub(crate) struct Line<'a> {
     pub(crate) dtype: DType,
@@ -98,7 +98,7 @@ pub(crate) struct Line<'a> {
 }
 
 impl Line<'_> {
-    /// Calls `f(elements, index of the first)` for consecutive pieces of the elements `from..to`, until `f` returns true.
+    /// Calls `f(elements, index of the first element)` for consecutive pieces of the elements `from..to`, until `f` returns true.
     pub(crate) fn for_each_piece<C: Number>(&self, from: usize, to: usize, mut f: impl FnMut(&[C], usize) -> bool) {
         let in_place = self.step == 1 && self.dtype == C::COMPUTE.dtype();
         let mut buffer = vec![C::from_i32(0); if in_place { 0 } else { PIECE_LEN.min(to - from) }];

@@ -17,20 +17,21 @@ use crate::device::cpu::streaming::Streaming;
 use crate::storage::{Storage, with_host};
 use crate::{Error, Result, Tensor};
 
-/// The number of elements computed into a buffer before they are stored past the cache. The buffer stays in the L1 cache.
+/// The number of elements that are computed into a buffer before non-temporal stores write them past the cache. The buffer stays in the
+/// L1 cache.
 const STREAM_BUFFER_LEN: usize = 4 * TILE;
-/// The number of elements in a tile that covers several broadcast rows. With an operand and a result, they fit in the L1 cache.
+/// The number of elements in a tile that covers several broadcast rows. The tiles of an operand and a result fit in the L1 cache.
 const REPEATED_TILE_LEN: usize = 4 * TILE;
-/// Divisor of the tile length if operands that the launch overwrites have to be copied first.
+/// The tile length is divided by this number if operands that the launch overwrites have to be copied first.
 const COPIED_TILE_DIVISOR: usize = 2;
-/// Rows at least this long are tiles of their own, so that operands are read in place.
+/// The minimum length of a row that is a tile of its own, so that its operands are read in place.
 const MIN_TILE_ROW_LEN: usize = 64;
 
 /// The source of an input's elements.
 enum InputSource {
-    /// The storage with the bytes `reads[i]`.
+    /// A storage, whose bytes are `reads[i]` for the field i.
     Storage(usize),
-    /// The output that shares the input's storage and layout, because the launch is in place.
+    /// The output with this index, which has the input's storage and layout because the launch is in place.
     Output(usize),
     /// The program does not read this input.
     Unused,
@@ -41,9 +42,11 @@ pub(crate) fn run_formulas(formulas: &Formulas) -> Result<()> {
     if fast_path::try_run(formulas)? {
         return Ok(());
     }
-    // A host storage is locked as a whole, for reading or for writing, so even disjoint parts of it count as overlapping.
+    // A host storage is locked as a whole, for reading or for writing, so an input and a result in one storage count as overlapping even
+    // if they are disjoint.
     formulas.checked(false, |launch, _| {
-        // Random numbers depend on the index, so they keep the row-major order. Other launches follow the memory of their first result.
+        // Random numbers depend on the index, so they keep the row-major order. Other launches follow the memory order of their first
+        // result.
         let ordered = match launch.program.seeds() {
             0 => launch.strided.reordered_for(launch.inputs.len()).map(|strided| Launch { strided, ..*launch }),
             _ => None,
@@ -56,7 +59,7 @@ pub(crate) fn run_formulas(formulas: &Formulas) -> Result<()> {
     })
 }
 
-/// Runs a launch whose dims are in their final order: as a copy if the program only copies, else through the interpreter.
+/// Runs a launch whose dims are in their final order: as a copy if the program only copies, otherwise through the interpreter.
 fn run_in_order(launch: &Launch) -> Result<()> {
     let mut reads: SmallVec<[&Storage; 4]> = SmallVec::new();
     let sources: SmallVec<[InputSource; 4]> = launch
@@ -106,7 +109,7 @@ fn run_as<C: Number>(launch: &Launch, sources: &[InputSource], reads: &[&[u8]], 
     divided_by_zero.into_inner()
 }
 
-/// The inputs that all threads share to compute their parts.
+/// The operands of a launch, which all threads share; each thread computes a part of the results.
 struct MapJob<'a> {
     launch: &'a Launch<'a>,
     sources: &'a [InputSource],
@@ -143,12 +146,12 @@ impl MapJob<'_> {
         (row <= self.repeated_tile_len() / 2 && (0..strided.strides.len()).all(simple)).then_some(row)
     }
 
-    /// The number of elements in a tile that covers several rows.
+    /// Returns the number of elements in a tile that covers several rows.
     fn repeated_tile_len(&self) -> usize {
         if self.launch.program.has_registers() { TILE } else { REPEATED_TILE_LEN }
     }
 
-    /// Returns the result that overwrites the `k`-th input, if the input has to be copied first.
+    /// Returns the index of the result that overwrites input `k`, if the input has to be copied first; else `None`.
     fn overwritten_output(&self, k: usize, source: &InputSource) -> Option<usize> {
         match *source {
             InputSource::Output(j) if !self.launch.program.can_overwrite_input(k, j) => Some(j),
@@ -160,7 +163,8 @@ impl MapJob<'_> {
         self.sources.iter().any(|source| matches!(source, InputSource::Output(_)))
     }
 
-    /// Like [`run`](MapJob::run), for operands and results of the compute type that need no buffers. Each row along the last dim is a tile.
+    /// Computes elements like [`run`](MapJob::run), for operands and results of the compute type that need no buffers. Each row along the
+    /// last dim is a tile.
     fn run_rows<C: Number>(
         &self,
         first: usize,
@@ -169,7 +173,7 @@ impl MapJob<'_> {
         scratch: &mut Scratch<C>,
     ) -> bool {
         let Launch { inputs, program, strided, scalars, seeds, .. } = self.launch;
-        // For each operand: its elements, whether they differ along a row, and the offset of the first.
+        // For each operand: its elements, whether they differ along a row, and the offset of the first element.
         let operands: SmallVec<[(&[C], bool, usize); 4]> = inputs
             .iter()
             .enumerate()
@@ -184,7 +188,8 @@ impl MapJob<'_> {
         let mut outs: SmallVec<[&mut [C]; 2]> = outs.iter_mut().map(|out| bytemuck::cast_slice_mut(out)).collect();
         let mut divided_by_zero = false;
         if let Some(row) = self.repeated_row_len() {
-            // Broadcast rows are repeated in a buffer, so that one tile covers several rows and its fixed cost is paid once.
+            // Broadcast rows are repeated in a buffer, so that one tile covers several rows and the fixed cost of a tile is paid less
+            // often.
             let copies =
                 self.sources.iter().enumerate().any(|(k, source)| self.overwritten_output(k, source).is_some());
             let most = match (row, copies) {
@@ -200,7 +205,7 @@ impl MapJob<'_> {
                     _ => Vec::new(),
                 })
                 .collect();
-            // An operand that is overwritten is read from a copy if it is read again after the write.
+            // If an overwritten operand is read again after the write, it is read from a copy.
             let mut before: SmallVec<[Vec<C>; 2]> = outs.iter().map(|_| Vec::new()).collect();
             for at in (0..count).step_by(longest) {
                 let (start, len) = (first + at, longest.min(count - at));
@@ -250,12 +255,12 @@ impl MapJob<'_> {
         divided_by_zero
     }
 
-    /// [`Partition::base_offset`] for every result.
+    /// Returns [`Partition::base_offset`] for every result.
     fn bases(&self, first: usize) -> SmallVec<[isize; 2]> {
         (0..self.launch.outputs.len()).map(|j| self.partition.base_offset(self.launch, j, first)).collect()
     }
 
-    /// The index in result `j` of the job's element `at`, for which the iteration gives `offsets`.
+    /// Returns the index in result `j` of the job's element `at`, for which the iteration returns `offsets`.
     fn result_start(&self, j: usize, at: usize, bases: &[isize], offsets: &[isize]) -> usize {
         match self.partition {
             Partition::Elements => at,
@@ -263,7 +268,8 @@ impl MapJob<'_> {
         }
     }
 
-    /// Like [`run`](MapJob::run), for launches that only convert a dtype. Skips the buffer if one side has the compute type.
+    /// Computes elements like [`run`](MapJob::run), for launches that only convert a dtype. Uses no buffer if the source or the result
+    /// has the compute type.
     fn convert<C: Number>(&self, first: usize, count: usize, outs: &mut [&mut [u8]]) {
         let (strided, input, output) = (&self.launch.strided, &self.launch.inputs[0], self.launch.outputs[0]);
         let last = |k: usize| strided.strides[k].last().copied().unwrap_or(1);
@@ -297,7 +303,7 @@ impl MapJob<'_> {
         let step = |k: usize| strided.strides[k].last().copied().unwrap_or(0);
         let row = strided.dims.last().copied().unwrap_or(1).max(1);
         let elements = self.partition == Partition::Elements;
-        // Results of the compute type are written in place, or stored past the cache.
+        // Results of the compute type need no buffer: they are written in place, or past the cache.
         let in_rows = |j: usize| row >= MIN_TILE_ROW_LEN && step(inputs.len() + j) == 1;
         let same = |j: usize| outputs[j].dtype == C::COMPUTE.dtype() && (elements || in_rows(j));
         let bytes = |t: &Tensor| t.numel() * t.dtype.size();
@@ -315,7 +321,7 @@ impl MapJob<'_> {
             return false;
         }
         let streaming = Streaming::new();
-        // Without registers and conversions, a tile may have any length.
+        // If there are neither registers nor conversions, a tile can have any length.
         let unconverted = inputs.iter().all(|t| t.dtype == C::COMPUTE.dtype());
         let plain = !program.has_registers() && unconverted;
         let past = program.can_bypass_cache() && (0..outputs.len()).all(streamed);

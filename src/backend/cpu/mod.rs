@@ -2,7 +2,7 @@
 
 pub(crate) mod accumulate;
 mod arg;
-#[cfg(target_arch = "x86_64")] // as its product kernels
+#[cfg(target_arch = "x86_64")] // uses product kernels, which exist on x86-64 only
 pub(crate) mod conv;
 pub(crate) mod convert;
 pub(crate) mod copy;
@@ -54,16 +54,16 @@ use crate::device::profiler::{Operation, operation};
 use crate::storage::Image;
 use crate::{Error, Result, Tensor};
 
-/// The CPU backend. These methods count launches; the functions that they call do not.
+/// The CPU backend. These methods count launches for the statistics; the functions that they call do not.
 pub(crate) struct Cpu;
 
-/// Counts a launch, and passes on its result.
+/// Counts one launch, and returns `made` unchanged.
 pub(crate) fn counted<R>(made: Result<R>) -> Result<R> {
     count_launch();
     made
 }
 
-/// Counts a launch if `is_launch` returns true, or if it failed.
+/// Counts a launch if `made` is an error or `is_launch` returns true for its value; returns `made` unchanged.
 fn counted_if<R>(made: Result<R>, is_launch: impl FnOnce(&R) -> bool) -> Result<R> {
     if made.as_ref().map_or(true, is_launch) { counted(made) } else { made }
 }
@@ -143,7 +143,7 @@ impl Backend for Cpu {
     }
 }
 
-/// A convolution whose launches are counted and profiled, and whose results get new versions.
+/// A convolution that counts and profiles its launches, and increments the versions of its results.
 struct Counted<C> {
     convolution: C,
     /// The number of windows in an image.

@@ -1,5 +1,5 @@
-//! The indices of nonzero elements on the CPU. The true elements of each block of a mask are counted first, which gives the position of each
-//! block's indices in the result.
+//! The indices of nonzero elements on the CPU. The nonzero elements of each block of a mask are counted first; the counts give the
+//! position of each block's indices in the result.
 
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
@@ -10,8 +10,8 @@ const BLOCK_LEN: usize = 1 << 14;
 /// The number of indices that are collected before they are written.
 const INDEX_BUFFER_LEN: usize = 256;
 
-/// Returns the indices of true elements in a contiguous mask, in row-major order, as a tensor `[count, rank]`. The mask is not empty and is
-/// indexed as a tensor with sizes `dims`.
+/// Returns the indices of true elements in a contiguous mask, in row-major order, as a tensor `[count, rank]`. The mask is not empty, and
+/// its elements are indexed as in a tensor with sizes `dims`.
 pub(crate) fn nonzero_indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
     let (numel, rank) = (mask.numel(), dims.len());
     let block = |i: usize| {
@@ -42,12 +42,12 @@ pub(crate) fn nonzero_indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
 }
 
 fn count_true(mask: &[u8]) -> usize {
-    // At most 128 at a time, so that the count fits in a byte.
+    // At most 128 elements are counted at a time, so that the count fits in a byte.
     mask.chunks(128).map(|some| usize::from(some.iter().map(|&b| u8::from(b != 0)).sum::<u8>())).sum()
 }
 
-/// Writes the indices of true elements in `mask`, whose first element has position `first`, until `out` is full. Tolerates a mask that
-/// another thread changed after the count.
+/// Writes the indices of true elements in `mask`, whose first element has flat index `first`, until `out` is full. If another thread
+/// changed the mask after the count, the indices may be wrong, but no memory outside `out` is written.
 fn write_indices(mask: &[u8], first: usize, dims: &[usize], mut out: &mut [i64]) {
     let Some((&inner, outer)) = dims.split_last() else { return };
     let (mut index, mut row) = (vec![0; outer.len()], first / inner);

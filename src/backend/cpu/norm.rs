@@ -1,5 +1,5 @@
-//! Normalisation on the CPU. If the result's rows are contiguous, each row is computed completely while it is in the cache. Otherwise (a channel
-//! of a batch), the statistics of all rows come first, then one pass over all elements.
+//! Normalisation on the CPU. If the result's rows are contiguous, each row is computed completely while it is in the cache. Otherwise
+//! (for example, channels of a batch), the statistics of all rows are computed first, then all elements in a second pass.
 
 use smallvec::SmallVec;
 
@@ -30,21 +30,21 @@ pub(crate) fn normalise(rows: &Normalisation) -> Result<()> {
     })
 }
 
-/// The weight or the bias of a row.
+/// The weight or the bias that applies to one row.
 #[derive(Clone, Copy)]
 enum RowFactor<'a, C> {
     Absent,
-    /// One number for each of equally long runs, which together make up the row. A single number applies to the whole row.
+    /// One number for each of several runs of equal length, which together make up the row. A single number applies to the whole row.
     Runs(&'a [C]),
     /// One number for each element.
     Each(&'a [C]),
 }
 
-/// A four-dim view whose last two dims are a row.
+/// A four-dim view; its last two dims form the rows.
 struct RowOperand<'a, C> {
     t: &'a Tensor,
     bytes: &'a [u8],
-    /// Memory for rows that cannot be read in place.
+    /// A buffer for rows that cannot be read in place.
     buffer: Vec<C>,
 }
 
@@ -53,7 +53,7 @@ impl<'a, C: Number> RowOperand<'a, C> {
         RowOperand { t, bytes, buffer: Vec::new() }
     }
 
-    /// The offset of row `r`.
+    /// Returns the offset of row `r` in elements.
     fn start(&self, r: usize) -> isize {
         let (dims, s) = (self.t.shape().dims(), self.t.strides());
         self.t.layout.offset as isize + (r / dims[1]) as isize * s[0] + (r % dims[1]) as isize * s[1]
@@ -67,7 +67,7 @@ impl<'a, C: Number> RowOperand<'a, C> {
         if dense && self.t.dtype == C::COMPUTE.dtype() {
             return &bytemuck::cast_slice(self.bytes)[start as usize..][..n];
         }
-        let same = s[..2] == [0, 0] && self.buffer.len() == n; // the previous row is the same
+        let same = s[..2] == [0, 0] && self.buffer.len() == n; // all rows are the same row, which is already in the buffer
         if !same {
             self.buffer.resize(n, C::from_i32(0));
             for (outer, run) in self.buffer.chunks_mut(dims[3]).enumerate() {
@@ -105,8 +105,8 @@ fn factor<'b, C: Number>(operand: &'b mut Option<RowOperand<'_, C>>, r: usize) -
 type Statistics<C> = [C; 3];
 
 vectorised! {
-    /// Normalises one row and returns its statistics. The last number is 1, or the factor to scale the row by, because its plain moments left
-    /// the range of `C`.
+    /// Normalises one row. Returns its statistics, and as the last number 1 or, if the plain moments overflowed or underflowed `C`, the
+    /// factor by which the row has to be scaled.
     fn normalise_row_unscaled<'a, C: Number>(
         simd: S, x: &'a [C], y: &'a mut [C], weight: RowFactor<'a, C>, bias: RowFactor<'a, C>, eps: C, rms: bool
     ) -> (Statistics<C>, f64) {
@@ -119,7 +119,7 @@ vectorised! {
         let squares = if rms { squares } else { squares.sub(sum.mul(low)) };
         let squares = if squares < zero { zero } else { squares };
         let range = SafeRange::for_accumulator(C::COMPUTE);
-        // Squares that underflow do not matter if eps is larger.
+        // Squares that underflow to 0 do not matter if eps is larger.
         let factor = match range.factor(mean.to_f64(), false) {
             1.0 => range.factor(squares.to_f64(), eps.to_f64() < range.min_square_sum),
             factor => factor,
@@ -151,7 +151,7 @@ vectorised! {
     }
 }
 
-/// Normalises one row and returns its statistics. If the moments overflow or underflow, they are computed from elements scaled by a power
+/// Normalises one row and returns its statistics. If the moments overflow or underflow, recomputes them from elements scaled by a power
 /// of two.
 fn normalise_row<C: Number>(
     x: &[C],
@@ -171,12 +171,14 @@ fn normalise_row<C: Number>(
     [mean.div(factor), scale.mul(factor), var.div(factor).div(factor)]
 }
 
-/// The number of rows of `n` elements in a backward job. At least 16 with column sums, because each job then also writes two rows of sums.
+/// Returns the number of rows of `n` elements in a backward job: at least 16 with column sums, because each job then also writes two rows
+/// of sums.
 fn rows_per_job(n: usize, columns: bool) -> usize {
     (JOB_ELEMENTS / n).max(if columns { 16 } else { 1 })
 }
 
-/// Allocates partial sums over `count` rows of `n`, one part for each job: of g, and of g times the normalised z.
+/// Allocates partial column sums over `count` rows of `n` elements, for each job: the sums of g, and the sums of g times the normalised
+/// z.
 pub(crate) fn alloc_column_sums(x: &Tensor, count: usize, n: usize) -> Result<Tensor> {
     let parts = count.div_ceil(rows_per_job(n, true));
     Tensor::empty_with_shape([parts, 2, n], x.dtype.compute().dtype(), x.device())
@@ -187,10 +189,10 @@ struct BackwardRow<'a, C> {
     g: &'a [C],
     z: &'a [C],
     dz: &'a mut [C],
-    /// Scratch memory: g times the weight, if the weight varies along the row.
+    /// Scratch memory for g times the weight, if the weight varies along the row.
     weighted: &'a mut Vec<C>,
     weight: RowFactor<'a, C>,
-    /// Receives the column sums; empty if no sums are needed.
+    /// The column sums to add to; empty if no column sums are needed.
     columns: &'a mut [C],
     mean: C,
     scale: C,
@@ -236,7 +238,7 @@ vectorised! {
     }
 }
 
-/// The results of a job: rows from `first` on, and two or three numbers for each row.
+/// The results of a job: rows, beginning with row `first`, and two or three numbers for each row.
 struct NormPart<'a, C> {
     first: usize,
     y: &'a mut [u8],
@@ -244,7 +246,7 @@ struct NormPart<'a, C> {
 }
 
 impl<C: Number> NormPart<'_, C> {
-    /// Computes each row of `n` elements by `f(row index, elements)`, which returns the row's numbers.
+    /// Computes each row of `n` elements by `f(row index, elements)`, and stores the numbers that `f` returns for the row.
     fn each<const N: usize>(mut self, y: &Tensor, n: usize, mut f: impl FnMut(usize, &mut [C]) -> [C; N]) {
         let mut buffer = Vec::new();
         for k in 0..self.numbers[0].len() {
@@ -264,7 +266,8 @@ impl<C: Number> NormPart<'_, C> {
     }
 }
 
-/// The tensor that receives the numbers for each row: the statistics in forward, two sums in backward. Allocated if the caller needs no sums.
+/// Returns the tensor for the numbers of each row: the statistics in the forward pass, two sums in the backward pass. Allocates a
+/// temporary tensor if the caller does not need the numbers.
 fn row_numbers<C: Number>(rows: &Normalisation) -> Result<Tensor> {
     match (rows.z, rows.sums) {
         (None, _) => Ok(rows.statistics.detach()),
@@ -327,7 +330,8 @@ fn normalise_contiguous<C: Number>(rows: &Normalisation) -> Result<()> {
     })
 }
 
-/// Computes `N` numbers for each row of `n` elements; stores all first numbers, then all second ones.
+/// Computes `N` numbers for each row of `n` elements. `to` receives the first number of every row, then the second number of every row,
+/// and so on.
 fn compute_row_numbers<const N: usize, C: Number>(to: &mut [u8], n: usize, f: impl Fn(usize) -> [C; N] + Send + Sync) {
     let to: &mut [C] = bytemuck::cast_slice_mut(to);
     let count = to.len() / N;
@@ -335,7 +339,7 @@ fn compute_row_numbers<const N: usize, C: Number>(to: &mut [u8], n: usize, f: im
     to.iter_mut().enumerate().for_each(|(i, to)| *to = made[i % count][i / count]);
 }
 
-/// Computes a normalisation whose result's rows are not contiguous.
+/// Computes a normalisation whose result has rows that are not contiguous.
 fn normalise_strided<C: Number>(rows: &Normalisation) -> Result<()> {
     let numbers = row_numbers::<C>(rows)?;
     let (eps, rms) = (C::from_f64(rows.eps), rows.rms);
@@ -380,7 +384,7 @@ fn normalise_strided<C: Number>(rows: &Normalisation) -> Result<()> {
     };
     let [sum, product] = &unbind("norm", &numbers)?;
     let mut inputs = vec![rows.x, z, mean, scale, sum, product];
-    // The sums exclude the weight, which is a single number for each row.
+    // The sums exclude the weight, which is one number for the whole row here.
     let (mut grad, mut share) = (x(0), Expr::scalar(0));
     if let Some(weight) = rows.weight {
         (grad, share) = (grad * x(6), share * x(6));

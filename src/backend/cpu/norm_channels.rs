@@ -15,10 +15,10 @@ use crate::{Result, Tensor};
 
 /// The number of elements in a job of the thread pool.
 const JOB_ELEMENTS: usize = 1 << 14;
-/// The fewest contiguous elements of a channel for this method.
+/// The minimum number of contiguous elements of a channel for this method.
 const MIN_RUN_LEN: usize = 16;
 
-/// Computes `y = (x - mean) * scale + shift`; the mean is the sum of two numbers.
+/// Computes `y = (x - mean) * scale + shift`. The mean is given as the sum of two numbers, for more digits.
 #[inline(always)]
 pub(crate) fn shift_simd<C: Number>(x: &[C], y: &mut [C], [mean, low]: [C; 2], scale: C, shift: Option<C>) {
     match shift {
@@ -28,13 +28,14 @@ pub(crate) fn shift_simd<C: Number>(x: &[C], y: &mut [C], [mean, low]: [C; 2], s
 }
 
 vectorised! {
-    /// [`shift_simd`] with the processor's vectors.
+    /// Computes [`shift_simd`] with the processor's vectors.
     fn shift<'a, C: Number>(_simd: S, x: &'a [C], y: &'a mut [C], mean: C, scale: C, shift: Option<C>) {
         shift_simd(x, y, [mean, C::from_i32(0)], scale, shift);
     }
 }
 
-/// Computes the batch norm of `[N, C, ..]` from the channels' statistics; None if the layout does not suit [`normalise_into`].
+/// Computes the batch norm of `[N, C, ..]` from the channels' statistics. Returns `None` if [`normalise_into`] does not support the
+/// layout.
 pub(crate) fn normalise_batch(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> {
     if !x.is_contiguous() || x.numel() == 0 {
         return Ok(None);
@@ -49,8 +50,8 @@ pub(crate) fn normalise_batch(x: &Tensor, numbers: Channels, eps: f64) -> Result
     Ok(done.then_some(out))
 }
 
-/// Normalises x, a four-dim view, by mean, variance (the inverse standard deviation with `rstd`), weight and bias. Returns false, without any
-/// effect, unless x and y are contiguous batches of the compute type.
+/// Normalises x, a four-dim view, by mean, variance (with `rstd`, the inverse standard deviation instead of the variance), weight and
+/// bias. Returns false, without any effect, unless x and y are contiguous batches of the compute type.
 pub(crate) fn normalise_into(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64, rstd: bool) -> Result<bool> {
     for_float!(x.dtype.compute(), C => normalise_into_as::<C>(x, y, numbers, eps, rstd))
 }
@@ -69,7 +70,7 @@ fn normalise_into_as<C: Number>(x: &Tensor, y: &Tensor, numbers: Channels, eps: 
     let (count, bytes) = (x.numel(), x.numel() * x.dtype.size());
     let streamed = should_stream(bytes, 2 * bytes);
     with_host(&read, &[&y.storage], |reads, writes| {
-        // One number for each channel.
+        // Reads operand `k`, which has one number for each channel.
         let each = |k: usize| {
             numbers[k].map(|t| {
                 let mut all = vec![C::from_i32(0); channels];
@@ -116,7 +117,8 @@ mod tests {
     use crate::BatchNormOptions;
     use crate::Device;
 
-    /// Compares runs of every length, whole and partial jobs, and results stored past the cache with the definition.
+    /// Batch norm equals its definition for channels of every length, for whole and partial jobs, and for results written with
+    /// non-temporal stores.
     #[test]
     fn batch_norm_equals_its_definition() -> Result<()> {
         let shapes =

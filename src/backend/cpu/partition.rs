@@ -1,4 +1,4 @@
-//! Splits the results of a launch among threads: slices of contiguous results, otherwise ranges of rows.
+//! Splits the results of a launch among threads: contiguous results into slices, other results into ranges of rows.
 
 use smallvec::SmallVec;
 
@@ -7,14 +7,14 @@ use crate::backend::problem::map::Launch;
 use crate::device::cpu::{parallel, threads};
 use crate::layout::collapse::StridedDims;
 
-/// The fewest tiles in a job of the thread pool: enough to hide the cost of handing the job over.
+/// The minimum number of tiles in a job of the thread pool: enough to hide the cost of handing the job over.
 pub(crate) const MIN_TILES_PER_JOB: usize = 16;
-/// The most tiles in a job: few enough that threads do not wait long for the last job.
+/// The maximum number of tiles in a job: few enough that threads do not wait long for the last job.
 const MAX_TILES_PER_JOB: usize = 64;
-/// The number of jobs for each thread, within the limits above.
+/// The number of jobs for each thread, unless `MIN_TILES_PER_JOB` or `MAX_TILES_PER_JOB` requires another number.
 const JOBS_PER_THREAD: usize = 8;
 
-/// The number of elements in a job of a launch with `count` elements.
+/// Returns the number of elements in each job of a launch with `count` elements.
 pub(crate) fn job_len(count: usize) -> usize {
     (count / (JOBS_PER_THREAD * threads()) / TILE + 1).clamp(MIN_TILES_PER_JOB, MAX_TILES_PER_JOB) * TILE
 }
@@ -24,14 +24,15 @@ pub(crate) fn job_len(count: usize) -> usize {
 pub(crate) enum Partition {
     /// A slice of exactly the job's elements.
     Elements,
-    /// The bytes from the job's first to its last element, gaps included.
+    /// The bytes from the job's first element to its last element, including gaps between elements.
     Rows,
     /// The whole storage.
     Storage,
 }
 
 impl Partition {
-    /// The offset to add to the iteration's offset of result `j` to index the job's part; the job begins at element `first`.
+    /// Returns the offset to add to the launch's offsets of result `j`, so that they index the part that a job starting at element
+    /// `first` receives.
     pub(crate) fn base_offset(self, launch: &Launch, j: usize, first: usize) -> isize {
         match self {
             Partition::Elements => 0,
@@ -41,7 +42,8 @@ impl Partition {
     }
 }
 
-/// The number of elements from the first to the last of operand `k`, if the rows of its first dim do not interleave.
+/// Returns the number of elements from the first to the last element of operand `k`, or `None` if the rows along its first dim
+/// interleave.
 fn extent(strided: &StridedDims, k: usize) -> Option<usize> {
     let (dims, strides) = (&strided.dims, &strided.strides[k]);
     if dims.is_empty() || strides.iter().any(|&s| s < 0) {
@@ -62,7 +64,7 @@ pub(crate) fn partition(
     let count = outputs[0].numel();
     let step = job_len(count);
     let results = inputs.len()..inputs.len() + outputs.len();
-    // For each result, in elements: the pitch between units, and the extent of all units together.
+    // For each result, in elements: the stride between units, and the extent of all units together.
     let mut cuts: SmallVec<[(usize, usize); 2]> = SmallVec::new();
     let (partition, unit) = if results.clone().all(|k| strided.is_contiguous(k)) {
         results.for_each(|_| cuts.push((1, count)));

@@ -1,11 +1,11 @@
-//! Pooling of one plane, one tap for a whole row of windows at a time, so that loops run over rows of the image. Every window still receives
-//! its taps in row-major order.
+//! Pooling of one plane. Each kernel tap is applied to a whole row of windows at a time, so that loops run over rows of the image. Every
+//! window still receives its taps in row-major order.
 
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::windows::Windows;
 
-/// A column of taps in a row of windows: the windows `first..last` have this tap inside the image, from column `at` on.
+/// A kernel tap of a row of windows. For windows `first..last`, the tap is inside the image; window `first` reads column `at`.
 #[derive(Clone, Copy)]
 struct Tap {
     first: usize,
@@ -27,13 +27,15 @@ impl Taps<'_> {
             let at = || first * w.stride[1] + k * dilation - padding;
             (first < last).then(|| Tap { first, last, at: at() })
         };
-        // Taps before `from` are in the padding for every window, even the last; taps from `to` on are beyond the image even for the first.
+        // Taps before `from` are in the padding even for the last window; taps at and after `to` are beyond the image even for the first
+        // window.
         let from = padding.saturating_sub((w.grid[1] - 1) * w.stride[1]).div_ceil(dilation);
         let to = w.kernel[1].min((image + padding).div_ceil(dilation));
         Taps { w, columns: (from..to).filter_map(column).collect() }
     }
 
-    /// Calls `f` with the taps of row `o` of windows, in order, or in reverse within each row if `reverse`. `at` is then relative to the plane.
+    /// Calls `f` with the taps of row `o` of windows, in order, or in reverse within each row if `reverse`. `at` in these taps is an
+    /// index in the plane.
     #[inline(always)]
     fn for_row(&self, o: usize, reverse: bool, mut f: impl FnMut(Tap)) {
         let (top, bottom) = self.w.input_range(0, o);
@@ -46,12 +48,12 @@ impl Taps<'_> {
     }
 }
 
-/// Returns elements of `row`, `stride` apart, one for each element of `gathered`: in place if `stride` is 1, otherwise copied to `gathered`.
+/// Returns `gathered.len()` elements of `row`, `stride` apart: in place if `stride` is 1, otherwise copied to `gathered`.
 #[inline(always)]
 fn strided_row<'a, C: Number>(row: &'a [C], stride: usize, gathered: &'a mut [C]) -> &'a [C] {
     match (stride, gathered.split_last_mut()) {
         (1, _) => return &row[..gathered.len()],
-        // A separate loop, which is vectorised.
+        // Stride 2 has a separate loop, because the compiler vectorises it.
         (2, Some((last, gathered))) => {
             let (pairs, rest) = row[..2 * gathered.len() + 1].as_chunks::<2>();
             gathered.iter_mut().zip(pairs).for_each(|(y, pair)| *y = pair[0]);
@@ -62,7 +64,7 @@ fn strided_row<'a, C: Number>(row: &'a [C], stride: usize, gathered: &'a mut [C]
     gathered
 }
 
-/// Replaces the maximum and its position by `x` at `place`, if `x` is greater or NaN.
+/// Replaces the maximum `best` by `x` and its index `at` by `place` if `x` is greater or NaN.
 #[inline(always)]
 pub(crate) fn update_max<C: Number>(best: &mut C, at: &mut i64, x: C, place: i64) {
     let greater = x > *best || x.partial_cmp(&x).is_none();
@@ -71,8 +73,8 @@ pub(crate) fn update_max<C: Number>(best: &mut C, at: &mut i64, x: C, place: i64
 }
 
 vectorised! {
-    /// Computes the maxima of windows and their positions. `best` starts at the lowest value, and `at` at the first element of each window.
-    /// `gathered` is scratch memory for a row of windows.
+    /// Computes the maximum of each window and its index. Initially, `best` has the lowest value, and `at` the index of each window's
+    /// first element. `gathered` is scratch memory for a row of windows.
     pub(crate) fn max_pool_plane<'a, C: Number>(
         _simd: S, taps: &'a Taps<'a>, plane: &'a [C], gathered: &'a mut [C], best: &'a mut [C], at: &'a mut [i64]
     ) {
@@ -107,7 +109,8 @@ vectorised! {
 }
 
 vectorised! {
-    /// Adds the gradients of means to the elements of `result` that each window covers. `scaled` is scratch memory for all windows.
+    /// Adds the gradient of each window's mean to the elements of `result` that the window covers. `scaled` is scratch memory for all
+    /// windows.
     pub(crate) fn avg_pool_gradient<'a, C: Number>(
         _simd: S, taps: &'a Taps<'a>, grads: &'a [C], divisors: &'a [C], scaled: &'a mut [C], result: &'a mut [C]
     ) {

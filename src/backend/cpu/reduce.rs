@@ -18,17 +18,19 @@ use crate::expr::program::Program;
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Scalar};
 
-/// The number of elements in a slice of one result. Partial results per slice keep rounding errors small and give threads work.
+/// The maximum number of input elements of one result that are reduced as one slice, by one thread. Partial results per slice keep
+/// rounding errors small and give threads work.
 pub(super) const SLICE_LEN: usize = 1 << 16;
-/// The number of elements that are accumulated at once without a copy.
+/// The number of elements that one call accumulates directly from the input, without copying them to a tile.
 const FOLD_LEN: usize = 1 << 12;
 /// The number of rows in a slice of a reduction over columns.
 const SLICE_ROWS: usize = 1 << 8;
-/// The number of rows whose partial sums are added up before they are added to the total.
+/// The number of rows that are summed separately before their sum is added to the total, which limits rounding errors.
 pub(super) const GROUP_LEN: usize = 64;
-/// The fewest neighbouring results that are combined as a vector.
+/// The minimum number of adjacent results for which reducing several results in the lanes of a vector pays off.
 pub(super) const MIN_VECTOR_WIDTH: usize = 8;
-/// Results of at most this many elements each are combined element by element, many results at once.
+/// Maximum number of input elements per result for which many results are computed together, adding one input element to each result in
+/// turn.
 const SHORT_ROW_LEN: usize = 16;
 /// The number of columns whose sums stay in registers over all rows.
 const REGISTER_COLUMNS: usize = 32;
@@ -54,10 +56,10 @@ pub(crate) fn run_reduction(reduction: &Reduction) -> Result<()> {
     })
 }
 
-/// Loads the elements `start`, `start + stride`, ... into a slice, ready to accumulate.
+/// Loads the elements at offsets `start`, `start + stride`, ... into a slice, converted to the accumulator's type.
 pub(super) type LoadElements<'a, S> = &'a (dyn Fn(isize, isize, &mut [S]) + Sync);
 
-/// A reduction with access to its input's bytes.
+/// A reduction, and the bytes of its input's storage.
 struct ReductionJob<'a> {
     rule: &'a Rule,
     dtype: DType,
@@ -114,7 +116,7 @@ impl ReductionJob<'_> {
         }
     }
 
-    /// Applies the rule's finishing formula to each result, if there is one, with [`Reduction::number`] as scalar 0.
+    /// Applies the rule's finishing formula, if the rule has one, to each result. Scalar 0 of the formula is [`Reduction::number`].
     fn finish<S: Number>(&self, results: &mut [S]) {
         let Some(finish) = &self.rule.finish else { return };
         let program = &Program::shared(std::slice::from_ref(finish));
@@ -125,8 +127,8 @@ impl ReductionJob<'_> {
         }
     }
 
-    /// Repeats the sums that left the range of `S`, with elements scaled by a power of two. Returns these results with their indices in
-    /// `sums`, which begins at result `first`.
+    /// Recomputes the sums that overflowed the range of `S`, with elements scaled by a power of two. Returns the recomputed results with
+    /// their indices in `sums`; `first` is the result index of `sums[0]`.
     fn rescale_sums<S: Number>(&self, rescaled: Rescaled, first: usize, sums: &[S]) -> Vec<(usize, S)> {
         let (range, squares, plan) = (SafeRange::for_accumulator(S::COMPUTE), rescaled.squares(), self.plan);
         let [most, least] =
@@ -177,14 +179,15 @@ fn eval_program<C: Number>(program: &Program, values: &[C], scalars: &[Scalar], 
 pub(super) struct ReductionInput<'a, S> {
     pub(super) plan: &'a ReductionPlan,
     pub(super) load: LoadElements<'a, S>,
-    /// The storage's elements, if they or their squares can be accumulated in place; else empty.
+    /// The storage's elements, if the elements or their squares can be accumulated without a copy; otherwise empty.
     pub(super) elements: &'a [S],
     /// Whether to accumulate the squares of `elements`.
     squares: bool,
 }
 
 impl<S: Number> ReductionInput<'_, S> {
-    /// Computes every result in order and applies `finish`. Results of several slices are combined at the end; others are stored at once.
+    /// Computes every result in order and applies `finish`. A result that is split into several slices is combined from their partial
+    /// results at the end; any other result is stored at once.
     fn reduce<K: CombineOp>(&self, dtype: DType, out: &mut [u8], finish: impl Fn(usize, &mut [S]) + Sync) {
         let plan = self.plan;
         let by_column = plan.by_column() && plan.kept.inner().0 >= MIN_VECTOR_WIDTH;
@@ -221,7 +224,7 @@ impl<S: Number> ReductionInput<'_, S> {
         });
     }
 
-    /// True if results have so few elements that many results are combined at once, element by element.
+    /// True if each result reduces so few elements that many results are computed together.
     pub(super) fn is_short(&self) -> bool {
         self.plan.n <= SHORT_ROW_LEN && self.plan.outs >= MIN_VECTOR_WIDTH
     }
@@ -231,7 +234,7 @@ impl<S: Number> ReductionInput<'_, S> {
         self.plan.kept.is_single(self.plan.outs, self.plan.n as isize) && self.plan.reduced.is_single(self.plan.n, 1)
     }
 
-    /// [`for_neighbours`](Self::for_neighbours) computes results in multiples of this number.
+    /// The number of results whose multiples [`for_neighbours`](Self::for_neighbours) accepts.
     fn group_len(&self) -> usize {
         let (inner, _) = self.plan.kept.inner();
         if inner < MIN_VECTOR_WIDTH && self.plan.kept.rank() > 1 { inner } else { 1 }
@@ -264,7 +267,7 @@ impl<S: Number> ReductionInput<'_, S> {
         }
     }
 
-    /// Computes results of contiguous rows from result `o` on, by `fold(rows, whether to square, results)`.
+    /// Computes `results`, the first of which has index `o`, from contiguous rows. Calls `fold(rows, whether to square, results)`.
     pub(super) fn map_rows<R>(&self, o: usize, results: &mut [R], fold: impl Fn(&[S], bool, &mut [R])) {
         let n = self.plan.n;
         let start = self.plan.start + o * n;
@@ -279,8 +282,9 @@ impl<S: Number> ReductionInput<'_, S> {
         }
     }
 
-    /// Computes results from `o` on, a multiple of [`group_len`](Self::group_len), by `fold(start, stride, results)`: the first elements of these
-    /// results begin at `start`, `stride` apart. If the innermost kept dim is short, the results run along the dim before it.
+    /// Computes `results`, the first of which has index `o`; their number is a multiple of [`group_len`](Self::group_len). Calls
+    /// `fold(start, stride, results)` for groups of results whose first input elements are at `start`, `start + stride`, .... If the
+    /// innermost kept dim is short, a group runs along the dim before it.
     pub(super) fn for_neighbours<R: Copy>(&self, o: usize, results: &mut [R], fold: impl Fn(isize, isize, &mut [R])) {
         let (kept, unit) = (&self.plan.kept, self.group_len());
         let ((_, across), mut done) = (kept.inner(), 0);
@@ -308,7 +312,8 @@ impl<S: Number> ReductionInput<'_, S> {
         }
     }
 
-    /// Combines `rows` for results whose first elements begin at `start`, `stride` apart.
+    /// Combines the input elements of `rows` into `total`, one result per element. In each row, the results' elements are `stride` apart,
+    /// beginning at `start`.
     fn reduce_across<K: CombineOp>(&self, start: isize, stride: isize, rows: Range<usize>, total: &mut [S]) {
         total.fill(K::identity());
         let (width, single_group) = (total.len(), rows.len() <= GROUP_LEN);
@@ -347,7 +352,7 @@ impl<S: Number> ReductionInput<'_, S> {
         parallel::map(count, (JOB_ELEMENTS / cost.max(1)).max(1), f)
     }
 
-    /// Reduces the positions `r..end` of result `o`.
+    /// Reduces elements `r..end` of result `o`.
     fn reduce_line<K: CombineOp>(&self, o: usize, mut r: usize, end: usize) -> S {
         let base = self.plan.start as isize + self.plan.kept.locate(o, 1).0;
         let mut total = K::identity();
@@ -378,7 +383,7 @@ impl<S: Number> ReductionInput<'_, S> {
         total
     }
 
-    /// Reduces results that are neighbours in memory, a tile of them at a time.
+    /// Reduces results whose input elements are adjacent in memory, a tile of results at a time.
     fn reduce_columns<K: CombineOp>(&self) -> Vec<S> {
         let plan = self.plan;
         let (columns, across) = plan.kept.inner();
@@ -437,7 +442,7 @@ fn combine_rows_of<K: CombineOp, C: Number>(sums: &mut [C], elements: &[C], star
     }
 }
 
-/// Combines the slices of each result pairwise.
+/// Combines the partial results of each result's slices pairwise.
 fn merge_slices<K: CombineOp, S: Number>(mut partial: Vec<S>, outs: usize, slices: usize) -> Vec<S> {
     for own in partial.chunks_mut(slices) {
         let mut n = slices;

@@ -1,5 +1,6 @@
-//! Cumulative sums and products on the CPU. Several lines are computed at a time, because each step along a line waits for the previous step;
-//! lines along another dim than the last, side by side. Long lines are cut into pieces, whose totals come first, if the order cannot matter.
+//! Cumulative sums and products on the CPU. Each step along a line waits for the previous step, so several lines are computed at a time;
+//! lines along a dim other than the last are computed side by side in vectors. If the order of the operations cannot change the result, a
+//! long line is split into pieces, whose totals are computed first.
 
 use crate::backend::cpu::accumulate::{CombineOp, combine_all, fold};
 use crate::backend::cpu::convert::{load_tile, store_tile};
@@ -14,24 +15,24 @@ use crate::{DType, Result, Tensor};
 const JOB_ELEMENTS: usize = 1 << 13;
 /// The number of elements in a piece of a long line.
 const PIECE_LEN: usize = 1 << 15;
-/// The fewest neighbouring lines to compute side by side.
+/// The minimum number of neighbouring lines that are computed side by side.
 const MIN_LINES: usize = 8;
-/// Lines up to this length are computed one by one: the processor overlaps several of them by itself.
+/// Maximum length of a line that is computed alone: the processor overlaps several such lines by itself.
 const SHORT_LINE_LEN: usize = 64;
-/// The number of lines computed at a time if each is contiguous.
+/// The number of contiguous lines that are computed at a time.
 const LINES_AT_ONCE: usize = 4;
 /// The number of elements of each line that are loaded at a time.
 const TILE_LEN: usize = 512;
 
-/// Computes the running sum or product of every line. `splits` allows cutting lines, which could change the result if sums are no wider than
-/// the elements, or if products overflow.
+/// Computes the running sum or product of every line. `splits` allows splitting lines into pieces. Splitting could change the result if
+/// sums are no wider than the elements, or if products overflow.
 pub(crate) fn run_lines<K: CombineOp, C: Number>(x: &Tensor, d: usize, values: &Tensor, splits: bool) -> Result<()> {
     let lines = Lines::new(x, d);
     let even = lines.strided.dims.last().is_none_or(|last| last % lines.inner == 0);
     let short = lines.inner == 1 && lines.n <= SHORT_LINE_LEN;
     if !even || short || (2..MIN_LINES).contains(&lines.inner) {
         return for_each_line::<C>(x, d, values, None, |line, values, _| {
-            // A copy of the line first would take as long as the sums of a short line.
+            // The line is not copied first, because for a short line the copy would take as long as the sums.
             let mut total = K::identity();
             for (value, x) in values.iter_mut().zip(line) {
                 total = K::combine(total, *x);
@@ -74,7 +75,7 @@ impl ScanJob<'_> {
         }
         let lines = (PIECE_LEN / inner).max(1);
         let along = n.div_ceil(lines);
-        // The total of all elements before each piece.
+        // For each piece, the total of all elements before the piece.
         let mut before = vec![K::identity::<C>(); out.len() / size / stretch * along * inner];
         parallel::for_each_chunk(&mut before, inner, |i, total| {
             let line = i % along * lines;
@@ -106,15 +107,15 @@ impl ScanJob<'_> {
         });
     }
 
-    /// Loads elements of a line, from index `from` on.
+    /// Loads elements of line `line`, beginning at index `from`, to fill `to`.
     fn load<C: Number>(&self, line: usize, from: usize, to: &mut [C]) {
         let start =
             self.x.layout.offset as isize + self.lines.strided.offsets(line)[0] + from as isize * self.lines.step;
         load_tile(self.x.dtype, self.bytes, start as usize, self.lines.step, to);
     }
 
-    /// Scans some elements of neighbouring lines from `first` on, one element of each line at a time. `so_far` holds the running total of each
-    /// line.
+    /// Scans some elements of neighbouring lines, beginning at line `first`, one element of each line at a time. `so_far` holds the
+    /// running total of each line.
     fn scan_side_by_side<K: CombineOp, C: Number>(
         &self,
         first: usize,
@@ -137,7 +138,7 @@ impl ScanJob<'_> {
         }
     }
 
-    /// Scans whole lines from `first` on. `out` has room for at most [`LINES_AT_ONCE`] lines.
+    /// Scans whole lines, beginning at line `first`. `out` has room for at most [`LINES_AT_ONCE`] lines.
     fn scan_rows<K: CombineOp, C: Number>(&self, first: usize, out: &mut [u8]) {
         let n = self.lines.n;
         let count = out.len() / self.dtype.size() / n;
@@ -164,8 +165,8 @@ impl ScanJob<'_> {
         })
     }
 
-    /// Scans some elements of a line, whose preceding elements total `before`. The four quarters of a tile are scanned as if they were lines;
-    /// then each quarter gets the total before it added.
+    /// Scans some elements of a line; `before` is the total of the preceding elements. The four quarters of a tile are scanned as
+    /// separate lines; then the total of everything before a quarter is added to the quarter.
     fn scan_piece<K: CombineOp, C: Number>(
         &self,
         line: usize,

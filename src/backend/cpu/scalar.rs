@@ -1,4 +1,4 @@
-//! The three types that the CPU evaluates formulas in, and every primitive on one element of these types.
+//! The three types in which the CPU evaluates formulas, and every primitive on one element of these types.
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
@@ -8,7 +8,7 @@ use crate::expr::primitives::{gcd, shl, shr};
 use crate::expr::{Binary, Unary};
 use crate::{Compute, Scalar};
 
-/// Functions that have their own vector loops.
+/// Functions that have vectorised implementations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum VectorFunction {
     Exp,
@@ -63,7 +63,7 @@ pub(crate) trait Number: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::De
     fn exp_each(to: &mut [Self], from: &[Self], map: impl Fn(Self) -> Self) {
         to.iter_mut().zip(from).for_each(|(y, x)| *y = map(*x).exp());
     }
-    /// Like [`exp_each`](Number::exp_each), in place.
+    /// Replaces each element x by [`exp`](Number::exp) of `map(x)`.
     #[inline(always)]
     fn exp_in_place(elements: &mut [Self], map: impl Fn(Self) -> Self) {
         elements.iter_mut().for_each(|x| *x = map(*x).exp());
@@ -78,7 +78,7 @@ pub(crate) trait Number: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::De
     fn log1p(self) -> Self { self }
     fn sin(self) -> Self { self }
     fn cos(self) -> Self { self }
-    /// True for an argument of `sin` or `cos` that is too large for the vector code.
+    /// True if `self` is too large for the vectorised `sin` and `cos`.
     fn is_huge_angle(self) -> bool { false }
     fn erfc(self) -> Self { self }
     fn lgamma(self) -> Self { self }
@@ -139,7 +139,7 @@ macro_rules! float_arithmetic {
             mul(self, b) -> Self = self * b;
             div(self, b) -> Self = self / b;
             rem(self, b) -> Self = self % b;
-            // Written as selections: a comparison with NaN is false, so a NaN in `b` is returned.
+            // A comparison with NaN is false, so these selections return `b` if `b` is NaN.
             max(self, b) -> Self = if self > b || self.is_nan() { self } else { b };
             min(self, b) -> Self = if self < b || self.is_nan() { self } else { b };
             floor(self) -> Self = $t::floor(self);

@@ -45,7 +45,7 @@ fn is_nan<C: Number>(v: C) -> bool {
     v.partial_cmp(&v).is_none()
 }
 
-/// `log(exp(a) + exp(b))`.
+/// Returns `log(exp(a) + exp(b))`.
 fn log_add_exp<C: Number>(a: C, b: C) -> C {
     let greater = a.max(b);
     match greater.to_f64().is_infinite() {

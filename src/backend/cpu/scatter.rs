@@ -1,4 +1,4 @@
-//! Scatters on the CPU. Writes to one element happen in the order of the indices, with any number of threads: each thread owns
+//! Scatters on the CPU. Writes to the same element happen in the order of the indices for any number of threads, because each thread owns
 //! some rows or columns of the target.
 
 use bytemuck::{cast_slice, cast_slice_mut};
@@ -15,11 +15,13 @@ use crate::storage::with_host;
 use crate::tensor::Layout;
 use crate::{DType, Result, Tensor};
 
-/// The most columns in a band when every element has its own index. A narrow band keeps its rows in a cache.
+/// The maximum number of columns that one thread owns if every element has its own index. The rows of such a narrow band stay in the
+/// cache.
 const MAX_BAND_WIDTH: usize = 128;
-/// The number of parts for each thread when rows are divided: some rows are written more often than others.
+/// The number of parts for each thread if rows are divided. More parts than threads even out rows that are written more often than
+/// others.
 const PARTS_PER_THREAD: usize = 4;
-/// With fewer columns, rows are not divided among threads: skipping an index would cost as much as writing its row.
+/// The minimum number of columns for dividing rows among threads. With fewer, skipping an index costs as much as writing its row.
 const MIN_ROW_LEN: usize = 16;
 /// The number of 4-byte elements in a cache line: bands of whole lines avoid false sharing.
 const LINE_ELEMENTS: usize = 16;
@@ -64,7 +66,7 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
     })?
 }
 
-/// Combines the old element with the new one.
+/// Combines the old element with the new element.
 #[inline(always)]
 fn combine_elements<C: Number>(combine: Combine, old: C, new: C) -> C {
     match combine {
@@ -106,7 +108,8 @@ impl ScatterJob<'_> {
         self.scatter_range(x, 0, self.count, to, 0, f);
     }
 
-    /// If the first dim steps through disjoint pieces of the target, returns the stride between pieces and the length of one.
+    /// If the first dim steps through disjoint pieces of the target, returns the stride between pieces and the length of a piece; else
+    /// `None`.
     fn row_pieces(&self) -> Option<(usize, usize)> {
         let stride = self.strided.strides[2].first().copied().filter(|&stride| stride > 0)?;
         let others = self.strided.dims.iter().zip(&self.strided.strides[2]).skip(1).map(|(&n, &s)| (n, s));
@@ -117,7 +120,8 @@ impl ScatterJob<'_> {
         (row_len <= stride as usize).then_some((stride as usize, row_len))
     }
 
-    /// If the index selects rows of the target, and only the last dim steps through a row, one element at a time: returns the number of columns.
+    /// Returns the number of columns if the index selects rows of the target, and only the last dim steps through a row, one element at a
+    /// time; else `None`.
     fn row_columns(&self) -> Option<usize> {
         let (&last, others) = self.strided.strides[2].split_last()?;
         let columns = *self.strided.dims.last()?;
@@ -126,7 +130,7 @@ impl ScatterJob<'_> {
         (rows && !short).then_some(columns)
     }
 
-    /// Writes the elements `first..first + len`, in order. `to` begins with element `origin` of the target.
+    /// Writes the elements `first..first + len` of the source, in order. `to[0]` is element `origin` of the target.
     fn scatter_range<T: bytemuck::Pod>(
         &self,
         x: &[T],
@@ -164,8 +168,8 @@ impl ScatterJob<'_> {
         });
     }
 
-    /// Writes rows of the target that are selected by an index. If every element has its own index, each thread owns some of the `columns`. Otherwise
-    /// each thread owns some rows and skips all other indices.
+    /// Writes rows of the target that are selected by an index. If every element has its own index, each thread owns some of the
+    /// `columns`. Otherwise each thread owns some rows, and skips the indices of all other rows.
     fn scatter_rows<T: bytemuck::Pod + Send + Sync>(
         &self,
         x: &[T],
@@ -240,7 +244,7 @@ impl ScatterJob<'_> {
     }
 }
 
-/// Combines the elements of `x` from `from` on, `step` apart, into the elements of `to`.
+/// Combines the elements of `x` at `from`, `from + step`, ... into the elements of `to`.
 #[inline(always)]
 fn combine_slice<T: Copy>(to: &mut [T], x: &[T], from: isize, step: isize, f: impl Fn(T, T) -> T) {
     if step == 1 {

@@ -13,21 +13,21 @@ use crate::{DType, Result, Tensor};
 
 /// The number of elements in a job of the thread pool.
 const JOB_ELEMENTS: usize = 1 << 11;
-/// The fewest keys to collect before the superfluous ones are dropped; twice `k` if that is more.
+/// The minimum number of keys to collect before all but the first `k` are dropped; twice `k` if that is more.
 const MIN_KEPT: usize = 32;
-/// Lines longer than this are selected from by radix, without moving keys.
+/// The minimum length of a line for which radix selection is used, which does not move keys.
 const MIN_RADIX_LEN: usize = 1 << 13;
 /// The number of bits in a digit of radix selection.
 const DIGIT_BITS: usize = 11;
-/// The number of elements compared with the current limit at a time, one bit for each.
+/// The number of elements that are compared with the current limit at a time. The results are the bits of a u32.
 const COMPARED_LEN: usize = 32;
 
-/// The keys of the first `k` elements in sorted order, among those scanned so far.
+/// The keys of the elements scanned so far that are among the first `k` in sorted order.
 struct FirstK<C: SortElement> {
     k: usize,
     descending: bool,
     kept: Vec<C::Key>,
-    /// Keys after this one are not among the first `k`.
+    /// The greatest key that can still be among the first `k`; `None` if any key can.
     limit: Option<C::Key>,
 }
 
@@ -36,7 +36,7 @@ impl<C: SortElement> FirstK<C> {
         FirstK { k, descending, kept: Vec::with_capacity(MIN_KEPT.max(2 * k)), limit: None }
     }
 
-    /// Scans elements of a line, the first of which has index `first`. All elements before must have been scanned.
+    /// Scans elements of a line, the first of which has index `first`. All preceding elements of the line must already have been scanned.
     fn scan(&mut self, elements: &[C], first: usize) {
         if self.limit.is_none() {
             let some = &elements[..elements.len().min(PIECE_LEN)];
@@ -50,7 +50,7 @@ impl<C: SortElement> FirstK<C> {
     }
 
     #[inline(always)]
-    /// Keeps a key unless it is after the limit.
+    /// Keeps `key` unless it is greater than the limit.
     fn keep_within_limit(&mut self, key: C::Key) {
         if self.limit.is_some_and(|limit| key > limit) {
             return;
@@ -70,7 +70,7 @@ impl<C: SortElement> FirstK<C> {
         }
     }
 
-    /// Writes the indices in sorted order.
+    /// Writes the indices of the first `k` elements in sorted order.
     fn write(&mut self, to: &mut [i64]) {
         self.truncate_to_k();
         self.kept.sort_unstable();
@@ -79,12 +79,14 @@ impl<C: SortElement> FirstK<C> {
 }
 
 vectorised! {
-    /// The loop of [`FirstK::scan`]: compares blocks of elements with the limit before any key is made.
+    /// The inner loop of [`FirstK::scan`]: compares blocks of elements with the limit, and computes keys only for elements within the
+    /// limit.
     fn scan_blocks<'a, C: SortElement>(_simd: S, first: &'a mut FirstK<C>, elements: &'a [C], at: usize) {
         let (blocks, rest) = elements.as_chunks::<COMPARED_LEN>();
         for (b, block) in blocks.iter().enumerate() {
             let mut bits = match first.limit {
-                // Keeps NaN. Once there are k keys, an element that equals the limit comes after it.
+                // Comparisons are written so that NaN passes. Once there are k keys, a later element that equals the limit comes after
+                // the limit.
                 Some(limit) => {
                     let (limit, full) = (C::value(limit, first.descending), first.kept.len() >= first.k);
                     match first.descending {
@@ -107,13 +109,13 @@ vectorised! {
 }
 
 #[inline(always)]
-/// Returns a bit for each element of the block for which `is` is true.
+/// Returns a u32 whose bit i is set if `is` is true for element i of the block.
 fn bits_where<C: SortElement>(block: &[C; COMPARED_LEN], is: impl Fn(C) -> bool) -> u32 {
     block.iter().enumerate().fold(0, |bits, (i, v)| bits | u32::from(is(*v)) << i)
 }
 
 vectorised! {
-    /// Returns the first element of each column in sorted order, or `start` if all elements come after it.
+    /// Returns, for each column, the element that comes first in sorted order, or `start` if all elements come after `start`.
     fn best_of_rows<'a, C: SortElement; const LANES: usize>(
         _simd: S, rows: &'a [[C; LANES]], start: C, descending: bool
     ) -> [C; LANES] {
@@ -128,8 +130,8 @@ vectorised! {
     }
 }
 
-/// Estimates a limit such that at least `k` elements, and few more, have keys up to the limit. Divides the elements into `LANES` lanes,
-/// more than `k`; the limit is the `k`-th of the lanes' first elements in sorted order.
+/// Estimates a limit such that at least `k` elements, and few more, have keys up to the limit. Divides the elements into `LANES` lanes
+/// (more than `k`), takes from each lane the element that comes first in sorted order, and returns the `k`-th of these elements.
 fn estimate_limit<C: SortElement, const LANES: usize>(elements: &[C], k: usize, descending: bool) -> Option<C::Key> {
     let (rows, _) = elements.as_chunks::<LANES>();
     if rows.len() < 2 {
@@ -138,7 +140,7 @@ fn estimate_limit<C: SortElement, const LANES: usize>(elements: &[C], k: usize, 
     let none = C::from_f64(if descending { f64::NEG_INFINITY } else { f64::INFINITY });
     let best = best_of_rows(rows, none, descending);
     let mut keys = best.map(|v| v.last_key(descending));
-    // A lane that holds only NaN keeps the start value, which may equal no element.
+    // A lane that holds only NaN keeps the start value, which need not be the key of any element.
     Some(*keys.select_nth_unstable(k - 1).1).filter(|&key| key != none.last_key(descending))
 }
 
@@ -148,12 +150,12 @@ pub(crate) fn topk(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<S
     select_indices(x, d, k, |out| for_compute!(compute, C => topk_as::<C>(x, d, k, descending, out)))
 }
 
-/// Returns the index of the element with one rank from each line.
+/// Returns, for each line, the index of the element with the rank that `nth` asks for.
 pub(crate) fn kth(x: &Tensor, d: usize, nth: RankQuery<'_>) -> Result<Selected> {
     select_indices(x, d, 1, |out| for_compute!(x.dtype.compute(), C => kth_as::<C>(x, d, nth, out)))
 }
 
-/// Allocates the indices, and calls `choose` to fill them unless they are empty.
+/// Allocates the tensor of indices, and calls `choose` to fill it unless it is empty.
 fn select_indices(x: &Tensor, d: usize, k: usize, choose: impl FnOnce(&Tensor) -> Result<()>) -> Result<Selected> {
     let out = Tensor::empty_with_shape(dims_with(x, d, k), DType::I64, x.device())?;
     if out.numel() > 0 {
@@ -164,7 +166,7 @@ fn select_indices(x: &Tensor, d: usize, k: usize, choose: impl FnOnce(&Tensor) -
 
 fn topk_as<C: SortElement>(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
     let lines = Lines::new(x, d);
-    // The indices of each line, contiguous, if lines are interleaved in the result.
+    // If lines are interleaved in the result, the indices of each line are first collected in contiguous memory.
     let contiguous_indices =
         Tensor::empty_with_shape(if lines.inner > 1 { out.numel() } else { 0 }, DType::I64, x.device())?;
     with_host(&[&x.storage], &[&out.storage, &contiguous_indices.storage], |reads, writes| {
@@ -187,7 +189,7 @@ fn topk_as<C: SortElement>(x: &Tensor, d: usize, k: usize, descending: bool, out
         };
         let threads = threads();
         if lines.count < threads && lines.n >= threads * PIECE_LEN && k <= PIECE_LEN {
-            // Each thread scans a part of the line; then the parts' first elements are merged.
+            // Each thread selects from a part of the line; then the selected elements of all parts are merged.
             for (line, to) in out.chunks_mut(k).enumerate() {
                 let parts = parallel::map(threads, 1, |i| {
                     let mut kept = FirstK::<C>::new(k, descending);
@@ -264,8 +266,8 @@ fn kth_as<C: SortElement>(x: &Tensor, d: usize, nth: RankQuery<'_>, out: &Tensor
 }
 
 impl Line<'_> {
-    /// Returns the index of the element with rank `which(number of NaN)` by radix selection: for each digit of the keys, counts the elements of
-    /// every slice with each digit value.
+    /// Returns the index of the element with rank `which(number of NaN)`, by radix selection: for each digit of the keys, counts the
+    /// elements of every slice of the line by the value of the digit.
     fn radix_select<C: SortElement>(&self, slices: usize, which: impl Fn(usize) -> usize) -> i64 {
         let end = |slice: usize| self.n / slices * slice + self.n % slices * slice / slices;
         let [low, mut high] = key_bits(self.dtype);
@@ -293,7 +295,7 @@ impl Line<'_> {
             }
             digit.found = Some(digit.found.unwrap_or(0) << (high - digit.low) | bin as u64);
             high = digit.low;
-            // After the last digit, `need` counts equal elements: skip the slices before the one with the wanted element.
+            // After the last digit, `need` is a rank among equal elements: slices are skipped until the slice that contains the element.
             if high == low {
                 at = 0;
                 while need >= counts[at].total(bin) {
@@ -314,7 +316,7 @@ impl Line<'_> {
     }
 }
 
-/// One digit of the keys, bits `low` to `high`, for elements whose higher digits equal `found`.
+/// One digit of the keys: bits `low` to `high`. Only elements whose higher digits equal `found` are counted.
 #[derive(Clone, Copy)]
 struct Digit {
     lowest: u64,
@@ -323,7 +325,8 @@ struct Digit {
     high: usize,
 }
 
-/// Two histograms of digits. Neighbours often have the same digit, and increments of the same count would wait for each other.
+/// Two histograms of digits, used in turn: adjacent elements often have the same digit, and two increments of the same count would wait
+/// for each other.
 struct DigitCounts {
     bins: [[u32; 1 << DIGIT_BITS]; 2],
     nans: usize,
@@ -368,7 +371,7 @@ vectorised! {
 mod tests {
     use super::*;
 
-    /// Compares lines of every kind, with ties, infinities and NaN, with a full sort.
+    /// Compares selection with a full sort, for lines of every kind, with ties, infinities and NaN.
     fn checked<C: SortElement>(of: impl Fn(f64) -> C) {
         let mut state = 1u64;
         let mut random = |below: u64| {

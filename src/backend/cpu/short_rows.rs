@@ -1,5 +1,5 @@
 //! Softmax of short rows, a block of rows at a time, transposed. A column holds one element of every row in the block, so that vectors
-//! are full however short the rows are, and a fold over all rows takes one vector operation a column.
+//! are full however short the rows are, and folding all rows of the block takes one vector operation per column.
 
 use crate::DType;
 use crate::backend::cpu::convert::{load_tile, store_tile};
@@ -12,17 +12,17 @@ pub(crate) const BLOCK_ROWS: usize = 64;
 /// Rows longer than this are not transposed: a block of them would no longer fit in the L1 cache.
 const MAX_ROW_LEN: usize = 64;
 
-/// True if this many rows of n elements are faster in blocks. A block takes the same time with few rows as with many.
+/// True if `rows` rows of `n` elements are computed faster in blocks. A block with few rows takes as long as a full block.
 pub(crate) fn is_faster(rows: usize, n: usize) -> bool {
     n <= MAX_ROW_LEN && rows >= usize::max(8, n / 2)
 }
 
-/// The number of rows of n elements that amount to about `elements` elements and fill whole blocks.
+/// Returns the number of rows of `n` elements that fill whole blocks and together have about `elements` elements.
 pub(crate) fn whole_blocks(elements: usize, n: usize) -> usize {
     elements.div_ceil(n).next_multiple_of(BLOCK_ROWS)
 }
 
-/// One element of each row in a block.
+/// The elements of one column: one element of each row in a block.
 pub(crate) type Column<C> = [C; BLOCK_ROWS];
 
 /// The location of a block of rows: its first element, the stride between rows and the stride along a row.
@@ -56,7 +56,7 @@ pub(crate) fn load<C: Number>(dtype: DType, bytes: &[u8], from: RowsLayout, colu
 
 /// Writes a block of `rows` rows from columns.
 pub(crate) fn store<C: Number>(dtype: DType, columns: &[Column<C>], bytes: &mut [u8], to: RowsLayout, rows: usize) {
-    // Writes are made contiguous rather than reads, because strided stores cost more than strided loads.
+    // Contiguous writes are preferred to contiguous reads, because strided stores cost more than strided loads.
     if to.element == 1 && columns.len() >= 8 && dtype == C::COMPUTE.dtype() {
         let elements: &mut [C] = bytemuck::cast_slice_mut(bytes);
         for lane in 0..rows.min(BLOCK_ROWS) {
@@ -70,7 +70,7 @@ pub(crate) fn store<C: Number>(dtype: DType, columns: &[Column<C>], bytes: &mut 
     }
 }
 
-/// Folds each row to one element. A sum of n elements is off by at most n / 4 + 5 roundings.
+/// Folds each row to one element. The rounding error of a sum of n elements is at most that of n / 4 + 5 roundings.
 #[inline(always)]
 fn fold<C: Number>(columns: &[Column<C>], from: C, join: impl Fn(C, C) -> C) -> Column<C> {
     let mut all = [from; BLOCK_ROWS];
@@ -86,7 +86,7 @@ fn fold<C: Number>(columns: &[Column<C>], from: C, join: impl Fn(C, C) -> C) -> 
     all
 }
 
-/// Applies `f` to each element. A loop, because `array::map` is not vectorised.
+/// Applies `f` to each element, in a loop because `array::map` is not vectorised.
 #[inline(always)]
 fn map_column<C: Number>(mut column: Column<C>, f: impl Fn(C) -> C) -> Column<C> {
     column.iter_mut().for_each(|x| *x = f(*x));
@@ -111,8 +111,8 @@ fn max_of_rows<C: Number>(columns: &[Column<C>]) -> Column<C> {
 }
 
 vectorised! {
-    /// Computes the [`RowOp`] for a block and writes the result to its columns; a result with one element a row goes to the first column.
-    /// `others` is the second operand, or scratch memory if there is none.
+    /// Computes the [`RowOp`] for a block and writes the result to its columns; a result with one element per row goes to the first
+    /// column. `others` is the second operand, or scratch memory if there is none.
     pub(crate) fn compute_block<'a, C: Number>(
         _simd: S, kind: RowOp, columns: &'a mut [Column<C>], others: &'a mut [Column<C>]
     ) {
@@ -129,7 +129,7 @@ vectorised! {
             RowOp::LogSoftmax | RowOp::LogSumExp => {
                 let mut top = max_of_rows(columns);
                 if kind == RowOp::LogSumExp {
-                    // An infinite maximum counts as 0.
+                    // An infinite maximum is replaced by 0, because subtracting infinity from an infinite element would give NaN.
                     top = map_column(top, |m| if m.abs() == C::from_f64(f64::INFINITY) { zero } else { m });
                 }
                 zip_all_with(columns, &top, C::sub);
@@ -171,8 +171,8 @@ vectorised! {
 }
 
 vectorised! {
-    /// Computes the losses of a block of logits, 0 for ignored rows. With a `scale`, the columns become the gradients of the logits, times
-    /// `scale`.
+    /// Computes the losses of a block of logits, 0 for ignored rows. With a `scale`, the columns are overwritten with the gradients of
+    /// the logits, times `scale`.
     pub(crate) fn entropy_of_block<'a, C: Number, F: Fn(i64) -> bool>(
         _simd: S, columns: &'a mut [Column<C>], targets: &'a [i64], counts: F, losses: &'a mut [C], scale: Option<C>
     ) {
@@ -204,7 +204,7 @@ vectorised! {
             let j = C::from_i32(j as i32);
             for i in 0..BLOCK_ROWS {
                 let gradient = column[i].mul(factors[i]).sub(if labels[i] == j { scale } else { zero });
-                // Selected, not multiplied: the gradient of an ignored row may be infinite or NaN.
+                // The gradient is selected, not multiplied by 0, because the gradient of an ignored row may be infinite or NaN.
                 column[i] = if labels[i] == none { zero } else { gradient };
             }
         }

@@ -1,5 +1,5 @@
-//! Softmax and related row operations on the CPU: a row at a time in the compute type, short rows in transposed blocks ([`short_rows`]), and
-//! rows along another dim than the last side by side ([`strided_rows`]).
+//! Softmax and related row operations on the CPU. Rows are computed one at a time in the compute type; short rows are computed in
+//! transposed blocks ([`short_rows`]), and rows along a dim other than the last side by side ([`strided_rows`]).
 
 use pulp::Simd;
 use smallvec::SmallVec;
@@ -19,13 +19,13 @@ use crate::{DType, Error, Result, Tensor};
 
 /// The number of elements in a job of the thread pool: enough to hide the cost of handing the job over.
 const TASK_ELEMENTS: usize = 1 << 13;
-/// The number of elements of short rows in a job, if there are more than fit in one job.
+/// The number of elements of short rows in a job, if the rows are divided into several jobs.
 const BLOCKED_TASK_ELEMENTS: usize = 1 << 11;
 /// The number of elements of longer rows in a job of a loss.
 const LOSS_TASK_ELEMENTS: usize = 1 << 12;
 /// The number of exponentials computed before they are added up.
 const EXP_TILE: usize = 256;
-/// The number of rows whose losses are added up first. Fixed, so that the sum is the same on every machine.
+/// The number of rows whose losses are summed first. The number is fixed, so that the total is the same for any number of threads.
 const LOSS_SUM_ROWS: usize = 64;
 
 /// Computes the [`RowOp`] for every row.
@@ -47,7 +47,7 @@ pub(crate) fn run_softmax(softmax: &Softmax) -> Result<()> {
     })
 }
 
-/// A row operation with access to its operands' bytes.
+/// A row operation, and the bytes of its operands' storages.
 pub(crate) struct SoftmaxJob<'a> {
     pub(crate) kind: RowOp,
     pub(crate) x: &'a Tensor,
@@ -55,7 +55,7 @@ pub(crate) struct SoftmaxJob<'a> {
     pub(crate) bytes: [&'a [u8]; 2],
     pub(crate) out: &'a Tensor,
     pub(crate) rows: &'a SoftmaxRows,
-    /// The product of the sizes after the row's dim: this many rows share a slice of the output.
+    /// The product of the sizes after the row's dim, which is the number of rows that are interleaved in a slice of the output.
     pub(crate) inner: usize,
 }
 
@@ -65,7 +65,7 @@ impl SoftmaxJob<'_> {
         let length = if self.kind == RowOp::LogSumExp { 1 } else { self.rows.n };
         let slice = (self.inner * length).max(1);
         let (n, count) = (self.rows.n, self.rows.count());
-        // True if rows are evenly spaced: all of them, or those whose results share a slice.
+        // True if rows are evenly spaced: either all rows, or the rows that are interleaved in one slice of the result.
         let even = self.kind != RowOp::MaskedSoftmax
             && match self.inner {
                 1 => self.rows.strided.dims.len() <= 1,
@@ -93,7 +93,7 @@ impl SoftmaxJob<'_> {
         });
     }
 
-    /// Computes rows from `first` on into `out`, which begins at the first row's result.
+    /// Computes rows one by one, beginning with row `first`, whose result is at the start of `out`.
     fn row_by_row<C: Number>(&self, first: usize, out: &mut [u8]) {
         let (n, inner, rows) = (self.rows.n, self.inner, self.rows);
         let zero = C::from_i32(0);
@@ -123,7 +123,7 @@ impl SoftmaxJob<'_> {
         }
     }
 
-    /// Like [`row_by_row`](Self::row_by_row), in transposed blocks of short rows.
+    /// Computes rows like [`row_by_row`](Self::row_by_row), but in transposed blocks of short rows.
     fn compute_in_blocks<C: Number>(&self, first: usize, out: &mut [u8]) {
         let (n, rows) = (self.rows.n, self.rows);
         let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
@@ -135,7 +135,7 @@ impl SoftmaxJob<'_> {
             RowsLayout { start, row, element: rows.steps[k] }
         };
         let size = self.out.dtype.size();
-        // Rows whose results share a slice, or are contiguous.
+        // The number of rows that are interleaved in one slice of the result, or that are contiguous.
         let contiguous_rows = if self.inner == 1 { out.len() / size / length } else { self.inner };
         for (i, out) in out.chunks_mut(contiguous_rows * length * size).enumerate() {
             for lane in (0..contiguous_rows).step_by(BLOCK_ROWS) {
@@ -154,7 +154,7 @@ impl SoftmaxJob<'_> {
         }
     }
 
-    /// Returns a row of the `k`-th operand, in place if possible, otherwise converted into `buffer`.
+    /// Returns the row of operand `k` at offset `at`: in place if possible, otherwise converted into `buffer`.
     fn read_row<'b, C: Number>(&'b self, t: &Tensor, k: usize, at: isize, buffer: &'b mut Vec<C>) -> &'b [C] {
         let start = (t.layout.offset as isize + at) as usize;
         read_or_convert((t.dtype, self.bytes[k.min(1)]), start, self.rows.steps[k], self.rows.n, buffer)
@@ -162,7 +162,7 @@ impl SoftmaxJob<'_> {
 }
 
 vectorised! {
-    /// Computes the operation on one row; returns the number of results.
+    /// Computes the operation on one row, in place in `row`; returns the number of elements of the result.
     fn compute_row<'a, C: Number>(simd: S, kind: RowOp, from: &'a [C], row: &'a mut [C], other: &'a [C], mask: MaskKind) -> usize {
         match kind {
             RowOp::Softmax => {
@@ -217,7 +217,7 @@ vectorised! {
     }
 }
 
-/// Returns the greatest element and the sum of `exp(x - greatest)`. If `finite`, an infinite maximum counts as 0.
+/// Returns the maximum of the row and the sum of `exp(x - maximum)`. If `finite`, an infinite maximum is replaced by 0.
 #[inline(always)]
 fn exp_sum<C: Number, S: Simd>(simd: S, row: &[C], finite: bool) -> (C, C) {
     let m = fold_simd::<Max, C, S>(simd, row);
@@ -232,7 +232,8 @@ fn exp_sum<C: Number, S: Simd>(simd: S, row: &[C], finite: bool) -> (C, C) {
 }
 
 vectorised! {
-    /// Computes the losses of rows of logits, 0 for ignored rows. With a `scale`, the rows become the gradients of the logits, times `scale`.
+    /// Computes the losses of rows of logits, 0 for ignored rows. With a `scale`, the rows are overwritten with the gradients of the
+    /// logits, times `scale`.
     fn entropy_of_rows<'a, C: Number, F: Fn(i64) -> bool>(
         simd: S, rows: &'a mut [C], targets: &'a [i64], is_used: F, losses: &'a mut [C], scale: Option<C>
     ) {
@@ -266,7 +267,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Counts the targets that are not ignored; the bool is true if all of these are valid classes.
+    /// Counts the targets that are not ignored. The returned bool is true if all counted targets are valid classes.
     fn count_targets<'a, F: Fn(i64) -> bool>(_simd: S, targets: &'a [i64], is_used: F, classes: usize) -> (i64, bool) {
         targets.iter().fold((0, true), |(count, all_valid), &t| {
             let used = is_used(t);
@@ -291,7 +292,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     Ok(out)
 }
 
-/// Computes the losses of all rows, their gradients if asked, and the reduced loss.
+/// Computes the losses of all rows, the gradients if requested, and the reduced loss.
 fn compute_losses<C: Number>(
     x: &Tensor,
     bytes: &[u8],
@@ -312,7 +313,7 @@ fn compute_losses<C: Number>(
     let rows = (LOSS_TASK_ELEMENTS / classes.max(1)).clamp(1, BLOCK_ROWS);
     let short = short_rows::is_faster(targets.len(), classes);
     let mut losses = vec![zero; targets.len()];
-    // Computes the losses of rows from `first` on, and their gradients if asked.
+    // Computes the losses of rows, beginning with row `first`, and the gradients if `grad` is given.
     let part = |first: usize, losses: &mut [C], mut grad: Option<&mut [u8]>| {
         let mut buffer = vec![zero; if short { BLOCK_ROWS } else { rows.min(losses.len()) } * classes];
         for (b, losses) in losses.chunks_mut(rows).enumerate() {

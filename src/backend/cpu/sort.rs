@@ -1,5 +1,5 @@
-//! Sorting and binary search on the CPU. Keys that include the index are sorted with std's sort, one-byte elements by counting. Lines are
-//! partitioned among threads.
+//! Sorting and binary search on the CPU. Elements are sorted by keys that include the index, with the standard library's sort; one-byte
+//! elements are counted instead. Lines are partitioned among threads.
 
 use crate::backend::cpu::convert::{load_tile, read_or_convert};
 use crate::backend::cpu::dispatch::{for_compute, for_size};
@@ -14,9 +14,9 @@ use crate::storage::with_host;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Result, Tensor};
 
-/// Longer lines are sorted in the memory of their results.
+/// The maximum length of a line whose keys are sorted in a temporary buffer. Longer lines are sorted in the memory of their results.
 const MAX_KEYED_LINE_LEN: usize = 1 << 16;
-/// The longest line that is converted as a whole before it is searched.
+/// The maximum length of a line that is converted as a whole before it is searched.
 const MAX_CONVERTED_LEN: usize = 1 << 16;
 /// The number of values that are searched for side by side.
 const SEARCHES_AT_ONCE: usize = 16;
@@ -25,19 +25,20 @@ const VALUES_PER_JOB: usize = 1 << 10;
 
 /// Element types with sort keys.
 pub(crate) trait SortElement: Number {
-    /// An unsigned number that orders like the elements, and orders equal elements by index. -0 equals 0, and NaN is above everything.
-    /// Descending order reverses the elements, but not the indices.
+    /// An unsigned number that orders like the elements, and orders equal elements by index. -0 equals 0, and NaN is above all other
+    /// elements. Descending order reverses the order of the elements, but not that of the indices.
     type Key: Ord + Copy + Send + Sync;
 
-    /// The key of the element at `index`.
+    /// Returns the key of the element at `index`.
     fn key(self, index: usize, descending: bool) -> Self::Key;
-    /// The last key of all elements that equal this one.
+    /// Returns the greatest key that an element equal to `self` can have.
     fn last_key(self, descending: bool) -> Self::Key;
-    /// The index in a key.
+    /// Returns the index that `key` includes.
     fn index(key: Self::Key) -> usize;
-    /// An unsigned number that orders like the elements, minus [`lowest`](SortElement::lowest). Equal elements have equal numbers.
+    /// Returns an unsigned number that orders like the elements, minus [`lowest`](SortElement::lowest). Equal elements have equal
+    /// numbers.
     fn order(self, lowest: u64) -> u64;
-    /// The least order of a dtype's elements, which is subtracted so that orders start at 0.
+    /// The least `order` of the elements of a dtype, which is subtracted so that orders start at 0.
     fn lowest(dtype: DType) -> u64 {
         match dtype {
             DType::I32 => (1 << 63) - (1 << 31),
@@ -45,7 +46,7 @@ pub(crate) trait SortElement: Number {
             _ => 0,
         }
     }
-    /// Returns an element with this key.
+    /// Returns an element whose key is `key`.
     fn value(key: Self::Key, descending: bool) -> Self;
 }
 
@@ -104,7 +105,7 @@ ordered_float!(f32, u64, u32);
 ordered_float!(f64, u128, u64);
 ordered!(i64, u128, u64, |v: i64| v as u64 ^ 1 << 63, |bits: u64| (bits ^ 1 << 63) as i64);
 
-/// The type to compare a tensor's elements in. f32 lines too long for a 32-bit index in the key are compared as f64.
+/// Returns the type in which a tensor's elements are compared. f32 lines too long for a 32-bit index in the key are compared as f64.
 pub(crate) fn compared_in(x: &Tensor, n: usize) -> Compute {
     match x.dtype.compute() {
         Compute::F32 if u32::try_from(n).is_err() => Compute::F64,
@@ -120,8 +121,8 @@ pub(crate) fn run_sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, 
     for_compute!(x.dtype.compute(), C => sort_short_lines::<C>(x, d, descending, values, indices))
 }
 
-/// Sorts long lines. The keys are stored in the memory of the indices or, if they do not fit, in a tensor, so that the allocator accounts for
-/// all temporary memory.
+/// Sorts long lines. The keys are stored in the memory of the indices or, if they do not fit there, in a temporary tensor, so that the
+/// allocator accounts for all temporary memory.
 fn sort_long_lines<C: SortElement>(
     x: &Tensor,
     d: usize,
@@ -131,14 +132,14 @@ fn sort_long_lines<C: SortElement>(
 ) -> Result<()> {
     let lines = Lines::new(x, d);
     let (n, size, inner) = (lines.n, x.dtype.size(), lines.inner);
-    // A key of 32 bits and an index of 32 bits are sorted as one number.
+    // A key of 32 bits and an index of 32 bits are packed into one 64-bit number.
     let packed = key_bits(x.dtype)[1] <= 32 && u32::try_from(n).is_ok();
     let groups = if inner == 1 { lines.count.min(threads()) } else { 1 };
     let per_group = lines.count.div_ceil(groups);
     let groups = lines.count.div_ceil(per_group);
     let make = |numel: usize, dtype| Tensor::empty_with_shape(numel, dtype, x.device());
     let keys = make(groups * if packed { 1 } else { 2 * n }, DType::I64)?;
-    // Memory for one sorted line, if lines are interleaved in the result.
+    // If the result's lines are interleaved, a sorted line needs memory of its own.
     let beside = if inner == 1 { 0 } else { n };
     let (line_values, line_indices) = (make(beside, x.dtype)?, make(beside, DType::I64)?);
     let storages = [values, indices, &keys, &line_values, &line_indices].map(|t| &t.storage);
@@ -176,7 +177,7 @@ fn sort_long_lines<C: SortElement>(
 }
 
 impl Line<'_> {
-    /// Computes the indices of the elements in sorted order. Keys are compared with the bits `flip` inverted.
+    /// Computes the indices of the elements in sorted order. Keys are compared after an exclusive or with `flip`.
     fn sort<C: SortElement>(&self, flip: u64, packed: bool, indices: &mut [i64], keys: &mut [i64]) {
         let lowest = C::lowest(self.dtype);
         let each = |f: &mut dyn FnMut(u64, usize)| {
@@ -186,7 +187,7 @@ impl Line<'_> {
             });
         };
         if self.dtype.size() == 1 {
-            // The position of the next element of each value.
+            // For each value, the sorted position of the next element that has this value.
             let mut next = [0usize; 257];
             each(&mut |key, _| next[key as usize + 1] += 1);
             (1..next.len()).for_each(|v| next[v] += next[v - 1]);
@@ -207,7 +208,7 @@ impl Line<'_> {
         indices.iter_mut().zip(pairs).for_each(|(index, pair)| *index = pair[1] as i64);
     }
 
-    /// Copies the elements at these indices.
+    /// Copies the elements at `indices` to `to`.
     fn gather(&self, indices: &[i64], to: &mut [u8]) {
         fn elements<T: bytemuck::Pod>(line: &Line<'_>, indices: &[i64], to: &mut [u8]) {
             let from: &[T] = bytemuck::cast_slice(line.bytes);
@@ -266,7 +267,7 @@ fn searchsorted_as<C: Number>(
             load_tile(t.dtype, bytes, (t.layout.offset as isize + at) as usize, 0, &mut element);
             element[0]
         };
-        // A line that is the same for all values is read in place, or converted once.
+        // If all values search the same line, the line is read in place or converted only once.
         let single = lines.strides.iter().all(|&stride| stride == 0) && (1..u32::MAX as usize).contains(&n);
         let in_place = step == 1 && x.dtype == C::COMPUTE.dtype();
         let mut converted = Vec::new();
@@ -328,7 +329,8 @@ fn searchsorted_as<C: Number>(
 }
 
 vectorised! {
-    /// Counts the elements of a sorted line before each value. All searches take the same number of steps, so that several run side by side.
+    /// For each value, counts the elements of a sorted line that come before the value. All searches take the same number of steps, so
+    /// that several run side by side.
     fn search_line<'a, C: Number>(_simd: S, line: &'a [C], values: &'a [C], right: bool, found: &'a mut [u32]) {
         match right {
             true => search_steps(line, values, found, |element, value| element > value),
@@ -337,7 +339,7 @@ vectorised! {
     }
 }
 
-/// Counts the elements of a sorted line for which `after` is false. NaN is before everything, as in PyTorch.
+/// For each value, counts the elements of a sorted line for which `after` is false. A NaN value is before every element, as in PyTorch.
 #[inline(always)]
 fn search_steps<C: Number>(line: &[C], values: &[C], found: &mut [u32], after: impl Fn(C, C) -> bool) {
     for (values, found) in values.chunks(SEARCHES_AT_ONCE).zip(found.chunks_mut(SEARCHES_AT_ONCE)) {

@@ -24,13 +24,13 @@ pub(crate) enum Value {
 pub(crate) enum Action {
     /// A primitive, or random numbers (never an input, a scalar or a constant).
     Compute(Op),
-    /// Copies a leaf, or another result, to a result.
+    /// Copies an input, a scalar, a constant or another result to a result.
     Copy,
     /// The product of the first two arguments, combined with the third in one step.
     MultiplyAdd(ProductSum),
-    /// A function that may be written as several primitives, such as gelu.
+    /// A function such as gelu that has its own vector loop, and may be written as several primitives in the formula.
     Function(VectorFunction),
-    /// [`Expr::clamp`](crate::ops::Expr::clamp) of the first operand between two numbers.
+    /// [`Expr::clamp`](crate::ops::Expr::clamp) of the first operand between two constant bounds.
     Clamp,
 }
 
@@ -48,7 +48,7 @@ pub(crate) enum ProductSum {
 pub(crate) struct Step {
     pub(crate) action: Action,
     pub(crate) args: Args<Value>,
-    /// A register or an output; never one of `args`.
+    /// The destination: a register or an output, and never one of `args`.
     pub(crate) dst: Value,
 }
 
@@ -60,7 +60,7 @@ pub(crate) struct Steps {
 }
 
 impl Program {
-    /// The program's steps, compiled on first use.
+    /// Returns the program's steps, compiled on first use.
     #[inline]
     pub(crate) fn steps(&self) -> &Steps {
         self.compiled(|| {
@@ -69,7 +69,7 @@ impl Program {
         })
     }
 
-    /// True if the program has intermediate results, each of which takes a tile.
+    /// True if the program has intermediate results, each of which is stored in a tile.
     pub(crate) fn has_registers(&self) -> bool {
         self.steps().registers > 0
     }
@@ -82,7 +82,7 @@ impl Program {
     }
 }
 
-/// The action and operands of each node that results depend on. A product that is used only by one sum is merged into that sum.
+/// Returns the action and operands of each node on which results depend. A product that is used only by one sum is merged into that sum.
 fn node_actions(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
     let as_written = |i: usize| (Action::Compute(dag.nodes[i].expr.op()), dag.nodes[i].args.clone());
     let find = |i| recognise(&dag.nodes, i).unwrap_or_else(|| as_written(i));
@@ -117,7 +117,7 @@ fn node_actions(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
     out.into_iter().zip(uses).map(|(node, uses)| node.filter(|_| uses > 0)).collect()
 }
 
-/// Assigns a register or an output to each node, in order; returns the steps and the number of registers.
+/// Assigns a register or an output to each node, in order. Returns the steps and the number of registers.
 fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
     let nodes = node_actions(dag);
     let mut last_use = vec![0; nodes.len()];
@@ -130,7 +130,7 @@ fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
     let (mut free, mut registers) = (Vec::new(), 0);
     for (i, node) in nodes.iter().enumerate() {
         let Some((action, args)) = node else {
-            values.push(Value::Const(0.0)); // unused
+            values.push(Value::Const(0.0)); // placeholder, never read
             continue;
         };
         let value = match *action {
@@ -147,7 +147,7 @@ fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
                 };
                 let operands = args.iter().map(|&a| values[a]).collect();
                 steps.push(Step { action: *action, args: operands, dst });
-                // After `dst` was chosen, so that a step never writes a register that it reads.
+                // Registers are released after `dst` was chosen, so that a step never writes a register that it reads.
                 for (k, &a) in args.iter().enumerate() {
                     if let Value::Register(r) = values[a]
                         && last_use[a] == i
@@ -173,8 +173,8 @@ fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
     (steps, registers)
 }
 
-/// Recognises a formula that is computed in one step at node `i`; returns the action and its operands. Separate steps would read and write
-/// all elements of a tile for each primitive.
+/// Returns the action and operands if node `i` is the root of a formula that one step computes, else `None`. Separate steps would read
+/// and write all elements of a tile for each primitive.
 fn recognise(nodes: &[DagNode], i: usize) -> Option<(Action, Args<usize>)> {
     let function = |function, x: usize| Some((Action::Function(function), Args::from_slice(&[x])));
     match node_op(nodes, i) {
@@ -211,17 +211,18 @@ fn node_op(nodes: &[DagNode], i: usize) -> Op {
     nodes[i].expr.op()
 }
 
-/// True if node `i` is this primitive with these operands.
+/// True if node `i` is the primitive `binary` with operands `args`.
 fn is_binary(nodes: &[DagNode], i: usize, binary: Binary, args: [usize; 2]) -> bool {
     node_op(nodes, i) == Op::Binary(binary) && nodes[i].args[..] == args
 }
 
-/// Returns the operand if node `i` is this unary primitive.
+/// Returns the operand if node `i` is the primitive `unary`, else `None`.
 fn unary_operand(nodes: &[DagNode], i: usize, unary: Unary) -> Option<usize> {
     (node_op(nodes, i) == Op::Unary(unary)).then(|| nodes[i].args[0])
 }
 
-/// Returns the other operand if node `i` is this commutative primitive with the constant `number`.
+/// Returns the operand that is not `number` if node `i` is the commutative primitive `binary` of an operand and the constant `number`;
+/// else `None`.
 fn other_operand(nodes: &[DagNode], i: usize, binary: Binary, number: f64) -> Option<usize> {
     let [a, b] = nodes[i].args[..] else { return None };
     let is_number = |&(n, _): &(usize, usize)| matches!(node_op(nodes, n), Op::Leaf(Leaf::Const(c)) if c == number);
@@ -229,7 +230,7 @@ fn other_operand(nodes: &[DagNode], i: usize, binary: Binary, number: f64) -> Op
     (node_op(nodes, i) == Op::Binary(binary)).then_some(found.1)
 }
 
-/// Returns x if the two nodes are `x / 2` and `1 + erf(x / sqrt(2))`.
+/// Returns x if node `half` is `x / 2` and node `rest` is `1 + erf(x / sqrt(2))`, else `None`.
 fn match_gelu(nodes: &[DagNode], half: usize, rest: usize) -> Option<usize> {
     let x = other_operand(nodes, half, Binary::Mul, 0.5)?;
     let erf = other_operand(nodes, rest, Binary::Add, 1.0)?;
@@ -237,7 +238,7 @@ fn match_gelu(nodes: &[DagNode], half: usize, rest: usize) -> Option<usize> {
     (of == x).then_some(x)
 }
 
-/// Returns x if the two nodes are `x / 2` and `1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x² * x))`.
+/// Returns x if node `half` is `x / 2` and node `rest` is `1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x² * x))`, else `None`.
 fn match_gelu_tanh(nodes: &[DagNode], half: usize, rest: usize) -> Option<usize> {
     let x = other_operand(nodes, half, Binary::Mul, 0.5)?;
     let tanh = other_operand(nodes, rest, Binary::Add, 1.0)?;
@@ -249,7 +250,8 @@ fn match_gelu_tanh(nodes: &[DagNode], half: usize, rest: usize) -> Option<usize>
     (fits && is_binary(nodes, square, Binary::Mul, [x, x])).then_some(x)
 }
 
-/// Returns x, low and high if node `i` is `raised > high ? high : raised` with `raised = x < low ? low : x`, and both bounds are numbers.
+/// Returns x, low and high if node `i` is `raised > high ? high : raised` with `raised = x < low ? low : x` and constant bounds, else
+/// `None`.
 fn match_clamp(nodes: &[DagNode], i: usize) -> Option<[usize; 3]> {
     let select = |i: usize| match (node_op(nodes, i), &nodes[i].args[..]) {
         (Op::Select, &[condition, a, b]) => Some((condition, a, b)),
@@ -322,7 +324,7 @@ mod tests {
         for e in [x.gelu(), x.gelu_tanh(), x.silu(), x.sigmoid() * &x, x.clamp(0.0, 1.0), x.clamp(&s, 6.0), x.relu()] {
             assert_eq!(steps(&e), 1, "{e:?}");
         }
-        // Similar formulas that must not be fused.
+        // These formulas resemble fused formulas, but must not be fused, because they give other results.
         for e in [
             0.5 * &x * (1.0 + (&y * FRAC_1_SQRT_2).erf()),
             0.5 * &x * (1.0 + (&x * 0.7).erf()),
@@ -339,7 +341,8 @@ mod tests {
         assert_eq!((both.steps().list.len(), both.steps().registers), (2, 0));
     }
 
-    /// Computes one formula of one input. `form` makes the input a slice, a number, or the old contents of the result.
+    /// Computes one formula of one input. `form` selects how the input is given: as a slice, as a number, or as the old contents of the
+    /// result.
     fn compute<C: Number>(e: &Expr, x: &[C], scalars: &[Scalar], form: usize) -> Vec<C> {
         let mut out = x.to_vec();
         let inputs = [[TileIn::Slice(x), TileIn::Scalar(x[0]), TileIn::Output(0)][form]];

@@ -1,6 +1,6 @@
-//! Softmax of rows along another dim than the last. Neighbouring rows are contiguous: element i of all of them forms a line in memory.
-//! First, pieces of several lines are folded; then the result's lines are computed in memory order. So all threads have work even for few
-//! rows. The division into pieces does not depend on the number of threads.
+//! Softmax of rows along a dim other than the last. Neighbouring rows are interleaved in memory: element i of all of them forms a
+//! contiguous line. First, pieces (several lines each) are folded to maxima and sums; then the result's lines are computed in memory
+//! order. All threads therefore have work even for few rows. The division into pieces does not depend on the number of threads.
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::scalar::Number;
@@ -9,19 +9,19 @@ use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::softmax::RowOp;
 use crate::device::cpu::parallel;
 
-/// The fewest neighbouring rows for this method.
+/// The minimum number of neighbouring rows for this method.
 pub(crate) const MIN_ROWS: usize = 8;
 /// The number of elements in a piece, which stays in the L2 cache while it is read twice.
 pub(crate) const PIECE_ELEMENTS: usize = 1 << 15;
-/// The most elements in a line of a piece.
+/// The maximum number of elements in a line of a piece.
 const MAX_LINE_LEN: usize = 2048;
-/// The most lines in a piece: a sum of n elements is off by at most n / 4 + n / MAX_LINES + 5 roundings.
+/// The maximum number of lines in a piece. It bounds the error of a sum of n elements to n / 4 + n / MAX_LINES + 5 roundings.
 const MAX_LINES: usize = 1024;
 /// The number of elements computed at a time, in whole lines.
 const TILE_ELEMENTS: usize = 2048;
 
 impl SoftmaxJob<'_> {
-    /// Computes all rows. Rows that share a stretch of `n * inner` elements are evenly spaced.
+    /// Computes all rows. Interleaved rows occupy one slice of `n * inner` elements, and are evenly spaced in it.
     pub(crate) fn strided_rows<C: Number>(&self, out: &mut [u8]) {
         let (n, inner, size) = (self.rows.n, self.inner, self.out.dtype.size());
         let folded = self.kind == RowOp::LogSumExp;
@@ -47,7 +47,7 @@ impl SoftmaxJob<'_> {
         let (across, along) = (inner.div_ceil(width), n.div_ceil(lines));
         let slices = out.len() / size / length / inner;
         let mut pieces = vec![zero; slices * across * along * 2 * width];
-        // Ordered by slice, then by stretch of lines, then by piece.
+        // Pieces are ordered by slice, then by range of lines, then by position within the lines.
         parallel::for_each_chunk(&mut pieces, 2 * width, |i, piece| {
             let (line, column, slice) = (i % along * lines, i / along % across * width, i / along / across);
             let (top, sum) = piece.split_at_mut(width);
@@ -97,7 +97,7 @@ impl SoftmaxJob<'_> {
         matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad)
     }
 
-    /// Loads lines from `line` on, for `width` rows from `first` on.
+    /// Loads lines of operand `k`, starting at line `line`, for `width` rows starting at row `first`.
     fn load<C: Number>(&self, k: usize, first: usize, line: usize, width: usize, to: &mut [C]) {
         let (t, bytes) = if k == 0 { (self.x, self.bytes[0]) } else { (self.z, self.bytes[1]) };
         let (strided, step) = (&self.rows.strided, self.rows.steps[k]);
@@ -112,7 +112,7 @@ impl SoftmaxJob<'_> {
         }
     }
 
-    /// Computes the greatest elements and the sums over some lines, for rows from `first` on.
+    /// Computes the maximum and the sum of each row over some lines, for the rows starting at row `first`.
     fn fold_piece<C: Number>(
         &self,
         first: usize,
@@ -145,7 +145,8 @@ impl SoftmaxJob<'_> {
         }
     }
 
-    /// Computes the result's lines from `line` on, for rows from `first` on, whose lines are contiguous in `out`.
+    /// Computes the result's lines starting at line `line`, for rows starting at row `first`. The lines of these rows are contiguous in
+    /// `out`.
     fn store_results<C: Number>(
         &self,
         first: usize,
@@ -193,13 +194,13 @@ fn each<C: Number>(to: &mut [C], from: &[C], f: impl Fn(C, C) -> C) {
     to.iter_mut().zip(from).for_each(|(a, b)| *a = f(*a, *b));
 }
 
-/// Calls `f` with each element and the element of `columns` in the same column.
+/// Replaces each element by `f(element, column)`, where `column` is the element of `columns` in the same column.
 #[inline(always)]
 fn each_line<C: Number>(lines: &mut [C], columns: &[C], f: impl Fn(C, C) -> C) {
     lines.chunks_exact_mut(columns.len()).for_each(|line| each(line, columns, &f));
 }
 
-/// Folds lines into `all`, four lines at a time: sums round less often, and `all` is read a fourth as often.
+/// Folds lines into `all`, four lines at a time: sums have fewer rounding steps, and `all` is read a fourth as often.
 #[inline(always)]
 fn fold_lines<C: Number>(lines: &[C], all: &mut [C], join: impl Fn(C, C) -> C) {
     let width = all.len();
@@ -221,7 +222,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Adds to the sums of lines; overwrites the lines.
+    /// Adds the terms of the lines `x` to the rows' sums. The lines are overwritten.
     fn add_lines<'a, C: Number>(_simd: S, kind: RowOp, x: &'a mut [C], z: &'a mut [C], top: &'a [C], sum: &'a mut [C]) {
         match kind {
             RowOp::SoftmaxGrad => {
@@ -230,7 +231,7 @@ vectorised! {
             }
             RowOp::LogSoftmaxGrad => fold_lines(z, sum, C::add),
             _ => {
-                // If all elements are -inf, the sum is 0.
+                // If all elements of a row are -inf, the row's sum is 0.
                 let (low, zero) = (C::from_f64(f64::NEG_INFINITY), C::from_i32(0));
                 each_line(x, top, |x, top| x.sub(if top == low { zero } else { top }));
                 C::exp_in_place(x, |x| x);
@@ -241,7 +242,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Combines the greatest elements and sums of all pieces of a row; without pieces, uses the values already in `top` and `sum`. For logsumexp,
+    /// Combines the maxima and sums of all pieces of each row; without pieces, uses the values already in `top` and `sum`. For logsumexp,
     /// the result replaces `top`.
     fn merge_pieces<'a, C: Number>(_simd: S, kind: RowOp, top: &'a mut [C], sum: &'a mut [C], pieces: &'a [C], width: usize) {
         let forward = !matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
@@ -277,7 +278,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Computes the [`RowOp`] for lines, given the greatest elements and sums of their rows.
+    /// Computes the [`RowOp`] for lines, given the maxima and sums of their rows.
     fn compute_lines<'a, C: Number>(_simd: S, kind: RowOp, x: &'a mut [C], z: &'a [C], top: &'a [C], sum: &'a [C]) {
         match kind {
             RowOp::Softmax => {

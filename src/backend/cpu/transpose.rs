@@ -1,4 +1,4 @@
-//! Transposed copies on the CPU, in square blocks: copied row by row, every element would cost a cache line.
+//! Transposed copies on the CPU, in square blocks. In a copy row by row, every element read would load another cache line.
 
 use bytemuck::Pod;
 use smallvec::SmallVec;
@@ -11,16 +11,18 @@ use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
 use crate::{Result, Shape, Tensor};
 
-/// The side of a block in elements: as many pages as the TLB covers, and whole cache lines of each page.
+/// The side of a block in elements: the pages of a block fit in the TLB, and whole cache lines of each page are read.
 const BLOCK_SIDE: usize = 64;
 
-/// Copies with fewer elements stay in the cache in any order.
+/// The minimum number of elements of a copy in blocks. Smaller copies stay in the cache in any order.
 const MIN_ELEMENTS: usize = 1 << 12;
 
-/// Operands with at least this stride and this many rows are copied first: each element read along a row is in another cache line.
+/// The minimum stride along a row, and the minimum number of rows, at which an operand is copied first: each element of a row is then in
+/// another cache line.
 const FAR_STRIDE: usize = 8;
 
-/// Copies the transposed operands of a launch into its order. Returns the new operands and iteration; None if no operand is transposed.
+/// Copies the transposed operands of a launch into iteration order. Returns the new operands and iteration, or `None` if no operand is
+/// transposed.
 pub(crate) fn copy_transposed_operands(launch: &Launch) -> Result<Option<(SmallVec<[Tensor; 4]>, StridedDims)>> {
     let Launch { inputs, outputs, strided, program, .. } = launch;
     let transpose = |k: usize| {
@@ -46,7 +48,7 @@ pub(crate) fn copy_transposed_operands(launch: &Launch) -> Result<Option<(SmallV
     Ok(Some((straight, strided)))
 }
 
-/// A copy of elements without conversion, whose source has its smallest stride along another dim than the last.
+/// A copy of elements without conversion, from a source whose smallest stride is along a dim other than the last.
 pub(crate) struct Transpose<'a> {
     strided: &'a StridedDims,
     strides: &'a [isize],
@@ -59,7 +61,7 @@ pub(crate) struct Transpose<'a> {
 }
 
 impl<'a> Transpose<'a> {
-    /// Returns the copy of the launch's `k`-th operand into iteration order, if the operand is transposed.
+    /// Returns the transposed copy of the launch's operand `k` into iteration order, or `None` if the operand is not transposed.
     pub(crate) fn try_new(launch: &'a Launch, k: usize) -> Option<Transpose<'a>> {
         let (strided, input) = (&launch.strided, &launch.inputs[k]);
         let strides = &strided.strides[k][..];
@@ -74,7 +76,8 @@ impl<'a> Transpose<'a> {
         (inner_dim != strides.len() - 1).then_some(transpose)
     }
 
-    /// True if a formula should read a copy: neighbours in the row are far apart in memory, compared to neighbours in the column.
+    /// True if a formula is faster when it reads a copy: elements adjacent in a row are far apart in memory, compared to elements
+    /// adjacent in a column.
     fn is_faster_copied(&self) -> bool {
         let (dims, strides) = (&self.strided.dims, self.strides);
         let far = strides.last().is_some_and(|s| s.unsigned_abs() >= FAR_STRIDE);
@@ -105,7 +108,7 @@ impl<'a> Transpose<'a> {
                 sum + i as isize * strides[d]
             })
         };
-        // Short rows are grouped until they have the elements of a block.
+        // Short rows are grouped until they have as many elements as a block.
         let most = if row <= BLOCK_SIDE { BLOCK_SIDE * BLOCK_SIDE / row } else { BLOCK_SIDE };
         let mut jobs: Vec<(usize, usize, &mut [T])> = to
             .chunks_mut(rows * row)
@@ -113,7 +116,8 @@ impl<'a> Transpose<'a> {
             .flat_map(|(o, piece)| piece.chunks_mut(most * row).enumerate().map(move |(b, rows)| (o, b * most, rows)))
             .collect();
         let large = jobs.iter().map(|(.., part)| size_of_val(*part)).sum::<usize>() >= STREAMING_MIN_BYTES;
-        // Transposes `height` rows of the given columns, whose first row begins at `start`, into rows `pitch` elements apart.
+        // Transposes `height` rows of the given columns, the first of which begins at `start`, into rows that are `pitch` elements apart
+        // in `to`.
         let block = |start: isize, columns: std::ops::Range<usize>, height: usize, to: &mut [T], pitch: usize| {
             let first = |j: usize| start + (columns.start + j) as isize * strides[last];
             if strides[inner_dim] == 1 {
@@ -151,7 +155,7 @@ impl<'a> Transpose<'a> {
                 for left in (0..columns).step_by(BLOCK_SIDE) {
                     let width = BLOCK_SIDE.min(columns - left);
                     if let (true, Some(lines)) = (strides[inner_dim] == 1, &mut lines) {
-                        // Fetching a whole line of memory is faster than interleaving it with others.
+                        // Reading one whole line of memory after another is faster than reading several lines in turn.
                         for (j, line) in lines[..width * BLOCK_SIDE].chunks_mut(BLOCK_SIDE).enumerate() {
                             let first = start + (left + j) as isize * strides[last];
                             line[..height].copy_from_slice(&from[first as usize..][..height]);

@@ -1,4 +1,4 @@
-//! `tril` and `triu` on the CPU: copies a part of each row and fills the rest with zeros.
+//! `tril` and `triu` on the CPU: copies a part of each row and fills the rest of the row with zeros.
 
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{STREAMING_MIN_BYTES, Streaming};
@@ -8,7 +8,7 @@ use crate::{Result, Tensor};
 /// The number of elements in a job of the thread pool.
 const JOB_ELEMENTS: usize = 1 << 14;
 
-/// Copies the matrices `x`, which are not empty, with zeros where column - row is in `from..to`.
+/// Copies a batch of non-empty matrices `x`, with zeros where the column index minus the row index is in `from..to`.
 pub(crate) fn tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
     let x = x.detach().contiguous()?;
     let out = Tensor::empty_with_shape(x.shape(), x.dtype, x.device())?;

@@ -32,13 +32,13 @@ macro_rules! vectorised {
 }
 pub(crate) use vectorised;
 
-/// A function of one element of each operand. A type instead of a closure, because its method is always inlined into the vectorised loop;
-/// code that is not inlined is compiled without vectors.
+/// A function of one element of each operand. This is a trait on types, not a closure, because its method is always inlined into the
+/// vectorised loop; code that is not inlined is compiled without vectors.
 pub(crate) trait Function<X, C> {
     fn call(x: X) -> C;
 }
 
-/// Declares a [`Function`] `$F` from a pattern and an expression over elements of type `C`.
+/// Declares a [`Function`] named `$F` from a pattern for the arguments and an expression for the result, with elements of type `C`.
 macro_rules! function {
     ($F:ident, $x:tt: $X:ty => $made:expr) => {
         function!($F: C, $x: $X => $made);

@@ -15,7 +15,7 @@ use crate::{DType, Result, Tensor};
 
 /// The number of elements in a job of the thread pool.
 const JOB_ELEMENTS: usize = 1 << 14;
-/// Planes with more elements than this are pooled in parts.
+/// Maximum number of elements of a plane that is pooled as a whole; larger planes are pooled in parts.
 const MAX_PLANE_ELEMENTS: usize = 1 << 17;
 
 pub(crate) fn im2col(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
@@ -25,7 +25,7 @@ pub(crate) fn im2col(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Res
     })
 }
 
-/// Gathers elements by size, whatever their dtype. One tap of one channel of one image is a plane of the result.
+/// Gathers elements as values of type `T`, which has the size of the dtype. One tap of one channel of one image is a plane of the result.
 fn im2col_as<T: bytemuck::Pod + Send + Sync>(w: &Windows, x: &Tensor, bytes: &[u8], out: &mut [T], inside: bool) {
     let from: &[T] = bytemuck::cast_slice(bytes);
     let (n, c) = (x.shape().dims()[0], x.shape().dims()[1]);
@@ -39,7 +39,7 @@ fn im2col_as<T: bytemuck::Pod + Send + Sync>(w: &Windows, x: &Tensor, bytes: &[u
         };
         let (row_tap, column_tap) = (tap / kw, tap % kw);
         let ((top, bottom), (left, right)) = (w.windows_inside(0, row_tap), w.windows_inside(1, column_tap));
-        // The offset that element (0, 0) of the unpadded grid would have.
+        // The offset of the element that this tap reads in the first window. The element may be in the padding.
         let origin = x.layout.offset as isize
             + batch as isize * strides[0]
             + channel as isize * strides[1]
@@ -66,7 +66,7 @@ fn im2col_as<T: bytemuck::Pod + Send + Sync>(w: &Windows, x: &Tensor, bytes: &[u
     for_each_plane(&mut out[..count * plane], plane, one);
 }
 
-/// Calls `f` with each plane of `out`; a job computes several small planes.
+/// Calls `f` with the index and the elements of each plane of `out`; one job computes several small planes.
 fn for_each_plane<T: Send>(out: &mut [T], plane: usize, f: impl Fn(usize, &mut [T]) + Sync) {
     let per_job = JOB_ELEMENTS.div_ceil(plane).max(1);
     let job = |i: usize, out: &mut [T]| {
@@ -129,14 +129,15 @@ pub(crate) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out:
     }
     with_host(&[&x.storage, &index.storage], &[&out.storage], |reads, writes| {
         let start = index.layout.offset;
-        // Only for `MaxBackward` is `index` a tensor of indices.
+        // `index` is a tensor of indices only for `MaxBackward`.
         let indices: &[i64] =
             if task == PoolTask::MaxBackward { &bytemuck::cast_slice(reads[1])[start..] } else { &[] };
         for_float!(x.dtype.compute(), C => job.average_or_gradient::<C>(reads[0], indices, writes[0]));
     })
 }
 
-/// [`pool`] for channels-last results: computes plane by plane into contiguous tensors, and copies between the memory formats.
+/// Pools like [`pool`] into a channels-last result: computes plane by plane into contiguous tensors, and copies between the memory
+/// formats.
 fn pool_channels_last(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
     let rows = |t: &Tensor| Tensor::empty_with_shape(t.shape(), t.dtype, t.device());
     let copy = |from: &Tensor, to: &Tensor| {
@@ -164,8 +165,8 @@ struct PoolJob<'a> {
 }
 
 impl PoolJob<'_> {
-    /// Returns the elements of plane i that the part reads, in the compute type: in place if they have that dtype and are contiguous, otherwise
-    /// converted into `buffer`.
+    /// Returns the elements of plane `i` that the part reads, in the compute type: in place if they already have that type and are
+    /// contiguous, otherwise converted into `buffer`.
     fn plane<'b, C: Number>(&self, bytes: &'b [u8], i: usize, part: &WindowRows, buffer: &'b mut Vec<C>) -> &'b [C] {
         let (dims, s, [rows, columns]) = (self.x.shape().dims(), self.x.strides(), part.image);
         let first = [i / dims[1], i % dims[1], part.first[0], part.first[1]];
@@ -180,7 +181,7 @@ impl PoolJob<'_> {
         buffer
     }
 
-    /// The number of windows computed at a time: all windows of a plane, or a few rows of a large plane.
+    /// Returns the number of windows computed at a time: all windows of a plane, or a few rows of a large plane.
     fn windows_at_once(&self) -> usize {
         let (w, windows) = (self.w, self.w.grid[0] * self.w.grid[1]);
         let parts = windows.max(w.image[0] * w.image[1]).div_ceil(MAX_PLANE_ELEMENTS);
@@ -194,7 +195,8 @@ impl PoolJob<'_> {
         let first =
             |o: usize| (w.input_range(0, o / w.grid[1]).0 * w.image[1] + w.input_range(1, o % w.grid[1]).0) as i64;
         let of_whole: Vec<i64> = if at_once == count { (0..count).map(first).collect() } else { Vec::new() };
-        // Computes the windows from `o` on of planes from `plane` on. There are several planes if all windows are computed at a time.
+        // Computes windows beginning with window `o`, of planes beginning with plane `plane`. There are several planes only if `o..`
+        // covers all windows.
         let compute_planes = |plane: usize, o: usize, chunks: &mut [&mut [u8]]| {
             let [values, indices] = chunks else { unreachable!("two were given") };
             let indices: &mut [i64] = bytemuck::cast_slice_mut(indices);
@@ -238,7 +240,8 @@ impl PoolJob<'_> {
         parallel::for_each_chunks(&mut [values, indices], &sizes.map(|size| per_job * count * size), each);
     }
 
-    /// Computes the maxima of windows of different sizes, from `first` on; `plane` lacks its first `skipped` elements.
+    /// Computes the maxima of windows of different sizes, beginning with window `first`. `plane` starts at element `skipped` of the whole
+    /// plane.
     fn adaptive_max_pool<C: Number>(&self, plane: &[C], first: usize, skipped: usize, best: &mut [C], at: &mut [i64]) {
         let w = self.w;
         for (o, (best, at)) in best.iter_mut().zip(at).enumerate() {
@@ -253,7 +256,7 @@ impl PoolJob<'_> {
         }
     }
 
-    /// Computes average pooling, and the gradients of both kinds of pooling.
+    /// Computes average pooling, or the gradient of average or maximum pooling.
     fn average_or_gradient<C: Number>(&self, bytes: &[u8], indices: &[i64], out: &mut [u8]) {
         let (w, dims) = (self.w, self.x.shape().dims());
         let (windows, elements) = (w.grid[0] * w.grid[1], w.image[0] * w.image[1]);
@@ -273,7 +276,8 @@ impl PoolJob<'_> {
         };
         let of_whole = if at_once == windows { divisors(0, windows) } else { Vec::new() };
         let (zero, size) = (C::from_i32(0), DType::size(self.x.dtype));
-        // Computes the windows from `o` on of planes from `plane` on. There are several planes if all windows are computed at a time.
+        // Computes windows beginning with window `o`, of planes beginning with plane `plane`. There are several planes only if `o..`
+        // covers all windows.
         let compute_planes = |plane: usize, o: usize, out: &mut [u8]| {
             let count = if at_once == windows { windows } else { out.len() / size };
             let part = match self.task {
@@ -332,16 +336,16 @@ impl PoolJob<'_> {
     }
 }
 
-/// Consecutive rows of a plane's windows, or consecutive windows of its only row, with the geometry of the elements that they read.
+/// Consecutive rows of a plane's windows, or consecutive windows of its only row, and the part of the plane that they read.
 struct WindowRows {
     windows: Windows,
-    /// The first row and column that these windows read, and the number of rows and columns.
+    /// The first row and column of the plane that these windows read, and the number of rows and columns that they read.
     first: [usize; 2],
     image: [usize; 2],
 }
 
 impl WindowRows {
-    /// The dim along which a plane is divided.
+    /// Returns the dim along which a plane is divided.
     fn split_dim(w: &Windows) -> usize {
         usize::from(w.image[0] == 1 && w.grid[0] == 1)
     }

@@ -25,7 +25,7 @@ impl<'a> Args<'a> {
         self.arguments.get(i).unwrap_or(&Argument::None)
     }
 
-    /// Returns the error for an invalid argument `i`. `wanted` describes the valid values.
+    /// Returns an error that says that argument `i` is invalid; `wanted` describes the valid values.
     pub(crate) fn argument_error<T>(&self, i: usize, wanted: &str) -> Result<T> {
         let name = self.signature.arguments().nth(i).map_or("an argument", |p| p.name);
         Err(self.signature.call_error(format!("{name} is {} and should be {wanted}", self.argument(i))))
@@ -63,7 +63,7 @@ impl<'a> Args<'a> {
         sizes.or_else(|_| self.argument_error(i, ParameterKind::Sizes.description()))
     }
 
-    /// Reads one size for each of `D` spatial dims. A single integer is used for all of them.
+    /// Reads one size for each of `D` spatial dims. A single integer is the size of all of these dims.
     pub(crate) fn spatial_sizes<const D: usize>(&self, i: usize) -> Result<[usize; D]> {
         match (self.argument(i), self.sizes(i)?) {
             (Argument::Int(_), size) => Ok([size[0]; D]),
@@ -71,7 +71,7 @@ impl<'a> Args<'a> {
         }
     }
 
-    /// Reads the dims to reduce. Without a value, all dims are reduced.
+    /// Reads the dims to reduce. If the argument is left out, all dims are reduced.
     pub(crate) fn dims(&self, i: usize) -> Result<ReduceDims> {
         Ok(self.read_optional(i, Args::ints)?.map_or(ReduceDims::from(()), |dims| ReduceDims::from(&dims[..])))
     }
@@ -82,7 +82,7 @@ impl<'a> Args<'a> {
     }
 }
 
-/// Generates the methods of [`Args`] that read one argument. Each is named like its parameter kind.
+/// Generates the methods of [`Args`] that read one argument. Each method has the name of its parameter kind.
 macro_rules! argument_readers {
     ($($name:ident -> $t:ty: $($pattern:pat $(if $condition:expr)? => $value:expr),+;)*) => {
         impl<'a> Args<'a> { $(

@@ -6,7 +6,7 @@ use crate::layout::dims::ReduceDims;
 use crate::layout::shape::impl_from;
 use crate::{DType, Device, Scalar};
 
-/// An argument of an operation other than a tensor.
+/// An argument of an operation that is not a tensor.
 ///
 /// ```
 /// use claystone::ops::Argument;
@@ -16,7 +16,7 @@ use crate::{DType, Device, Scalar};
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Argument {
-    /// Left out; the parameter's default applies.
+    /// No value: the parameter has its default.
     None,
     /// An integer, such as a dim, a size or a count.
     Int(i64),
@@ -86,21 +86,21 @@ macro_rules! parameter_kinds {
             $($(#[$doc])+ $kind,)*
         }
 
-        /// Lowercase aliases of the variants, which the rows of `operations!` name.
+        /// Lowercase aliases of the variants, which the entries of `operations!` use.
         #[allow(non_upper_case_globals)]
         impl ParameterKind {
             $(pub(crate) const $name: ParameterKind = ParameterKind::$kind;)*
 
             pub(crate) const ALL: &[ParameterKind] = &[$(ParameterKind::$kind),*];
 
-            /// The name of this kind in signatures.
+            /// Returns the name of this kind in signatures.
             pub fn name(self) -> &'static str {
                 match self {
                     $(ParameterKind::$kind => stringify!($name),)*
                 }
             }
 
-            /// A description of this kind for error messages and documentation.
+            /// Returns a description of this kind for error messages and documentation.
             pub(crate) fn description(self) -> &'static str {
                 match self {
                     $(ParameterKind::$kind => $wanted,)*
@@ -119,7 +119,7 @@ parameter_kinds! {
     Int int, "an integer";
     /// A non-negative integer, such as a size or a count.
     Size size, "a non-negative integer";
-    /// A number, read as a floating-point number.
+    /// A number, which is converted to a floating-point number.
     Float float, "a number";
     /// A number. An integer keeps its integer type.
     Scalar scalar, "an integer or a floating-point number";
@@ -127,7 +127,7 @@ parameter_kinds! {
     Bool bool, "true or false";
     /// A list of dims, or of sizes where one may be -1. A single integer counts as a list of one.
     Ints ints, "a list of integers";
-    /// A list of sizes. A single integer counts as a list of one; for windows it is the size along every spatial dim.
+    /// A list of sizes. A single integer counts as a list of one; for windows, it is the size along every spatial dim.
     Sizes sizes, "a list of non-negative integers";
     /// The dims to reduce. If left out, all dims are reduced.
     Dims dims, "a list of dims; all dims if left out";

@@ -1,7 +1,7 @@
 //! Mixed precision: autocast computes matrix products in half precision, and sums and exponentials in f32.
 //!
-//! Public methods first call [`autocast_inputs`] or [`autocast_to_f32`]. If these return cast tensors, the method calls itself with them.
-//! The casts are recorded, so each gradient arrives in the dtype of the original tensor.
+//! Public methods first call [`autocast_inputs`] or [`autocast_to_f32`]. If these functions return cast tensors, the method calls itself
+//! with the cast tensors. The casts are recorded, so each gradient arrives in the dtype of the original tensor.
 
 use smallvec::SmallVec;
 
@@ -11,7 +11,7 @@ use crate::{DType, Error, Result, Tensor, autocast_dtype};
 /// Casts the inputs of a matrix product to the autocast dtype.
 ///
 /// Returns `None` outside an autocast scope, if all inputs already have that dtype, or if an input is neither f32, f16 nor bf16.
-#[inline] // a function that returns tensors moves them even for `None`
+#[inline] // without inlining, the result's memory is moved even for `None`
 pub(crate) fn autocast_inputs(op: &'static str, inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
     match autocast_dtype() {
         None => Ok(None),

@@ -1,4 +1,4 @@
-//! Checks of an operation's operands, and the errors for operands that do not match.
+//! Checks of an operation's operands, and the errors for invalid operands.
 
 use crate::{DType, Device, Error, Result, Tensor};
 
@@ -42,7 +42,7 @@ macro_rules! unsupported {
     };
 }
 
-/// Renames errors of inner operations to the operation that the user called.
+/// Changes the operation named in an error: an error of an inner operation names the operation that the user called.
 pub(crate) trait WithOp {
     fn with_op(self, op: &'static str) -> Self;
 }
@@ -64,7 +64,8 @@ macro_rules! cast_first {
     };
 }
 
-/// Calls `method`. As a function, this gives the closure of [`cast_first`] a type.
+/// Calls `method` with the tensors `cast`. Passing the closure of [`cast_first`] to a function lets the compiler infer its parameter
+/// type.
 pub(crate) fn call_with_cast<R>(cast: &[Tensor], method: impl FnOnce(&[Tensor]) -> Result<R>) -> Result<R> {
     method(cast)
 }

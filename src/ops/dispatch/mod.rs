@@ -1,7 +1,7 @@
 //! The steps that all operations have in common: registry, arguments, checks, dtype promotion and autocast.
 //!
-//! A method usually begins with `return_replacement!`, `cast_first!` and its checks, and has a row in the `operations!` of its family.
-//! `#[track_caller]` makes the allocation history name the line that called the method.
+//! A method usually begins with `return_replacement!`, `cast_first!` and its checks, and has an entry in the `operations!` list of its
+//! family. Methods are `#[track_caller]`, so that the allocation history names the line that called the method.
 
 pub(crate) mod args;
 pub(crate) mod arguments;
@@ -28,7 +28,7 @@ pub(crate) mod prelude {
     pub(crate) use super::registry::{call_replacement, return_replacement};
     pub(crate) use crate::autograd::{self, Saved};
     pub(crate) use crate::backend::{self, problem::map::Params};
-    pub(crate) use crate::storage::Caller; // linked in the documentation of most methods
+    pub(crate) use crate::storage::Caller; // the documentation of most methods links to `Caller`
     pub(crate) use crate::tensor::{Dims, Layout};
     pub(crate) use crate::{DType, Device, Error, Expr, Result, Scalar, Shape, Tensor, no_grad};
 }

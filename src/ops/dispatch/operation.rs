@@ -28,11 +28,11 @@ operation_kinds! {
     Creation "Creation",
     /// Creates or fills a tensor with random numbers.
     Random "Random numbers",
-    /// Returns a view, which shares the storage.
+    /// Returns a view, which shares the storage of the input.
     View "Views",
     /// Concatenates, stacks or repeats tensors.
     Joining "Joining",
-    /// Copies and conversions.
+    /// Copies or converts tensors.
     Copying "Copies",
     /// Reads or writes elements by index.
     Indexing "Indexing",
@@ -46,11 +46,11 @@ operation_kinds! {
     Scan "Scans",
     /// Sorts, selects or searches elements by order.
     Sorting "Sorting",
-    /// Matrix products and related operations.
+    /// Computes matrix products and related operations.
     LinearAlgebra "Linear algebra",
-    /// Layers of neural networks.
+    /// Computes a layer of a neural network.
     NeuralNetwork "Neural networks",
-    /// Loss functions.
+    /// Computes a loss function.
     Loss "Losses",
 }
 
@@ -71,7 +71,7 @@ pub enum Dtypes {
 }
 
 impl Dtypes {
-    /// Returns true if `dtype` is in this set.
+    /// True if `dtype` is in this set.
     pub fn contains(self, dtype: DType) -> bool {
         match self {
             Dtypes::All => true,
@@ -97,7 +97,7 @@ impl Dtypes {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ResultDType {
-    /// The dtype of the first tensor. For an operation that creates a tensor, the requested dtype.
+    /// The dtype of the first tensor; for an operation that creates a tensor, the requested dtype.
     Same,
     /// `Bool`.
     Bool,
@@ -112,7 +112,7 @@ pub enum ResultDType {
 }
 
 impl ResultDType {
-    /// Returns the dtype of the result, where `dtype` is that of the operands or the requested one.
+    /// Returns the dtype of the result. `dtype` is the dtype of the operands or the requested dtype.
     pub fn resolve(self, dtype: DType) -> DType {
         match self {
             ResultDType::Same | ResultDType::Asked => dtype,
@@ -167,7 +167,7 @@ impl Operation {
         Signature { name: self.name, parameters: &self.parameters }
     }
 
-    /// Returns true if gradients flow through the operation.
+    /// True if gradients flow through the operation.
     pub fn is_differentiable(&self) -> bool {
         match self.call {
             CallTarget::Row(row) => row.derivatives().iter().any(|d| d.as_const() != Some(0.0)),
@@ -183,7 +183,7 @@ impl Operation {
         }
     }
 
-    /// Returns true if [`register`](crate::ops::register) can replace the operation.
+    /// True if [`register`](crate::ops::register) can replace the operation.
     ///
     /// Views, copies, aliases, in-place forms, and operations that create or randomly fill tensors cannot be replaced.
     pub fn is_replaceable(&self) -> bool {
@@ -219,7 +219,8 @@ impl Operation {
     }
 }
 
-/// Generates the `operations()` of a family, its part of the catalogue. A row describes a method of `Tensor` and its in-place form:
+/// Generates the function `operations()` of a family, which returns the family's entries of the catalogue. An entry describes a method of
+/// `Tensor` and its in-place form:
 ///
 /// ```text
 /// method / method_ (parameters, self first) "PyTorch's name": kind, accepted dtypes -> result dtype, differentiable;
@@ -227,10 +228,10 @@ impl Operation {
 ///
 /// - Parameters have PyTorch's names. `input: x` is a tensor, `bias: x?` an optional tensor, and `tensors: xs` a list of tensors.
 /// - An argument is followed by the method of [`Args`] that reads the value, and by its default: `dim: int = -1`.
-///   `&sizes` passes the value by reference and `int?` as an `Option`. `text @f` converts the value with `f(args, i)`.
-///   `options` stands for a dtype and a device.
+///   `&sizes` passes the value by reference, and `int?` passes an `Option`. `text @f` converts the value with `f(args, i)`.
+///   `options` is a dtype and a device.
 /// - PyTorch's name may be left out if it equals the method's name. `functional` means `nn.functional.method`, and `linalg` likewise.
-/// - A method whose parameters differ from the listed ones is called by the closure that follows: `=> |args| ..`.
+/// - A method whose parameters differ from the listed parameters is called by the closure after `=>`: `=> |args| ..`.
 macro_rules! operations {
     ($(
         $name:ident $(/ $in_place:ident)? ($($takes:tt)*) $($module:ident)? $($torch:literal)?:

@@ -26,7 +26,7 @@ impl Parameter {
         Parameter { name, kind, default }
     }
 
-    /// Returns true if the parameter is a tensor or a list of tensors.
+    /// True if the parameter is a tensor or a list of tensors.
     pub fn is_tensor(&self) -> bool {
         matches!(self.kind, ParameterKind::Tensor | ParameterKind::Tensors)
     }
@@ -46,7 +46,7 @@ impl fmt::Display for Parameter {
     }
 }
 
-/// The value of a named parameter: a tensor, a list of tensors, or an argument.
+/// The value of a named parameter: a tensor, a list of tensors, or a non-tensor [`Argument`] (number, flag, dtype, ...).
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Value<'a> {
@@ -78,7 +78,7 @@ impl fmt::Display for Value<'_> {
 /// The tensors of a call, with `None` for each tensor that is left out.
 pub(crate) type Slots<'a> = SmallVec<[Option<&'a Tensor>; 6]>;
 
-/// The name and the parameters of an operation, in the order of the method's parameters. A signature prints in one line.
+/// The name and the parameters of an operation, in the order of the method's parameters. A signature is printed in one line.
 ///
 /// ```
 /// use claystone::ops::{self, Argument, ParameterKind};
@@ -122,7 +122,7 @@ impl<'a> Signature<'a> {
         Error::invalid(self.name, format!("{reason}: {self}"))
     }
 
-    /// The number of parameters that are single tensors. A list of tensors comes after all single tensors.
+    /// Returns the number of parameters that are single tensors. A list of tensors comes after all single tensors.
     fn single_tensors(self) -> usize {
         self.tensors().filter(|p| p.kind == ParameterKind::Tensor).count()
     }

@@ -3,24 +3,24 @@
 use crate::backend::problem::precision::with_matmul_precision;
 use crate::{DType, autocast};
 
-/// The trade-off between accuracy and speed, with the modes of MNN's backends. See [`with_precision`].
+/// A trade-off between accuracy and speed; the modes are the same as in MNN's backends. See [`with_precision`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum Precision {
-    /// Matrix products take and return BF16, which needs half the memory of f32: [`autocast`] with [`DType::BF16`]. BF16 has the
+    /// Matrix products take and return BF16, which needs half the memory of f32, as in [`autocast`] with [`DType::BF16`]. BF16 has the
     /// range of f32, so training needs no [`GradScaler`](crate::optim::GradScaler). Products that stay in f32 behave as in
     /// [`Normal`](Self::Normal).
     Low,
-    /// Tensors keep their dtypes. On tensor cores, f32 products are exact to 16 bits if that is faster. Equals
+    /// Tensors keep their dtypes. If tensor cores make it faster, f32 products are computed with 16 bits of precision. Equals
     /// [`set_float32_matmul_precision`](crate::set_float32_matmul_precision) with `"high"`.
     Normal,
-    /// Every operation is as accurate as its dtype: no autocast, and matmul precision `"highest"`. The default.
+    /// Every operation is as accurate as its dtype allows: without autocast, and with matmul precision `"highest"`. The default.
     #[default]
     High,
 }
 
-/// Runs `f` with this precision on the current thread. The precision overrides [`autocast`] and
-/// [`set_float32_matmul_precision`](crate::set_float32_matmul_precision). Scopes nest. `backward` computes in the dtypes of the
-/// forward pass, with the matmul precision in force where `backward` is called.
+/// Runs `f` with the given precision on the current thread. The precision overrides [`autocast`] and
+/// [`set_float32_matmul_precision`](crate::set_float32_matmul_precision). Scopes nest. `backward` computes in the dtypes of the forward
+/// pass, with the matmul precision that is set where `backward` is called.
 ///
 /// ```
 /// use claystone::{DType, Device, Precision, Tensor, with_precision};

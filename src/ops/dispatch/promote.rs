@@ -7,7 +7,7 @@
 use crate::dtype::category;
 use crate::{DType, Error, Result, Scalar, Tensor, can_cast, get_default_dtype, promote_types};
 
-/// Returns the common dtype of tensors and scalars after promotion (PyTorch's `result_type`), or `None` without any operands.
+/// Returns the common dtype of tensors and scalars after promotion (PyTorch's `result_type`), or `None` if there are no operands.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, result_type};
@@ -22,7 +22,7 @@ pub fn result_type(tensors: &[&Tensor], scalars: &[Scalar]) -> Option<DType> {
     promoted_dtype(tensors.iter().map(|t| (t.dtype, t.rank() == 0)), scalars)
 }
 
-/// Same as [`result_type`], for pairs of a dtype and whether the operand is 0-d.
+/// Returns the common dtype like [`result_type`]. Each operand is given by its dtype and whether it is 0-d.
 pub(crate) fn promoted_dtype(operands: impl Iterator<Item = (DType, bool)>, scalars: &[Scalar]) -> Option<DType> {
     let (mut all, mut zero): (Option<DType>, Option<DType>) = (None, None);
     for (dtype, is_scalar) in operands {

@@ -1,7 +1,8 @@
 //! Lets users add operations by name, or replace built-in operations on the CPU or on OpenCL.
 //!
-//! A replacement runs wherever the method is called, inside this crate too. Its gradient is the built-in one, recomputed in the
-//! backward pass, unless the replacement brings its own. While nothing is registered, a method only pays one relaxed atomic load.
+//! A replacement runs wherever the method is called, inside this crate too. Its gradient is computed by the built-in operation, which
+//! runs again in the backward pass, unless the replacement has a gradient function. While nothing is registered, the check costs a method
+//! one relaxed atomic load.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -32,7 +33,8 @@ pub struct Implementation {
 }
 
 impl Implementation {
-    /// Creates an implementation from a function of the given tensors and the arguments, in the order of the method's parameters.
+    /// Creates an implementation from a function. The function receives the tensors that are given and the arguments, in the order of the
+    /// method's parameters.
     ///
     /// The function runs outside the graph. If the function calls the operation that it replaces, the built-in code runs. The built-in
     /// code also runs if the caller leaves out a tensor before one that is given; use [`with_optional`](Self::with_optional) for
@@ -45,7 +47,8 @@ impl Implementation {
         Implementation { accepts_gaps: false, ..Implementation::with_optional(given) }
     }
 
-    /// Same as [`new`](Self::new), but passes one entry for each tensor parameter, with `None` for a tensor that is left out.
+    /// Creates an implementation like [`new`](Self::new), but the function receives one entry for each tensor parameter: `None` for a
+    /// tensor that is left out.
     ///
     /// ```
     /// use claystone::ops::{self, Backend, Implementation};
@@ -62,8 +65,8 @@ impl Implementation {
         Implementation { forward: Arc::new(forward), backward: None, accepts_gaps: true }
     }
 
-    /// Adds a gradient function of the given inputs, the arguments and the gradient of the first result. The function returns one
-    /// gradient for each input, or `None` for an input without a gradient.
+    /// Adds a gradient function. The function receives the given inputs, the arguments and the gradient of the first result, and returns
+    /// one gradient for each input, or `None` for an input without a gradient.
     pub fn with_backward(
         self,
         backward: impl Fn(&[&Tensor], &[Argument], &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
@@ -86,7 +89,8 @@ pub struct Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // Drop the removed closures only after the lock is released: the closures may own another Registration.
+        // The removed closures are dropped only after the lock on the registry is released, because they may own another `Registration`,
+        // whose drop takes the lock.
         let removed = lock_exclusive().remove(&(self.name, self.backend));
         if removed.is_some() {
             REGISTERED_COUNT.fetch_sub(1, Ordering::Release);
@@ -107,11 +111,11 @@ static IMPLEMENTATIONS: LazyLock<RwLock<ImplementationMap>> = LazyLock::new(RwLo
 static REGISTERED_COUNT: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// Names of the operations whose replacements are running. Nested calls of these operations use the built-in code.
+    /// Names of the operations whose replacements are running on this thread. Nested calls of these operations use the built-in code.
     static RUNNING_REPLACEMENTS: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Runs `f` so that calls of the operation `name` use the built-in code.
+/// Runs `f`. Until `f` returns, calls of the operation `name` on this thread use the built-in code.
 fn with_built_in<R>(name: &'static str, f: impl FnOnce() -> R) -> R {
     struct Leave;
     impl Drop for Leave {
@@ -169,7 +173,7 @@ pub(crate) fn call_replacement<'a, T: Copy + Into<Option<&'a Tensor>>>(
     }
 }
 
-/// Finds the replacement of an operation on the device of its inputs. Inside that replacement, returns `None`.
+/// Finds the replacement of an operation on the device of its inputs. Returns `None` inside a call of this replacement.
 #[cold]
 fn find_replacement<'a, T: Copy + Into<Option<&'a Tensor>>>(
     op: &'static str,
@@ -185,7 +189,8 @@ fn find_replacement<'a, T: Copy + Into<Option<&'a Tensor>>>(
     (entry.implementation.accepts_gaps || !has_gap).then_some((entry, inputs))
 }
 
-// Not generic over the closure that creates the arguments, because some 200 operations call this function.
+// This function is not generic over the closure that creates the arguments, because about 200 operations call it, and each would compile
+// a copy.
 #[cold]
 fn run_replacement(
     op: &'static str,
@@ -255,7 +260,7 @@ fn custom_gradients(
     Ok(gradients.into_iter().map(|g| g.map(|g| g.detach())).collect())
 }
 
-/// Computes the gradient of result `k` by running the built-in operation again. `leaves` holds only the inputs that are present.
+/// Computes the gradient of result `k` by running the built-in operation again. `leaves` has only the inputs that were given.
 fn built_in_gradients(
     op: &'static str,
     operation: Option<&'static Operation>,
@@ -281,8 +286,8 @@ fn built_in_gradients(
 }
 
 /// `return_replacement!("name", [tensors], arguments ...);` at the beginning of a method calls a registered implementation, if there is
-/// one, and returns its result. The tensors are `Option`s if a tensor may be left out before others. A closure that creates the
-/// arguments follows a `;`. `op = ` before the name declares a variable with the name.
+/// one, and returns its result. The tensors are `Option`s if a tensor may be left out before a tensor that is given. A closure that
+/// creates the arguments is written after a `;`. With `op = ` before the name, the macro declares a variable `op` that holds the name.
 ///
 /// Memory allocated from here to the end of the method is attributed to the caller's line, because the method is `#[track_caller]`.
 macro_rules! return_replacement {

@@ -1,4 +1,4 @@
-//! Converts return values of methods to and from lists of tensors, which calls by name and registered replacements return.
+//! Converts return values of methods to and from lists of tensors. Calls by name and registered replacements return such lists.
 
 use crate::{Error, Result, Tensor};
 
@@ -7,7 +7,7 @@ pub(crate) trait IntoResults {
     fn into_results(self) -> Vec<Tensor>;
 }
 
-/// Converts the tensors that a replacement returned, at least one, to the return value of a method.
+/// Converts the tensors that a replacement returned (at least one) to the return value of a method.
 pub(crate) trait FromResults: Sized {
     fn from_results(results: Vec<Tensor>) -> Result<Self>;
 }
@@ -29,7 +29,7 @@ into_results! {
     [] Vec<Tensor>, all => all;
     [] (Tensor, Tensor), (a, b) => vec![a, b];
     [] (Tensor, Tensor, Tensor), (a, b, c) => vec![a, b, c];
-    [const N: usize] [Option<Tensor>; N], all => all.into_iter().flatten().collect(); // only the results that are present
+    [const N: usize] [Option<Tensor>; N], all => all.into_iter().flatten().collect(); // only the results that are not `None`
 }
 
 impl FromResults for Tensor {

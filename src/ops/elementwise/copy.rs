@@ -10,7 +10,7 @@ use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise;
 use crate::tensor::bytes::check_bytes;
 
-/// The formulas `x` and `s`, created once because creating an expression allocates.
+/// The formulas `x` (the first input) and `s` (the first scalar), created once because creating an expression allocates memory.
 static IDENTITY: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
 static SCALAR: LazyLock<Expr> = LazyLock::new(|| Expr::scalar(0));
 
@@ -72,17 +72,17 @@ impl Tensor {
         Ok(out)
     }
 
-    /// Returns these elements in row-major order: this tensor itself if it is contiguous, otherwise a copy made by one launch.
-    /// Operations of this crate accept any strides; use this for code that needs contiguous memory. Differentiable.
+    /// Returns the elements as a row-major tensor: this tensor itself if it is contiguous, otherwise a copy made by one launch.
+    /// Operations of this crate accept any strides; call this method for other code that needs contiguous memory. Differentiable.
     #[track_caller]
     pub fn contiguous(&self) -> Result<Tensor> {
         let _caller = Caller::enter();
         self.to_format("contiguous", MemoryFormat::Contiguous)
     }
 
-    /// Returns these elements in the given memory order: this tensor itself if it has that order, otherwise a copy made by one launch
-    /// (PyTorch's `x.to(memory_format=torch.channels_last)`). Operations and layers keep the order of their input if they can. Views
-    /// such as [`Tensor::flatten`] follow the shape and not the order in memory. Differentiable. Fails with
+    /// Returns a tensor in the given memory format: this tensor itself if it has that format, otherwise a copy made by one launch
+    /// (PyTorch's `x.to(memory_format=torch.channels_last)`). Operations and layers keep the memory format of their input if they can.
+    /// Views such as [`Tensor::flatten`] follow the order of indices and not the order in memory. Differentiable. Fails with
     /// [`Error::Invalid`] for a tensor whose number of dims does not match the format.
     ///
     /// ```
@@ -119,9 +119,9 @@ impl Tensor {
     /// Converts the elements to `dtype`. Returns this tensor itself if it already has that dtype, otherwise a new tensor. Differentiable
     /// between floats.
     ///
-    /// Conversions follow Rust's `as`. Floats truncate towards zero and saturate as integers, NaN becomes 0, and integers wrap.
-    /// Halves round to nearest even. As a bool, every value except 0 is true. A device without double precision cannot convert to
-    /// or from f64.
+    /// Conversions follow Rust's `as`. Floats truncate towards zero and saturate as integers, NaN becomes 0, and integers wrap. Halves
+    /// round to nearest even. Converted to bool, every value except 0 is true. A device without double precision cannot convert to or
+    /// from f64.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -142,7 +142,7 @@ impl Tensor {
         }
         Ok(autograd::record_differentiable("to_dtype", out, &[self], move |ctx| {
             let grad = ctx.grad()?;
-            // For autocast's copies of weights, write the gradient directly to the buffer that the optimiser reads.
+            // If this is autocast's copy of a weight, the gradient is written directly to the buffer that the optimiser reads.
             let converted = match ctx.slot(0) {
                 Some(slot) => {
                     slot.copy_(&grad)?;
@@ -159,22 +159,23 @@ impl Tensor {
         self.cast_to_format(dtype, MemoryFormat::Contiguous)
     }
 
-    /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype. In place; differentiable in `src`.
+    /// Copies `src`, broadcast to this tensor's shape and converted to its dtype, into this tensor. In place; differentiable with respect
+    /// to `src`.
     ///
-    /// Both tensors are on one device. Tensors of one shape and dtype that are contiguous in one memory format may be on different
-    /// devices; such a copy waits for the device. Fails with [`Error::Partial`] if a copy between devices, or between
-    /// overlapping views, fails midway.
+    /// Both tensors must be on the same device, unless they have the same shape and dtype and are contiguous in the same memory format; a
+    /// copy between devices waits for the device. Fails with [`Error::Partial`] if a copy between devices, or between overlapping views,
+    /// fails midway.
     pub fn copy_(&self, src: &Tensor) -> Result<&Tensor> {
         self.copy_recorded("copy_", src, false)
     }
 
-    /// Same as [`Tensor::copy_`], but returns as soon as the copy is enqueued on the current stream (PyTorch's
+    /// Copies like [`Tensor::copy_`], but returns as soon as the copy is enqueued on the current stream (PyTorch's
     /// `copy_(src, non_blocking=True)`).
     ///
-    /// This needs a copy between a device and memory that is pinned for that device ([`Tensor::pin_memory`]), with equal shape, dtype
-    /// and memory format. All other copies wait as in `copy_`. The next access to the pinned tensor waits for the copy, and its memory is not
-    /// reused until the copy is done. Foreign code that reads the address must wait first ([`crate::Stream::synchronize`], an event). The next
-    /// wait on the stream reports failures of the device.
+    /// Only a copy between a device and memory that is pinned for that device ([`Tensor::pin_memory`]), with equal shape, dtype and
+    /// memory format, does not wait. All other copies wait as in `copy_`. The next access to the pinned tensor waits for the copy, and
+    /// its memory is not reused until the copy is done. Other code that reads the memory by its address must wait first, with
+    /// [`crate::Stream::synchronize`] or an event. The next wait on the stream reports failures of the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -223,7 +224,7 @@ impl Tensor {
             true if self.storage.start_copy_from(to, &src.storage, from, bytes)? => Ok(()),
             _ => self.storage.copy_from(to, &src.storage, from, bytes, false),
         };
-        // Copies between devices run in pieces, and some pieces may be complete when one fails.
+        // A copy between devices runs in pieces, and some pieces may already be complete when a later piece fails.
         let across = self.device() != src.device();
         let named = |e| if across || matches!(e, Error::Partial { .. }) { e.into_partial(op) } else { e };
         backend::launch([self], |_| copy().map_err(named))
@@ -241,14 +242,14 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a wrong number of bytes, for bools other than 0 and 1, and for an expanded view; otherwise as
+    /// [`Error::Invalid`] for a wrong number of bytes, for bools other than 0 and 1, and for an expanded view; the errors of
     /// [`Tensor::fill_`]; [`Error::Partial`] if the device fails midway.
     pub fn write_bytes_(&self, bytes: &[u8]) -> Result<&Tensor> {
         self.write_elements("write_bytes_", bytes, false)
     }
 
-    /// Same as [`Tensor::write_bytes_`], but copies the bytes to pinned memory and returns as soon as the transfer is enqueued on the
-    /// current stream. The call does not wait for earlier work of the stream.
+    /// Overwrites the elements like [`Tensor::write_bytes_`], but copies the bytes to pinned memory and returns as soon as the transfer
+    /// is enqueued on the current stream. The call does not wait for earlier work of the stream.
     ///
     /// The call waits if the tensor is not contiguous, if there are more than 16 MiB of bytes, or if no pinned memory is available.
     /// The next wait on the stream reports failures of the device.
@@ -296,8 +297,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a fraction as a value of an integer dtype, for a number outside the dtype's range, such as
-    /// NaN, for a finite number that rounds to infinity, and for an expanded view.
+    /// [`Error::Invalid`] for a fraction if the dtype is an integer, for a number outside the dtype's range, such as NaN, for a finite
+    /// number that rounds to infinity, and for an expanded view.
     pub fn fill_(&self, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "fill_";
         let scalars = [value.into().stored(op, self.dtype)?];
@@ -317,7 +318,7 @@ impl Clone for Tensor {
     /// Returns a deep copy with its own storage; see [`Tensor::try_clone`]. [`Tensor::shallow_clone`] shares the storage instead.
     ///
     /// # Panics
-    /// If the device is out of memory or lost. [`Tensor::try_clone`] returns the error instead.
+    /// Panics if the device is out of memory or lost. [`Tensor::try_clone`] returns the error instead.
     #[track_caller]
     fn clone(&self) -> Tensor {
         match self.try_clone() {

@@ -1,4 +1,4 @@
-//! Launches formulas: creates their results and reorders dims for the backends.
+//! Launches formulas: allocates their results, and reorders dims for the backends.
 
 use std::slice;
 
@@ -11,7 +11,8 @@ use crate::ops::dispatch::prelude::*;
 use crate::storage::is_uninit_scope;
 use crate::tensor::result_layout;
 
-/// Calls `f` with the program of `exprs` and its parameters. The constants in `exprs` are appended to the scalars.
+/// Calls `f` with the program of `exprs` and its parameters. The constants in `exprs` become arguments, which are appended to the
+/// scalars.
 #[inline(always)]
 fn with_program<R>(exprs: &[Expr], params: Params, f: impl FnOnce(&Program, Params) -> R) -> R {
     let program = Program::shared(exprs);
@@ -39,7 +40,7 @@ pub(crate) fn apply(
     Ok(made)
 }
 
-/// Same as [`apply`], for a single result.
+/// Computes a formula like [`apply`], for a single result.
 pub(crate) fn apply_one(
     op: &'static str,
     inputs: &[&Tensor],
@@ -66,8 +67,8 @@ pub(crate) fn apply_one(
     })
 }
 
-/// Computes `expr` into `made`, a new tensor that the operands broadcast to. Returns `made` itself, because moving a tensor costs as much
-/// time as comparing several shapes.
+/// Computes `expr` into `made`, a new tensor to whose shape the operands are broadcast. Returns `made` itself, because moving a tensor
+/// costs as much time as comparing several shapes.
 #[inline]
 pub(crate) fn fill_result(
     made: Result<Tensor>,
@@ -84,7 +85,7 @@ pub(crate) fn fill_result(
     made
 }
 
-/// Allocates the result of broadcast operands, in their memory format.
+/// Allocates the result of an operation on broadcast operands, in the operands' memory format.
 pub(super) fn allocate_broadcast_result(
     op: &'static str,
     inputs: &[&Tensor],
@@ -95,7 +96,7 @@ pub(super) fn allocate_broadcast_result(
     allocate_result(inputs, layout, dtype, device)
 }
 
-/// Allocates a result of `inputs`. Within `nn::uninit`, the result has no memory if an input has none.
+/// Allocates a result of an operation on `inputs`. Within `nn::uninit`, the result has no memory if an input has none.
 pub(crate) fn allocate_result(inputs: &[&Tensor], layout: Layout, dtype: DType, device: Device) -> Result<Tensor> {
     match is_uninit_scope() && inputs.iter().any(|t| t.is_uninit()) {
         true => Tensor::empty_or_uninit(layout, dtype, device),
@@ -103,9 +104,9 @@ pub(crate) fn allocate_result(inputs: &[&Tensor], layout: Layout, dtype: DType, 
     }
 }
 
-/// Launches formulas. For channels-last results, the dims of all operands are reordered so that results are row-major, because
-/// backends have their fastest kernels for that order. Formulas with random numbers keep the shape's own order,
-/// which determines the numbers.
+/// Launches formulas. For channels-last results, the dims of all operands are reordered so that results are row-major, because backends
+/// have their fastest kernels for that order. Formulas with random numbers are not reordered, because the order of the elements
+/// determines the numbers.
 fn launch_formulas(backend: &dyn Backend, formulas: &Formulas) -> Result<()> {
     let first = formulas.outputs[0];
     if is_uninit_scope() && formulas.outputs.iter().all(|t| t.is_uninit()) {
@@ -128,8 +129,8 @@ fn launch_formulas(backend: &dyn Backend, formulas: &Formulas) -> Result<()> {
     }
 }
 
-/// Computes `exprs` over `inputs`, broadcast to the shape of `outputs`, into `outputs`. One launch; more if an input overlaps an
-/// output without being the same view. The caller has checked autograd.
+/// Computes `exprs` over `inputs`, broadcast to the shape of `outputs`, into `outputs`. Takes one launch, or more if an input overlaps an
+/// output without being the same view. The caller has already checked that autograd allows the write.
 pub(crate) fn apply_into(
     op: &'static str,
     inputs: &[&Tensor],
@@ -140,7 +141,7 @@ pub(crate) fn apply_into(
     with_program(exprs, params, |program, params| launch_program_into(op, inputs, params, program, outputs))
 }
 
-/// Same as [`apply_into`], for a compiled program.
+/// Computes a program like [`apply_into`]; the program is already compiled.
 #[inline]
 pub(super) fn launch_program_into(
     op: &'static str,
@@ -152,7 +153,7 @@ pub(super) fn launch_program_into(
     backend::launch(outputs.iter().copied(), |b| launch_formulas(b, &Formulas { op, inputs, params, program, outputs }))
 }
 
-/// Returns true if `shape` broadcasts to `to`. For other shapes the backend returns the error.
+/// True if `shape` broadcasts to `to`. If not, the backend returns the error.
 fn broadcasts_to(shape: &Shape, to: &Shape) -> bool {
     let (dims, to) = (shape.dims().iter().rev(), to.dims().iter().rev());
     shape.rank() <= to.len() && dims.zip(to).all(|(&d, &n)| d == 1 || d == n)
@@ -161,7 +162,7 @@ fn broadcasts_to(shape: &Shape, to: &Shape) -> bool {
 pub(crate) fn broadcast_shape(op: &'static str, inputs: &[&Tensor]) -> Result<Shape> {
     let Some((first, others)) = inputs.split_first() else { return Ok(Shape::default()) };
     let mut shape = first.shape().clone();
-    // Most operands have the shape of the first. Comparing sizes one by one is faster than `ends_with`, which calls `memcmp`.
+    // Most operands have the shape of the first operand. Comparing sizes one by one is faster than `ends_with`, which calls `memcmp`.
     let like_first = |t: &Tensor| t.shape().dims().iter().rev().eq(first.shape().dims().iter().rev().take(t.rank()));
     for t in others.iter().filter(|t| !like_first(t)) {
         shape = shape.broadcast(op, t.shape())?;

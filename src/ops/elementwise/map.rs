@@ -1,4 +1,4 @@
-//! Elementwise operations with formulas of the user: [`Tensor::map`] and its variants.
+//! Elementwise operations with formulas that the user provides: [`Tensor::map`] and its variants.
 
 use std::slice;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ fn build_formula(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -
     Ok(expr)
 }
 
-/// Builds one formula for each of `outputs` results with `f`, and checks that they read only the given inputs and scalars.
+/// Builds one formula for each of `outputs` results with `f`, and checks that the formulas read only the given inputs and scalars.
 fn build_formulas(
     op: &'static str,
     (inputs, scalars): (usize, usize),
@@ -57,12 +57,12 @@ impl CompiledFormulas {
 }
 
 impl Tensor {
-    /// Applies an elementwise operation of your own. `f` receives one [`Expr`] for each input and returns the formula of the result.
+    /// Applies your own elementwise operation. `f` receives one [`Expr`] for each input and returns the formula of the result.
     ///
-    /// The result has the dtype of the first input and is differentiable. Inputs broadcast and may have any strides; one launch computes
-    /// the result on any device. Numbers in the formula, such as a learning rate, may change from call to call without compiling another
-    /// kernel, because they are kernel arguments. Only numbers from [`Expr::constant`] are compiled in. Fails without an input, and
-    /// for a formula that reads an input that was not given.
+    /// The result has the dtype of the first input and is differentiable. Inputs are broadcast and may have any strides; one launch
+    /// computes the result on any device. Numbers in the formula, such as a learning rate, may change from call to call without compiling
+    /// another kernel, because they are kernel arguments. Only numbers from [`Expr::constant`] are compiled in. Fails if there is no
+    /// input, and for a formula that reads an input that was not given.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -79,9 +79,9 @@ impl Tensor {
         apply_tracked("map", inputs, Params::default(), &expr, inputs[0].dtype, &|i| expr.diff(i))
     }
 
-    /// Same as [`Tensor::map`], with custom derivatives: `derivatives` returns one formula for each input. Use it if the gradient is
-    /// not the derivative of the formula, or if that derivative is inaccurate. Fails as [`Tensor::map`] does, for the derivatives
-    /// too, and for a wrong number of derivatives.
+    /// Applies a formula like [`Tensor::map`], with custom derivatives: `derivatives` returns one formula for each input. Use this method
+    /// if the gradient is not the derivative of the formula, or if that derivative is inaccurate. Fails as [`Tensor::map`] does, also for
+    /// invalid derivatives, and for a wrong number of derivatives.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::Expr};
@@ -110,11 +110,11 @@ impl Tensor {
         apply_tracked(op, inputs, Params::default(), &expr, inputs[0].dtype, &|i| given[i].clone())
     }
 
-    /// The in-place form of [`Tensor::map`], with several results and run-time scalars.
+    /// Computes formulas like [`Tensor::map`], in place, with several results and run-time scalars.
     ///
     /// `f` receives one [`Expr`] for each input and each scalar, and returns one formula for each output. One launch computes all
-    /// outputs, so an output may also be an input, and an optimiser's step is one call. Inputs of different dtypes are promoted to the
-    /// widest; if all are integers, the formulas compute in the dtype of the outputs.
+    /// outputs, so an output may also be an input, and one call can compute the step of an optimiser. Inputs of different dtypes are
+    /// promoted to the widest dtype; if all are integers, the formulas compute in the dtype of the outputs.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -129,9 +129,9 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Shapes that do not broadcast to the shape of the outputs; outputs of different shapes or that share storage; different
-    /// devices; tracked tensors (outside [`crate::no_grad`]); a wrong number of formulas; a fraction as a scalar if all tensors are
-    /// integers.
+    /// Fails for shapes that do not broadcast to the shape of the outputs; for outputs of different shapes or that share storage; for
+    /// different devices; for tracked tensors outside [`crate::no_grad`]; for a wrong number of formulas; and for a fraction as a scalar
+    /// if all tensors are integers.
     pub fn map_into(
         inputs: &[&Tensor],
         scalars: &[Scalar],
@@ -145,7 +145,7 @@ impl Tensor {
     }
 }
 
-/// Builds and checks the formulas of [`Tensor::map_into`]. Also returns whether scalars must be integers.
+/// Builds and checks the formulas of [`Tensor::map_into`]. Also returns whether all scalars must be integers.
 fn build_formulas_into(
     op: &'static str,
     inputs: &[&Tensor],
@@ -172,7 +172,7 @@ fn check_scalars(op: &'static str, needs_integers: bool, scalars: &[Scalar]) -> 
 }
 
 /// A [`Tensor::map_into`] that is prepared once and launched many times, with the same tensors and other scalars. Every optimiser in
-/// [`optim`](crate::optim) uses one for its step.
+/// [`optim`](crate::optim) computes its step with a `MapInto`.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops::MapInto};
@@ -216,8 +216,8 @@ impl MapInto {
     /// Computes the outputs in one launch.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a wrong number of scalars, and for a fraction if all tensors are integers; tracked tensors outside
-    /// [`crate::no_grad`].
+    /// Returns [`Error::Invalid`] for a wrong number of scalars, and for a fraction if all tensors are integers. Also fails for tracked
+    /// tensors outside [`crate::no_grad`].
     pub fn launch(&self, scalars: &[Scalar]) -> Result<()> {
         if scalars.len() != self.scalars {
             let reason = format!("{} scalars are given, and the formulas read {}", scalars.len(), self.scalars);

@@ -25,15 +25,15 @@ use crate::ops::dispatch::promote;
 use crate::ops::dispatch::registry::registered_name;
 use crate::{autocast_dtype, get_default_dtype};
 
-/// Returns true in the common case that all operands have this dtype and none is a mask.
+/// True in the common case that all operands have this dtype and none of them is a mask.
 fn all_have_dtype(dtype: DType, row: &Row, inputs: &[&Tensor]) -> bool {
     row.masks.is_empty() && inputs.iter().all(|t| t.dtype == dtype)
 }
 
-/// Returns the dtype that the operands other than masks are promoted to.
+/// Returns the dtype to which the operands are promoted. Masks are ignored.
 fn common_dtype(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DType> {
     let op = row.name;
-    // For rows with a mask, scalars are converted to the dtype of the tensors. For all other rows, scalars take part in promotion.
+    // In rows with a mask, scalars are converted to the dtype of the tensors. In all other rows, scalars influence the promoted dtype.
     let numbers = if row.masks.is_empty() { scalars } else { &[] };
     let common = if numbers.is_empty() && all_have_dtype(inputs[0].dtype, row, inputs) {
         inputs[0].dtype
@@ -51,9 +51,9 @@ fn common_dtype(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DTy
     Ok(common)
 }
 
-/// Converts operands before the launch where the launch alone would compute in the wrong type. Returns `None` if no operand changes.
+/// Converts operands before the launch if the launch would otherwise compute in the wrong type. Returns `None` if no operand changes.
 ///
-/// The launch reads each operand in its own dtype and computes in the widest of them.
+/// A launch reads each operand in its own dtype, and computes in the widest of the operands' types.
 fn convert_operands(row: &Row, inputs: &[&Tensor], common: DType) -> Result<Option<SmallVec<[Tensor; 3]>>> {
     let is_mask = |i: usize| row.masks.contains(&i);
     let integers = || inputs.iter().enumerate().all(|(i, t)| is_mask(i) || !t.dtype.is_float());
@@ -63,7 +63,8 @@ fn convert_operands(row: &Row, inputs: &[&Tensor], common: DType) -> Result<Opti
         mask if is_mask(i) => mask,
         // A 0-d tensor must not make the launch compute in a wider type than its result.
         wide if wide.compute() > common.compute() => common,
-        // Integers compared with a fraction: all operands are integers and the result is bool, so the launch would compute in integers.
+        // If integers are compared with a fraction, all operands are integers and the result is bool, so the launch would compute in
+        // integers.
         _ if row.output == Output::Bool && common.is_float() && integers() => common,
         dtype => dtype,
     };
@@ -95,8 +96,8 @@ impl Row {
         apply_row_(self, inputs, scalars)
     }
 
-    /// Writes the result of [`Row::apply`] to `out`, outside the graph. Returns false, without writing, if a copy would be needed
-    /// because the result has another shape, dtype or device, or because autocast is on.
+    /// Computes [`Row::apply`] directly into `out`, outside the graph. Returns false, without writing, if a copy would be needed because
+    /// the result has another shape, dtype or device, or because autocast is on.
     pub(crate) fn apply_into(&'static self, inputs: &[&Tensor], scalars: &[Scalar], out: &Tensor) -> Result<bool> {
         self.check_counts(inputs, scalars)?;
         let common = common_dtype(self, inputs, scalars)?;
@@ -111,8 +112,8 @@ impl Row {
         apply_row_into(self, inputs, scalars, common, out).map(|()| true)
     }
 
-    /// Returns the cheapest formulas for these scalars: some powers become products and roots, as in PyTorch's `pow`. For -0 and
-    /// -inf, such a power has the sign or NaN that `sqrt` gives.
+    /// Returns the cheapest formulas for these scalars: some powers become products and roots, as in PyTorch's `pow`. Powers computed by
+    /// roots treat -0 and -inf as `sqrt` does.
     fn specialise<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> RowFormulas<'a> {
         use table::rows::{pow_scalar, reciprocal, rsqrt, sqrt, square};
         let of_row =
@@ -152,7 +153,7 @@ struct RowFormulas<'a> {
     scalars: &'a [Scalar],
 }
 
-/// The formula and the derivative of powers whose exponents have no row of their own.
+/// For each power whose exponent has no row of its own: the formula and the derivative.
 static CUBE: LazyLock<[Expr; 2]> = LazyLock::new(|| power_formulas(|x| x.square() * x, |x| 3.0 * x.square()));
 static RECIPROCAL_SQUARE: LazyLock<[Expr; 2]> =
     LazyLock::new(|| power_formulas(|x| x.square().recip(), |x| -2.0 / (x.square() * x)));
@@ -162,12 +163,13 @@ fn power_formulas(expr: fn(&Expr) -> Expr, derivative: fn(&Expr) -> Expr) -> [Ex
     [expr(&x).with_fixed_program(), derivative(&x)]
 }
 
-/// Applies a row of the elementwise table to tensors, and records the result if an input is tracked. All generated methods call this.
+/// Applies a row of the elementwise table to tensors, and records the result if an input is tracked. All generated methods call this
+/// function.
 #[track_caller]
 pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
     let _caller = Caller::enter();
     same_device(row.name, inputs)?;
-    // Checked here because a function that returns tensors moves them even for `None`.
+    // Autocast is checked before the call, because a function that returns tensors moves them even if it returns `None`.
     if autocast_dtype().is_some()
         && let Some(wide) = autocast_row_to_f32(row.name, inputs)?
     {
@@ -196,8 +198,8 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
     apply_tracked(row.name, inputs, params, computed.expr, dtype, &|i| computed.derivatives[i].clone())
 }
 
-/// Returns the derivative of a row as a formula of its result, if that is as accurate as a formula of the operand.
-/// Autograd then saves the result, and the operand may change or be freed.
+/// Returns the derivative of a row as a formula of its result, if that is as accurate as a formula of the operand; else `None`. Autograd
+/// then saves the result instead of the operand, which may change or be freed.
 pub(crate) fn derivative_of_result(row: &'static Row) -> Option<Expr> {
     use table::rows::{exp, relu};
     match row {
@@ -207,7 +209,7 @@ pub(crate) fn derivative_of_result(row: &'static Row) -> Option<Expr> {
     }
 }
 
-/// Records `out`, computed from `input`, with a `derivative` that is a formula of `out`.
+/// Records `out`, the result of a row applied to `input`. `derivative` is a formula of `out`.
 fn record_derivative_of_result(op: &'static str, out: Tensor, input: &Tensor, derivative: Expr) -> Tensor {
     let (saved, dtype) = (Saved::new(&out), input.dtype);
     autograd::record_differentiable(op, out, &[input], move |ctx| {
@@ -266,7 +268,7 @@ fn apply_row_into(
     apply_into(row.name, inputs, params, expr, &[target])
 }
 
-/// [`apply_row_`] with tracked inputs. Elements that the derivatives read are copied before they change.
+/// Applies a row in place like [`apply_row_`], with tracked inputs. Elements that the derivatives read are copied before they change.
 #[cold]
 fn apply_row_recorded(
     row: &'static Row,
@@ -304,7 +306,7 @@ fn apply_row_recorded(
     Ok(())
 }
 
-/// Generates two methods of `Tensor` for each row: one that returns a new tensor and one in place.
+/// Generates two methods of `Tensor` for each row: one that returns a new tensor, and the in-place form.
 macro_rules! methods {
     ($(
         $(#[doc = $doc:literal])+
@@ -355,7 +357,7 @@ macro_rules! methods {
 
 rows!(methods);
 
-/// Computes one formula and records it if an input is tracked. Backward evaluates the derivatives by all inputs in one launch.
+/// Computes one formula and records it if an input is tracked. The backward pass computes the gradients of all inputs in one launch.
 pub(crate) fn apply_tracked(
     op: &'static str,
     inputs: &[&Tensor],
@@ -385,7 +387,7 @@ pub(crate) fn record_formula(
 ) -> Tensor {
     let derivatives: SmallVec<[Option<Expr>; 3]> =
         inputs.iter().enumerate().map(|(i, t)| t.requires_grad().then(|| derivative(i))).collect();
-    // Save only inputs that a derivative reads.
+    // Only inputs that a derivative reads are saved.
     let used = |i: usize| derivatives.iter().flatten().any(|d| d.uses_input(i));
     let saved: SmallVec<[Option<Saved>; 3]> =
         inputs.iter().enumerate().map(|(i, t)| used(i).then(|| Saved::new(t))).collect();
@@ -397,7 +399,7 @@ pub(crate) fn record_formula(
         let grad = ctx.grad()?;
         let saved =
             saved.iter().map(|s| s.as_ref().map(|s| s.get(op)).transpose()).collect::<Result<SmallVec<[_; 3]>>>()?;
-        // The gradient is the last operand, and also fills the positions of inputs that no derivative reads.
+        // The gradient is the last operand. It is also passed as a placeholder for inputs that no derivative reads.
         let operands: SmallVec<[&Tensor; 4]> =
             saved.iter().map(|s| s.unwrap_or(&grad)).chain(std::iter::once(&grad)).collect();
         let upstream = Expr::input(layouts.len());
@@ -412,14 +414,15 @@ pub(crate) fn record_formula(
             match derivative.as_const() {
                 Some(0.0) => {}
                 Some(1.0) if *dtype == grad.dtype => gradients[i] = Some(grad.sum_to(shape)?),
-                // The gradient as a recorded operation with derivatives of its own, for higher orders.
+                // For higher orders, the gradient is computed by a recorded operation that has derivatives of its own.
                 _ if ctx.create_graph() => {
                     let product = &upstream * derivative;
                     let gradient = apply_tracked(op, &operands, params, &product, *dtype, &|j| product.diff(j))?;
                     gradients[i] = Some(gradient.sum_to(shape)?);
                 }
                 _ => {
-                    // One launch writes each storage once: of two gradients in one flat buffer, only the first is written directly.
+                    // One launch writes each storage only once: of two gradients in one flat buffer, only the first is written directly
+                    // to the buffer.
                     let slot = if shape == grad.shape() { ctx.slot(i) } else { None };
                     let slot = slot.filter(|s| targets.iter().all(|(_, t): &(usize, Tensor)| !t.shares_storage(s)));
                     let target = match slot {

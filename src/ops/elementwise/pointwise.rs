@@ -1,10 +1,10 @@
-//! Elementwise operations that are composed of table rows, and PyTorch's aliases of some operations.
+//! Elementwise operations that are composed of table rows, and aliases that PyTorch has for some operations.
 
 use crate::ReduceDims;
 use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
 
-/// Wraps the bool that a method returns in a tensor, because the catalogue's operations return tensors.
+/// Wraps the bool `says`, the result of a method, in a tensor, because the catalogue's operations return tensors.
 fn bool_tensor(x: &Tensor, says: bool) -> Result<Tensor> {
     Tensor::full((), i64::from(says), (DType::Bool, x.device()))
 }
@@ -41,10 +41,11 @@ impl Tensor {
         }
     }
 
-    /// Returns `x` for positive elements and `weight * x` for all others (PyTorch's `prelu`).
+    /// Returns `x` for positive elements and `weight * x` for all other elements (PyTorch's `prelu`).
     ///
     /// The weight is one number or, for `[N, C, ..]`, one number for each of the C channels. Floats of one dtype; one launch.
-    /// Differentiable in both. Fails with [`Error::ShapeMismatch`] for a weight that is neither one number nor `[C]`.
+    /// Differentiable with respect to x and the weight. Fails with [`Error::ShapeMismatch`] for a weight that is neither one number nor
+    /// `[C]`.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -70,8 +71,8 @@ impl Tensor {
         apply_formula(op, &[self, &weight], self.dtype(), &leaky, |i| leaky.diff(i))
     }
 
-    /// Multiplies the first half along `dim` by the sigmoid of the second half (PyTorch's `glu`). Differentiable. Fails for an odd
-    /// size.
+    /// Multiplies the first half of the elements along `dim` by the sigmoid of the second half (PyTorch's `glu`). Differentiable. Fails
+    /// if the size of `dim` is odd.
     #[track_caller]
     pub fn glu(&self, dim: isize) -> Result<Tensor> {
         return_replacement!(op = "glu", [self], dim);
@@ -87,7 +88,7 @@ impl Tensor {
     pub fn round_decimals(&self, decimals: i32) -> Result<Tensor> {
         return_replacement!("round_decimals", [self], decimals);
         let power = 10f64.powi(decimals.saturating_abs());
-        // One formula, because a stored intermediate product would be rounded twice.
+        // The result is computed by one formula, because a stored intermediate product would be rounded twice.
         let round = |x: &Expr| match decimals {
             1.. => (x * power).round() / power,
             _ => (x / power).round() * power,
@@ -95,7 +96,7 @@ impl Tensor {
         Tensor::map(&[self], |e| round(&e[0])).with_op("round_decimals")
     }
 
-    /// Returns true if shapes and all elements are equal (PyTorch's `equal`). Waits for the device.
+    /// True if both tensors have the same shape and all elements are equal (PyTorch's `equal`). Waits for the device.
     #[track_caller]
     pub fn equal(&self, other: &Tensor) -> Result<bool> {
         return_replacement!(op = "equal", [self, other]);
@@ -103,8 +104,8 @@ impl Tensor {
         Ok(self.shape() == other.shape() && !differ(self.detach().ne(other)?).with_op(op)?)
     }
 
-    /// Returns true if all elements are close in the sense of [`Tensor::isclose`] (PyTorch's `allclose`, with defaults of 1e-5 for
-    /// `rtol` and 1e-8 for `atol`). Waits for the device. Fails as [`Tensor::isclose`] does.
+    /// True if [`Tensor::isclose`] is true for all elements (PyTorch's `allclose`, with defaults of 1e-5 for `rtol` and 1e-8 for `atol`).
+    /// Waits for the device. Fails as [`Tensor::isclose`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -135,7 +136,7 @@ macro_rules! aliases {
             }
         )* }
 
-        /// Pairs of an alias and the name of the operation that it stands for.
+        /// Pairs of an alias and the name of the operation that the alias calls.
         pub(crate) static ALIASES: &[(&str, &str)] = &[$((stringify!($alias), stringify!($name))),*];
     };
 }

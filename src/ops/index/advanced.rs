@@ -1,7 +1,7 @@
 //! Indexing with several index tensors at once, as in NumPy's and PyTorch's `x[i, :, j]`.
 //!
-//! Several indices are first combined into one i64 tensor of linear offsets in memory. The combined tensor indexes a dim of stride 1, so
-//! that reads and writes use the same two kernels as with a single index, for tensors of any strides.
+//! Several indices are first combined into one i64 tensor of linear offsets in memory. The combined tensor is an index into a dim of
+//! stride 1, so that for tensors of any strides, reads and writes use the same two kernels as with a single index.
 
 use crate::backend::problem::index::{Combine, IndexTerm, Indexed};
 use crate::ops::dispatch::prelude::*;
@@ -12,10 +12,10 @@ use crate::ops::record_gradients;
 /// Index tensors that have been checked against the shape of a tensor.
 struct AdvancedIndex {
     op: &'static str,
-    /// The indexed dims with their indices.
+    /// The indexed dims, each with its index tensor.
     given: SmallVec<[(usize, Tensor); 3]>,
     kept: Dims,
-    /// The shape that the indices broadcast to.
+    /// The shape to which all index tensors are broadcast.
     index_shape: Shape,
     /// The shape of the result: the index shape replaces the indexed dims if these are adjacent, otherwise the index shape comes first.
     shape: Shape,
@@ -23,8 +23,8 @@ struct AdvancedIndex {
     first: usize,
 }
 
-/// Converts indices so that each is for a single dim of `t`. A bool mask becomes one tensor of the indices of its true elements for
-/// each of its dims.
+/// Converts indices so that each is for a single dim of `t`. A bool mask is replaced by one index tensor for each of its dims, which
+/// together are the indices of the true elements.
 fn expand_masks(op: &'static str, t: &Tensor, indices: &[Option<&Tensor>]) -> Result<SavedIndices> {
     let mut single: SmallVec<[Option<Saved>; 3]> = SmallVec::new();
     for index in indices {
@@ -70,7 +70,7 @@ impl AdvancedIndex {
         Ok(AdvancedIndex { op, given, kept, index_shape, shape, first })
     }
 
-    /// Combines all indices into one index of the broadcast index shape, into a single dim of `t`.
+    /// Combines all indices into one index, of the shape to which the indices are broadcast, into a single dim of `t`.
     fn linear_index(&self, t: &Tensor) -> Result<LinearIndex> {
         if let [(d, index)] = &self.given[..] {
             let (size, step) = (t.shape().dims()[*d], t.strides()[*d]);
@@ -83,7 +83,8 @@ impl AdvancedIndex {
             let index = self.given[at].1.cast(DType::I64)?.to_vec::<i64>()?[0];
             return Err(Error::IndexOutOfRange { op: self.op, index, size: 0 });
         }
-        // The maximum distance of an indexed element before or after the first element of the tensor.
+        // Returns the maximum distance, in memory, of an indexed element after (`sign` 1) or before (`sign` -1) the first element of the
+        // tensor.
         let reach = |sign: isize| -> usize {
             let far = |(size, step): (usize, isize)| size.saturating_sub(1) * (step * sign).max(0) as usize;
             if t.numel() == 0 { 0 } else { axes.clone().map(far).sum() }
@@ -116,7 +117,7 @@ impl AdvancedIndex {
         Indexed { op: self.op, x, x_layout, index: &index, index_layout, size, step, wraps }.read()
     }
 
-    /// Writes `values`, broadcast, to the indexed elements of `target`.
+    /// Writes `values`, which are broadcast, to the indexed elements of `target`.
     fn write(&self, combine: Combine, target: &Tensor, values: &Tensor) -> Result<()> {
         if combine.needs_f32(target.dtype) {
             let wide = target.cast(DType::F32)?;
@@ -125,7 +126,7 @@ impl AdvancedIndex {
             return Ok(());
         }
         let LinearIndex { index, size, step, offset, wraps } = self.linear_index(target)?;
-        // The indexed dims become one dim in front, because values are written in that order.
+        // The indexed dims are moved to the front as one dim, because values are written in that order.
         let values = values.with_layout(values.layout.broadcast_to(&self.shape));
         let order = (self.first..self.first + self.index_shape.rank())
             .chain(0..self.first)
@@ -147,7 +148,8 @@ impl AdvancedIndex {
     }
 }
 
-/// An index into a dim of `size` elements, `step` apart and starting at `offset`. With `wraps`, negative indices count from the end.
+/// An index into a dim of `size` elements, which are `step` apart and start at `offset`. With `wraps`, negative indices count from the
+/// end.
 struct LinearIndex {
     index: Tensor,
     size: usize,
@@ -165,17 +167,17 @@ impl SavedIndices {
     }
 }
 
-/// A write of values, which broadcast, to the elements that index tensors select.
+/// A write of values, which are broadcast, to the elements that index tensors select.
 struct IndexUpdate<'a> {
     op: &'static str,
     indices: &'a [Option<&'a Tensor>],
     values: &'a Tensor,
-    /// Whether to add the values to the elements.
+    /// Whether to add the values to the elements instead of replacing the elements.
     accumulate: bool,
 }
 
 impl IndexUpdate<'_> {
-    /// Returns a copy of `x` with the update, recorded.
+    /// Returns a copy of `x` with the update, recorded for autograd.
     fn apply_to_copy(&self, x: &Tensor) -> Result<Tensor> {
         let (out, indices) = (x.cast(x.dtype)?, expand_masks(self.op, x, self.indices)?);
         self.write(&out, &indices)?;
@@ -205,7 +207,7 @@ impl IndexUpdate<'_> {
         selection.write(if accumulate { Combine::Add } else { Combine::Set }, target, values)
     }
 
-    /// Records `out`: a copy of `x` with the update.
+    /// Records `out`, which is a copy of `x` with the update.
     fn record(&self, out: Tensor, x: &Tensor, indices: SavedIndices) -> Tensor {
         let &IndexUpdate { op, values, accumulate, .. } = self;
         let shape = values.shape().clone();
@@ -270,9 +272,9 @@ impl Tensor {
     /// Indexes the leading dims with index tensors, or `None` for a whole dim (PyTorch's `x[i, :, j]`, which calls `index`).
     /// Differentiable.
     ///
-    /// The index tensors broadcast together. Their dims replace the indexed dims if these are adjacent, and otherwise come first.
-    /// Negative indices count from the end. A bool mask indexes as many dims as it has, with the indices of its true elements, which are
-    /// read from the device.
+    /// The index tensors are broadcast against each other. Their dims replace the indexed dims if the indexed dims are adjacent, and
+    /// otherwise come first. Negative indices count from the end. A bool mask with n dims indexes n dims, with the indices of its true
+    /// elements, whose number is read from the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -285,8 +287,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] without an index or with more indices than dims; [`Error::ShapeMismatch`] for indices that do not broadcast;
-    /// otherwise the errors of [`Tensor::index_select`].
+    /// [`Error::Invalid`] if there is no index tensor, or more indices than dims; [`Error::ShapeMismatch`] for indices that do not
+    /// broadcast; otherwise the errors of [`Tensor::index_select`].
     #[track_caller]
     pub fn index(&self, indices: &[Option<&Tensor>]) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -308,12 +310,12 @@ impl Tensor {
         }))
     }
 
-    /// Returns a copy of this tensor in which `values` replace the indexed elements, or are added to them with `accumulate` (PyTorch's
-    /// `index_put`). Differentiable in both.
+    /// Returns a copy of this tensor in which `values` replace the indexed elements, or with `accumulate` are added to the indexed
+    /// elements (PyTorch's `index_put`). Differentiable with respect to this tensor and `values`.
     ///
-    /// The values broadcast to the shape that [`Tensor::index`] would return. For an index that occurs several times, the last value is
-    /// kept, and its gradient goes to all of these values. Accumulated values all count, in an order that gives the same bits on every
-    /// run. Fails as [`Tensor::index`] does.
+    /// The values are broadcast to the shape that [`Tensor::index`] would return. For an index that occurs several times, the last value
+    /// is kept, and its gradient goes to all of these values. With `accumulate`, all of these values are added, in an order that gives
+    /// the same bits on every run. Fails as [`Tensor::index`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -338,20 +340,21 @@ impl Tensor {
         Ok(self)
     }
 
-    /// Returns the elements at `index`, of any shape, of this tensor flattened in row-major order (PyTorch's `take`). Negative indices
-    /// count from the end. Differentiable. Fails as [`Tensor::index`] does.
+    /// Returns elements of this tensor, flattened in row-major order, that `index`, of any shape, selects (PyTorch's `take`). Negative
+    /// indices count from the end. Differentiable. Fails as [`Tensor::index`] does.
     #[track_caller]
     pub fn take(&self, index: &Tensor) -> Result<Tensor> {
         return_replacement!("take", [self, index]);
         self.reshape(self.numel())?.index_by("take", &[Some(index)])
     }
 
-    /// Returns a copy of this tensor in which elements of `source` replace the elements at `index`, or are added to them with
-    /// `accumulate` (PyTorch's `put`). `index` refers to the tensor flattened in row-major order. Negative indices count from the end.
-    /// Differentiable in both.
+    /// Returns a copy of this tensor in which elements of `source` replace the elements at `index`, or with `accumulate` are added to
+    /// these elements (PyTorch's `put`). `index` refers to the tensor flattened in row-major order. Negative indices count from the end.
+    /// Differentiable with respect to this tensor and `source`.
     ///
     /// # Errors
-    /// The errors of [`Tensor::index_put`]; [`Error::ShapeMismatch`] if `index` and `source` have different numbers of elements.
+    /// Returns the errors of [`Tensor::index_put`], and [`Error::ShapeMismatch`] if `index` and `source` have different numbers of
+    /// elements.
     #[track_caller]
     pub fn put(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<Tensor> {
         return_replacement!(op = "put", [self, index, source], accumulate);
@@ -373,9 +376,9 @@ impl Tensor {
         Ok(self)
     }
 
-    /// Returns a copy of this tensor in which the elements of `source`, in order, replace those where `mask` is true (PyTorch's
-    /// `masked_scatter`). Tensor and mask broadcast together. Reads the number of true elements from the device. Differentiable in
-    /// both.
+    /// Returns a copy of this tensor in which the elements of `source`, in order, replace the elements where `mask` is true (PyTorch's
+    /// `masked_scatter`). Tensor and mask are broadcast against each other. Reads the number of true elements from the device.
+    /// Differentiable with respect to this tensor and `source`.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -387,13 +390,13 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] for a mask that does not broadcast; [`Error::Invalid`] if `source` has fewer elements than are true
-    /// in the mask; [`Error::UnsupportedDType`] for a mask that is not bool.
+    /// [`Error::ShapeMismatch`] for a mask that does not broadcast; [`Error::Invalid`] if `source` has fewer elements than the mask has
+    /// true elements; [`Error::UnsupportedDType`] for a mask that is not bool.
     #[track_caller]
     pub fn masked_scatter(&self, mask: &Tensor, source: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "masked_scatter", [self, mask, source]);
         let shape = self.shape().broadcast(op, mask.shape())?;
-        // A mask indexes dims, so a scalar becomes a vector of one element.
+        // A mask indexes the dims of a tensor, so a scalar is viewed as a vector of one element.
         let x = self.expand(&shape)?.atleast_1d()?;
         let out = match x.masked_source(op, mask, source)? {
             None => x.try_clone()?,
@@ -404,7 +407,7 @@ impl Tensor {
         out.reshape(&shape)
     }
 
-    /// The in-place form of [`Tensor::masked_scatter`], with the mask broadcast to this tensor.
+    /// The in-place form of [`Tensor::masked_scatter`]; the mask is broadcast to this tensor's shape.
     pub fn masked_scatter_(&self, mask: &Tensor, source: &Tensor) -> Result<&Tensor> {
         let op = "masked_scatter_";
         let x = self.atleast_1d()?;
@@ -430,7 +433,7 @@ impl Tensor {
     }
 }
 
-/// Flattens index and source to vectors of one size.
+/// Flattens `index` and `source` to vectors, which must have the same size.
 fn flatten_pair(op: &'static str, index: &Tensor, source: &Tensor) -> Result<(Tensor, Tensor)> {
     mismatch!(op if index.numel() != source.numel(),
         index, source, "there is one element of the source for each index");

@@ -9,7 +9,7 @@ use crate::tensor::index::{Index, Indices, index_layout};
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub enum Assigned<'a> {
-    /// A tensor, broadcast and converted.
+    /// A tensor, which is broadcast and converted to the dtype of the target.
     Tensor(&'a Tensor),
     /// One number for all elements.
     Number(Scalar),
@@ -21,8 +21,8 @@ impl_from! { Assigned<'a>:
 }
 
 impl Tensor {
-    /// Assigns a tensor, broadcast and converted, or a number to the elements that [`Tensor::i`] returns for the same indices, as
-    /// Python's `x[...] = value`. In place. Fails as [`Tensor::i`] and [`Tensor::copy_`] do.
+    /// Assigns a number, or a tensor that is broadcast and converted, to the elements that [`Tensor::i`] returns for the same indices, in
+    /// place, as in Python's `x[...] = value`. Fails as [`Tensor::i`] and [`Tensor::copy_`] do.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -42,7 +42,7 @@ impl Tensor {
     }
 
     /// Returns a copy of this tensor in which `src`, broadcast, replaces the elements that [`Tensor::i`] returns for the same indices.
-    /// Differentiable in both. Fails as [`Tensor::i`] does.
+    /// Differentiable with respect to both tensors. Fails as [`Tensor::i`] does.
     #[track_caller]
     pub fn slice_assign(&self, indices: impl Indices, src: &Tensor) -> Result<Tensor> {
         let (op, items) = ("slice_assign", indices.indices());
@@ -54,7 +54,7 @@ impl Tensor {
     }
 
     /// Returns a copy of this tensor in which `src` replaces the part that [`Tensor::slice`] returns for the same arguments (PyTorch's
-    /// `slice_scatter`). Differentiable in both. Fails as [`Tensor::slice`] does.
+    /// `slice_scatter`). Differentiable with respect to both tensors. Fails as [`Tensor::slice`] does.
     #[track_caller]
     pub fn slice_scatter(
         &self,
@@ -71,7 +71,7 @@ impl Tensor {
     }
 
     /// Returns a copy of this tensor in which `src` replaces the slice at `index` of dim `dim` (PyTorch's `select_scatter`).
-    /// Differentiable in both.
+    /// Differentiable with respect to both tensors.
     #[track_caller]
     pub fn select_scatter(&self, src: &Tensor, dim: isize, index: isize) -> Result<Tensor> {
         return_replacement!(op = "select_scatter", [self, src], dim, index);
@@ -80,7 +80,7 @@ impl Tensor {
     }
 
     /// Returns a copy of this tensor in which `src` replaces the diagonal that [`Tensor::diagonal`] returns for the same arguments
-    /// (PyTorch's `diagonal_scatter`). Differentiable in both.
+    /// (PyTorch's `diagonal_scatter`). Differentiable with respect to both tensors.
     #[track_caller]
     pub fn diagonal_scatter(&self, src: &Tensor, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
         return_replacement!(op = "diagonal_scatter", [self, src], offset, dim1, dim2);
@@ -89,7 +89,7 @@ impl Tensor {
         self.assigned_copy(op, src, false, move |l| Ok(l.diagonal(offset, a, b)))
     }
 
-    /// Returns a copy in which `src` replaces the view that `pick` selects.
+    /// Returns a copy of the tensor in which `src` replaces the elements of the view that `pick` selects.
     pub(crate) fn assigned_copy(
         &self,
         op: &'static str,

@@ -1,13 +1,13 @@
 //! Reading through one index tensor: `index_select`, `gather`, `embedding`. Writing is in `scatter`, several indices in `advanced`.
 //!
-//! All reads are one kernel over the shape of the result. A stride of zero means that the index is constant along a dim. Adjacent
-//! elements with the same index are moved together, sixteen bytes at a time.
+//! All reads use the same kernel, which runs over the shape of the result. If the index is constant along a dim, its stride is zero.
+//! Adjacent elements with the same index are moved together, sixteen bytes at a time.
 //!
 //! All writes are deterministic: values reach an element in the order of the indices. On OpenCL CPUs a work-item owns one column (a
 //! position outside the indexed dim) and a range of destinations, and reads the indices in order. On GPUs (`kernels/scatter.cl`) a
-//! work-group handles many indices at a time. If one index serves a whole row, the work-group lists the indices of its destinations
-//! and adds up the rows; otherwise work-items with the same destination take turns. Atomics would be faster for millions of indices
-//! into one column, but would not give the same bits on every run.
+//! work-group handles many indices at a time. If one index serves a whole row, the work-group lists the indices of its destinations and
+//! adds up the rows; otherwise work-items with the same destination write one after another. Atomics would be faster for millions of
+//! indices into one column, but would not give the same bits on every run.
 
 use crate::backend::problem::index::Indexed;
 use crate::ops::dispatch::prelude::*;
@@ -15,7 +15,7 @@ use crate::ops::record_gradients;
 
 pub use crate::ops::index::scatter_reduce::ScatterReduce;
 
-/// Returns the layout of `t` over `shape` with stride 0 along dim `d`, and the original stride of that dim.
+/// Returns the layout of `t` broadcast to `shape` with stride 0 along dim `d`, and the original stride of dim `d`.
 pub(crate) fn without_stride(t: &Tensor, d: usize, shape: &Shape) -> (Layout, isize) {
     let mut strides = Dims::from_slice(t.strides());
     let step = std::mem::replace(&mut strides[d], 0);
@@ -50,15 +50,15 @@ impl Indexed<'_> {
         })
     }
 
-    /// Returns the error for an empty dim, which has no memory for a kernel to read: the first index is out of range.
+    /// Returns the error for an index into an empty dim, which has no memory that a kernel could read. The error names the first index.
     pub(crate) fn empty_dim_error(&self) -> Result<Error> {
         let indices = self.index.with_layout(self.index_layout.clone()).cast(DType::I64)?.to_vec::<i64>()?;
         Ok(Error::IndexOutOfRange { op: self.op, index: indices[0], size: 0 })
     }
 }
 
-/// Computes the gradient of reading from a tensor of `shape`. `add(zeros, grad, in_place)` adds the gradient of the read elements to
-/// zeros, which are f32 for f16 and bf16 gradients.
+/// Computes the gradient of reading from a tensor of `shape`. `add(zeros, grad, in_place)` adds the gradient of the read elements to a
+/// tensor of zeros, which is f32 for f16 and bf16 gradients.
 pub(crate) fn gradient_of_read(
     grad: &Tensor,
     shape: &Shape,
@@ -104,8 +104,8 @@ pub(crate) fn record_read(
 }
 
 impl Tensor {
-    /// Returns the slices of this tensor along `dim` at a vector of indices, in the order of the indices (PyTorch's `index_select`).
-    /// Indices have any integer dtype. Differentiable.
+    /// Returns the slices of this tensor along `dim` that a vector of indices selects, in the order of the indices (PyTorch's
+    /// `index_select`). Indices have any integer dtype. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -116,9 +116,9 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`]; [`Error::Invalid`] if `index` is not a vector. [`Error::IndexOutOfRange`] for a negative or too
-    /// large index: at once on the CPU, and on OpenCL from the next call of this thread that waits for the device. Until then the
-    /// elements are 0.
+    /// [`Error::UnsupportedDType`] for other dtypes; [`Error::Invalid`] if `index` is not a vector; [`Error::IndexOutOfRange`] for a
+    /// negative or too large index. On the CPU this call returns the last error; on OpenCL, the next call of this thread that waits for
+    /// the device returns it, and until then the elements are 0.
     #[track_caller]
     pub fn index_select(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
         return_replacement!("index_select", [self, index], dim);
@@ -144,7 +144,7 @@ impl Tensor {
         }
     }
 
-    /// Gathers `out[i][j] = self[index[i][j]][j]`, and likewise along any `dim`, with one element for each index (PyTorch's `gather`).
+    /// Gathers one element for each index along `dim`; for dim 0 of a matrix, `out[i][j] = self[index[i][j]][j]` (PyTorch's `gather`).
     /// `index` has as many dims as this tensor, and is not larger in any dim except `dim`. Differentiable. Fails as
     /// [`Tensor::index_select`] does.
     ///
@@ -172,7 +172,7 @@ impl Tensor {
         Ok(record_read(op, out, self, dim, index, false))
     }
 
-    /// Same as [`Tensor::gather`], with this tensor and `index` broadcast against each other outside `dim` (PyTorch's
+    /// Gathers elements like [`Tensor::gather`], after this tensor and `index` are broadcast against each other outside `dim` (PyTorch's
     /// `take_along_dim`). Without a `dim`, both are flattened. Accepts the results of `argsort`, and of `argmax` with `keepdim`.
     /// Differentiable.
     #[track_caller]
@@ -189,16 +189,18 @@ impl Tensor {
         expanded(self)?.gather_by(op, dim, &expanded(index)?)
     }
 
-    /// Returns the rows of this table at `index`, of any shape: shape `index.shape() + self.shape()[1..]` (PyTorch's `embedding`).
-    /// Differentiable in the table. Fails as [`Tensor::index_select`] does, and with [`Error::Invalid`] for a scalar table.
+    /// Returns the rows of this table that `index`, of any shape, selects; the result has shape `index.shape() + self.shape()[1..]`
+    /// (PyTorch's `embedding`). Differentiable with respect to the table. Fails as [`Tensor::index_select`] does, and with
+    /// [`Error::Invalid`] for a scalar table.
     #[track_caller]
     pub fn embedding(&self, index: &Tensor) -> Result<Tensor> {
         return_replacement!("embedding", [self, index]);
         self.embedding_with(index, None)
     }
 
-    /// Same as [`Tensor::embedding`], but row `padding_idx` gets no gradient, so that training does not change it. A negative
-    /// `padding_idx` counts from the end. Fails as [`Tensor::embedding`] does, and with [`Error::IndexOutOfRange`] for the padding.
+    /// Returns rows like [`Tensor::embedding`], but row `padding_idx` gets no gradient, so that training does not change it. A negative
+    /// `padding_idx` counts from the end. Fails as [`Tensor::embedding`] does, and with [`Error::IndexOutOfRange`] if `padding_idx` is
+    /// out of range.
     #[track_caller]
     pub fn embedding_with(&self, index: &Tensor, padding_idx: impl Into<Option<isize>>) -> Result<Tensor> {
         let (op, padding) = ("embedding", padding_idx.into());
@@ -226,8 +228,8 @@ impl Tensor {
         rows.reshape(shape)
     }
 
-    /// Converts class numbers of any shape to vectors with 1 at the class and 0 elsewhere, as i64: shape `self.shape() + [classes]`
-    /// (PyTorch's `one_hot`). Fails as [`Tensor::index_select`] does for numbers out of range.
+    /// Converts class numbers of any shape to vectors with 1 at the class and 0 elsewhere, as i64; the result has shape
+    /// `self.shape() + [classes]` (PyTorch's `one_hot`). Fails as [`Tensor::index_select`] does for numbers out of range.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

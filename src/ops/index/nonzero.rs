@@ -19,7 +19,7 @@ operations! {
     masked_select(input: x, mask: x): Indexing, All -> Same, differentiable;
 }
 
-/// Returns `first..end` on the tensor's device, as i64.
+/// Returns the numbers `first..end` on the tensor's device, as i64.
 fn index_range(first: i64, end: i64, t: &Tensor) -> Result<Tensor> {
     Tensor::arange(first, end, 1, (DType::I64, t.device()))
 }
@@ -29,7 +29,8 @@ fn flatten_detached(t: &Tensor) -> Result<Tensor> {
     t.detach().reshape([t.numel()])
 }
 
-/// Returns the indices of the nonzero elements, one row for each, in row-major order, as coordinates in a tensor with the sizes `dims`.
+/// Returns the indices of the nonzero elements in row-major order. Each row of the result is one index, as coordinates in a tensor with
+/// the sizes `dims`.
 fn nonzero_indices(t: &Tensor, dims: &[usize]) -> Result<Tensor> {
     if t.numel() == 0 {
         return Tensor::zeros([0, dims.len()], (DType::I64, t.device()));
@@ -39,8 +40,8 @@ fn nonzero_indices(t: &Tensor, dims: &[usize]) -> Result<Tensor> {
     backend::of_device(t.device()).nonzero(&t, &mask, dims)
 }
 
-/// Splits a vector into runs of equal elements. Returns the value of each run, the number of each element's run (from 1), and the
-/// start of each run followed by the number of elements.
+/// Splits a vector into runs of equal elements. Returns the value of each run; for each element, the number of its run (counted from 1);
+/// and the start of each run, followed by the number of elements.
 fn split_into_runs(t: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     let n = t.numel();
     let first = Tensor::ones(n, (DType::Bool, t.device()))?;
@@ -54,10 +55,10 @@ fn split_into_runs(t: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     Ok((values, running, starts))
 }
 
-/// The minimum number of elements counted at a time. The sort needs 8 bytes of memory for each element.
+/// The minimum number of elements that are counted at a time. The sort needs 8 bytes of memory per element.
 const MIN_BLOCK_LEN: usize = 1 << 20;
 
-/// Counts a vector in blocks with `count`, which returns `results` numbers, and adds up the counts.
+/// Divides a vector into blocks, calls `count`, which returns `results` counts for a block, and adds up the counts of all blocks.
 fn count_in_blocks(t: &Tensor, results: usize, count: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let (n, block) = (t.numel(), MIN_BLOCK_LEN.max(results));
     let sums = count(&t.narrow(0, 0, block.min(n))?)?;
@@ -103,8 +104,8 @@ impl Tensor {
         Ok(split_into_runs(&flatten_detached(self)?.sort(0, false)?.0)?.0)
     }
 
-    /// Returns [`Tensor::unique`], and a tensor of this shape with the index of each element's value in that vector (PyTorch's `unique` with
-    /// `return_inverse`). Waits for the device.
+    /// Returns the vector of [`Tensor::unique`], and a tensor of this shape with the index of each element's value in that vector
+    /// (PyTorch's `unique` with `return_inverse`). Waits for the device.
     #[track_caller]
     pub fn unique_inverse(&self) -> Result<(Tensor, Tensor)> {
         return_replacement!("unique_inverse", [self]);
@@ -114,7 +115,8 @@ impl Tensor {
         Ok((values, inverse.reshape(self.shape())?))
     }
 
-    /// Returns [`Tensor::unique`] and the number of occurrences of each value (PyTorch's `unique` with `return_counts`). Waits for the device.
+    /// Returns the vector of [`Tensor::unique`], and the number of occurrences of each value (PyTorch's `unique` with `return_counts`).
+    /// Waits for the device.
     #[track_caller]
     pub fn unique_counts(&self) -> Result<(Tensor, Tensor)> {
         return_replacement!("unique_counts", [self]);
@@ -125,8 +127,8 @@ impl Tensor {
     /// Returns the distinct elements, a tensor of this shape with the index of each element's value, and the number of occurrences of each
     /// value (PyTorch's `unique` with `return_inverse`, `return_counts` and `dim`). Waits for the device.
     ///
-    /// With a dim, the slices along that dim are compared instead of elements. Returns the distinct slices in lexicographic order, and
-    /// vectors of indices and counts.
+    /// With a dim, slices along that dim are compared instead of elements. The results are then the distinct slices in lexicographic
+    /// order, and vectors of indices and counts.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -179,8 +181,8 @@ impl Tensor {
         Ok((values, running.sub_scalar(1)?.reshape(self.shape())?, starts.diff(1, 0)?))
     }
 
-    /// Returns the indices of the nonzero elements, one row for each in row-major order: shape `[count, rank]`, i64 (PyTorch's
-    /// `nonzero`). NaN is not zero. Waits for the device.
+    /// Returns the indices of the nonzero elements, one row for each element in row-major order, as an i64 tensor of shape
+    /// `[count, rank]` (PyTorch's `nonzero`). NaN counts as nonzero. Waits for the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -199,8 +201,8 @@ impl Tensor {
         nonzero_indices(self, self.shape().dims())
     }
 
-    /// Returns the elements where `mask` is not zero, in row-major order, as a vector (PyTorch's `masked_select`). Tensor and mask
-    /// broadcast together. Waits for the device. Differentiable.
+    /// Returns the elements where `mask` is not zero, in row-major order, as a vector (PyTorch's `masked_select`). Tensor and mask are
+    /// broadcast against each other. Waits for the device. Differentiable.
     #[track_caller]
     pub fn masked_select(&self, mask: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "masked_select", [self, mask]);
@@ -219,8 +221,9 @@ impl Tensor {
         self.broadcast_to(sizes)?.reshape([shape.numel()])?.index_select(0, &selected)
     }
 
-    /// Counts each number from 0 on in a vector of integers, as i64 (PyTorch's `bincount`). With weights, returns the sums of the
-    /// weights in their dtype. At least `minlength` results. The same bits on every run. Waits for the device.
+    /// Counts how often each of the numbers 0, 1, 2, ... occurs in a vector of integers, as i64 (PyTorch's `bincount`). With weights,
+    /// adds up the weights instead, in their dtype. The result has at least `minlength` elements, and the same bits on every run. Waits
+    /// for the device.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -262,9 +265,9 @@ impl Tensor {
 
     /// Counts the elements in each of `bins` equal parts of `min` to `max`, in this tensor's dtype (PyTorch's `histc`). Floats.
     ///
-    /// Elements outside the range, and NaN, do not count; `max` itself counts in the last part. If `min` and `max` are equal, the minimum
-    /// and maximum of the elements replace them. Waits for the device. Fails with [`Error::Invalid`] without bins, for `max` below
-    /// `min`, and for limits that are not finite.
+    /// Elements outside the range, and NaN, are not counted; `max` itself is counted in the last part. If `min` and `max` are equal, the
+    /// minimum and maximum of the elements are used instead. Waits for the device. Fails with [`Error::Invalid`] for zero bins, for `max`
+    /// below `min`, and for limits that are not finite.
     #[track_caller]
     pub fn histc(&self, bins: usize, min: f64, max: f64) -> Result<Tensor> {
         return_replacement!(op = "histc", [self], bins, min, max);

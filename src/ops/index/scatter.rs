@@ -1,5 +1,5 @@
-//! Writing through one index tensor: `scatter` and similar, where each index selects an element, and `index_add` and similar, where
-//! a vector of indices selects slices.
+//! Writing through one index tensor. In `scatter` and similar methods, each index selects an element; in `index_add` and similar methods,
+//! each index of a vector selects a slice.
 
 use crate::backend::problem::index::{Combine, Indexed, Scatter};
 use crate::ops::dispatch::prelude::*;
@@ -7,7 +7,7 @@ use crate::ops::index::gather::{broadcast_index, check_index, check_index_shape,
 use crate::ops::record_gradients;
 
 impl Indexed<'_> {
-    /// Writes `x` to `target` through the index. `layout` addresses `target`, with stride 0 along the indexed dim `d`.
+    /// Writes `x` to `target` through the index. `layout` is the layout of `target` with stride 0 along the indexed dim `d`.
     pub(crate) fn write(&self, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
         if self.x_layout.numel() == 0 {
             return Ok(());
@@ -43,7 +43,8 @@ pub(crate) fn copy_if_shared(t: &Tensor, target: &Tensor) -> Result<Tensor> {
     if t.shares_storage(target) { t.cast(t.dtype) } else { Ok(t.detach()) }
 }
 
-/// Writes `source`, of the shape of the index, to `target` along dim `d`. Halves are added and multiplied in f32 and rounded once.
+/// Writes `source`, which has the shape of the index, to `target` along dim `d`. Halves are added and multiplied in f32, and rounded
+/// once.
 pub(crate) fn scatter(
     op: &'static str,
     combine: Combine,
@@ -74,7 +75,7 @@ fn scale_source(op: &'static str, source: &Tensor, alpha: Scalar) -> Result<Tens
     }
 }
 
-/// Returns a number expanded to `shape`.
+/// Returns a tensor of shape `shape` with `value` in every element, as a view with stride 0.
 pub(crate) fn expand_number(op: &'static str, value: Scalar, shape: &Shape, like: &Tensor) -> Result<Tensor> {
     let one = Tensor::full((), value, (like.dtype, like.device())).with_op(op)?;
     Ok(one.with_layout(one.layout.broadcast_to(shape)))
@@ -108,11 +109,11 @@ impl<'a> Source<'a> {
     }
 }
 
-/// A write to a tensor along `dim`: `source` is combined with the elements at the indices.
+/// A write to a tensor along `dim`: each element of `source` is combined with the element that the index selects.
 struct ScatterUpdate<'a> {
     op: &'static str,
     combine: Combine,
-    /// Whether the index is a vector that selects slices. Otherwise it has the shape of the source and selects elements.
+    /// Whether the index is a vector that selects slices. Otherwise the index has the shape of the source, and selects elements.
     slices: bool,
     dim: isize,
     index: &'a Tensor,
@@ -164,7 +165,7 @@ impl ScatterUpdate<'_> {
         Ok(target)
     }
 
-    /// Returns a copy of `x` with the update, recorded, or the result of a registered replacement.
+    /// Returns a copy of `x` with the update, recorded for autograd, or the result of a registered replacement.
     #[track_caller]
     fn apply_to_copy(&self, x: &Tensor) -> Result<Tensor> {
         let number = match self.source {
@@ -179,7 +180,7 @@ impl ScatterUpdate<'_> {
         Ok(self.record(out, x, source))
     }
 
-    /// Records `out`: a copy of `x` with the update.
+    /// Records `out`, which is a copy of `x` with the update.
     fn record(&self, out: Tensor, x: &Tensor, source: Option<Tensor>) -> Tensor {
         let (&ScatterUpdate { op, combine, slices, dim, .. }, index) = (self, Saved::new(self.index));
         let inputs: SmallVec<[&Tensor; 2]> = [x].into_iter().chain(&source).collect();
@@ -215,10 +216,10 @@ macro_rules! scatter_methods {
 }
 
 scatter_methods! {
-    /// Returns a copy of this tensor in which `source[i][j]` replaces `[index[i][j]][j]`, and likewise along any `dim` (PyTorch's
-    /// `scatter`). For an index that occurs several times, the last value is kept, and its gradient goes to all of these values.
-    /// Differentiable in both. Fails as [`Tensor::gather`] does, and with [`Error::ShapeMismatch`] if `index` is larger than
-    /// `source`.
+    /// Returns a copy of this tensor in which `source[i][j]` replaces element `[index[i][j]][j]`; this is the formula for dim 0 of a
+    /// matrix (PyTorch's `scatter`). For an index that occurs several times, the last value is kept, and its gradient goes to all of
+    /// these values. Differentiable with respect to both tensors. Fails as [`Tensor::gather`] does, and with [`Error::ShapeMismatch`] if
+    /// `index` is larger than `source`.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -229,27 +230,29 @@ scatter_methods! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     scatter / scatter_ (source: &Tensor): Set, false, Source::Tensor(source);
-    /// Returns a copy of this tensor in which `source[i][j]` is added to `[index[i][j]][j]`, and likewise along any `dim` (PyTorch's
-    /// `scatter_add`). Values with equal indices add up. The same bits on every run. Differentiable in both. Fails as
-    /// [`Tensor::scatter`] does.
+    /// Returns a copy of this tensor in which `source[i][j]` is added to element `[index[i][j]][j]`; this is the formula for dim 0 of a
+    /// matrix (PyTorch's `scatter_add`). All values with equal indices are added. The result has the same bits on every run.
+    /// Differentiable with respect to both tensors. Fails as [`Tensor::scatter`] does.
     scatter_add / scatter_add_ (source: &Tensor): Add, false, Source::Tensor(source);
-    /// Returns a copy of this tensor in which slice i of `source` is added to slice `index[i]` along `dim` (PyTorch's `index_add`).
-    /// Slices with equal indices add up. The same bits on every run. Differentiable in both. Fails as [`Tensor::index_select`].
+    /// Returns a copy of this tensor in which slice i of `source` is added to slice `index[i]` along `dim` (PyTorch's `index_add`). All
+    /// slices with equal indices are added. The result has the same bits on every run. Differentiable with respect to both tensors. Fails
+    /// as [`Tensor::index_select`] does.
     index_add / index_add_ (source: &Tensor): Add, true, Source::Tensor(source);
     /// Returns a copy of this tensor in which slice i of `source` replaces slice `index[i]` along `dim` (PyTorch's `index_copy`). For an
-    /// index that occurs several times, the last slice is kept, and its gradient goes to all of these slices. Differentiable in both.
-    /// Fails as [`Tensor::index_add`] does.
+    /// index that occurs several times, the last slice is kept, and its gradient goes to all of these slices. Differentiable with respect
+    /// to both tensors. Fails as [`Tensor::index_add`] does.
     index_copy / index_copy_ (source: &Tensor): Set, true, Source::Tensor(source);
-    /// Same as [`Tensor::scatter`], with one number as the source (PyTorch's `scatter` with a number for `src`). Differentiable.
+    /// Writes like [`Tensor::scatter`], with one number as the source (PyTorch's `scatter` with a number for `src`). Differentiable.
     /// Fails as [`Tensor::gather`] does, and with [`Error::Invalid`] for a number that the dtype cannot hold.
     scatter_value / scatter_value_ (value: impl Into<Scalar>): Set, false, Source::Number(value.into());
-    /// Same as [`Tensor::index_add`], with the source multiplied by `alpha` (PyTorch's `index_add` with `alpha`). Differentiable in
-    /// both. Fails with [`Error::Invalid`] for a fraction with integers, or a number out of their range.
+    /// Adds slices like [`Tensor::index_add`], with the source multiplied by `alpha` (PyTorch's `index_add` with `alpha`). Differentiable
+    /// with respect to both tensors. Fails with [`Error::Invalid`] if the tensors are integers and `alpha` is a fraction or out of the
+    /// dtype's range.
     index_add_alpha / index_add_alpha_ (source: &Tensor, alpha: impl Into<Scalar>):
         Add, true, Source::Scaled(source, alpha.into());
-    /// Returns a copy of this tensor with one number in all slices along `dim` at a vector of indices (PyTorch's `index_fill`). Negative
-    /// indices count from the end. Differentiable. Fails as [`Tensor::index_select`] does, and with [`Error::Invalid`] for a number
-    /// that the dtype cannot hold.
+    /// Returns a copy of this tensor in which all slices along `dim` that a vector of indices selects are filled with one number
+    /// (PyTorch's `index_fill`). Negative indices count from the end. Differentiable. Fails as [`Tensor::index_select`] does, and with
+    /// [`Error::Invalid`] for a number that the dtype cannot hold.
     index_fill / index_fill_ (value: impl Into<Scalar>): Set, true, Source::Number(value.into());
 }
 
@@ -262,7 +265,7 @@ impl Tensor {
         Ok(d)
     }
 
-    /// Checks the operands. Returns the dim, and the part of the source that has an index.
+    /// Checks the operands. Returns the dim, and the part of the source that has the shape of the index.
     pub(crate) fn check_scatter(
         &self,
         op: &'static str,

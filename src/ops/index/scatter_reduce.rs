@@ -1,4 +1,4 @@
-//! Writing through an index, where all values with the same destination are reduced.
+//! Writing through an index, where all values that are written to the same element are reduced.
 
 use crate::backend::problem::index::Combine;
 use crate::error::{Excerpt, in_steps};
@@ -7,7 +7,7 @@ use crate::ops::index::gather::broadcast_index;
 use crate::ops::index::scatter::{ScatterIndex, expand_number, scatter};
 use crate::ops::record_gradients_with_result;
 
-/// The reduction that [`Tensor::scatter_reduce`] and [`Tensor::index_reduce`] apply to the values of one element.
+/// The reduction that [`Tensor::scatter_reduce`] and [`Tensor::index_reduce`] apply to all values that are written to one element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ScatterReduce {
     /// The sum.
@@ -23,7 +23,7 @@ pub enum ScatterReduce {
 }
 
 impl ScatterReduce {
-    /// The variants in order, with PyTorch's names and the combinations that compute them.
+    /// The variants in order, each with PyTorch's name and the combination that computes it.
     const ALL: [(ScatterReduce, &'static str, Combine); 5] = [
         (Self::Sum, "sum", Combine::Add),
         (Self::Prod, "prod", Combine::Multiply),
@@ -58,7 +58,7 @@ impl ScatterReduce {
 impl std::str::FromStr for ScatterReduce {
     type Err = Error;
 
-    /// Parses PyTorch's names: `sum`, `prod`, `mean`, `amax`, `amin`.
+    /// Parses a reduction by PyTorch's name: `sum`, `prod`, `mean`, `amax` or `amin`.
     fn from_str(s: &str) -> Result<ScatterReduce> {
         let found = Self::ALL.iter().find(|(_, name, _)| *name == s).map(|(reduce, ..)| *reduce);
         found.ok_or_else(|| {
@@ -68,7 +68,7 @@ impl std::str::FromStr for ScatterReduce {
     }
 }
 
-/// Reduces `source` into `target` along dim `d`.
+/// Reduces the elements of `source` into the elements of `target` that the index selects along dim `d`.
 fn reduce_into(
     op: &'static str,
     target: &Tensor,
@@ -126,9 +126,9 @@ operations! {
 }
 
 impl Tensor {
-    /// Returns a copy of this tensor in which each `source[i][j]` is reduced into `[index[i][j]][j]`, and likewise along any `dim` (PyTorch's
-    /// `scatter_reduce`). Without `include_self`, the previous values of these elements do not take part. Differentiable in both.
-    /// Fails as [`Tensor::scatter`] does.
+    /// Returns a copy of this tensor in which each `source[i][j]` is reduced into element `[index[i][j]][j]`; this is the formula for dim
+    /// 0 of a matrix (PyTorch's `scatter_reduce`). Without `include_self`, the previous values of these elements are not included.
+    /// Differentiable with respect to both tensors. Fails as [`Tensor::scatter`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::ScatterReduce};
@@ -202,7 +202,7 @@ impl Tensor {
     }
 
     /// Returns a copy of this tensor in which slice i of `source` is reduced into slice `index[i]` along `dim`; see
-    /// [`Tensor::scatter_reduce`]. PyTorch's `index_reduce`, extended by sums. Differentiable in both. Fails as
+    /// [`Tensor::scatter_reduce`]. PyTorch's `index_reduce`, extended by sums. Differentiable with respect to both tensors. Fails as
     /// [`Tensor::index_add`] does.
     #[track_caller]
     pub fn index_reduce(
@@ -231,7 +231,8 @@ struct ReductionGradient<'a> {
 }
 
 impl ReductionGradient<'_> {
-    /// Computes the gradient of input `i`: 0 is x, whose indexed elements the caller zeroes without `include_self`, and 1 is the source.
+    /// Computes the gradient of input `i`. Input 0 is x, whose indexed elements the caller sets to zero if `include_self` is false; input
+    /// 1 is the source.
     fn gradient(&self, i: usize, reduce: ScatterReduce, grad: &Tensor) -> Result<Tensor> {
         let at_source = |t: &Tensor| t.gather(self.dim, self.index);
         match reduce {
@@ -245,7 +246,7 @@ impl ReductionGradient<'_> {
             }
             ScatterReduce::Prod => self.product_gradient(i, grad),
             ScatterReduce::Amax | ScatterReduce::Amin => {
-                // Elements that equal the maximum or minimum share the gradient evenly.
+                // The gradient is divided evenly among the elements that equal the maximum or minimum.
                 let (mine, theirs) = (self.x.eq(self.out)?, self.source.eq(&at_source(self.out)?)?);
                 let (mine, theirs) = (mine.to_dtype(grad.dtype)?, theirs.to_dtype(grad.dtype)?);
                 let mine = if self.include_self { mine } else { mine.scatter_value(self.dim, self.index, 0)? };
@@ -255,8 +256,8 @@ impl ReductionGradient<'_> {
         }
     }
 
-    /// Computes the gradient of a product. The gradient of an element is the product of all others: the result divided by the element, or,
-    /// if the element is the only zero, the product computed without it.
+    /// Computes the gradient of a product. The gradient of an element is the product of all others: the result divided by the element,
+    /// or, if the element is the only zero, the product of the other elements.
     fn product_gradient(&self, i: usize, grad: &Tensor) -> Result<Tensor> {
         let (dim, index, include) = (self.dim, self.index, self.include_self);
         let product = |x: &Tensor, source: &Tensor| x.scatter_reduce(dim, index, source, ScatterReduce::Prod, include);

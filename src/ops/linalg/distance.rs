@@ -9,7 +9,7 @@ use crate::ops::reduce::statistics::sum_of_squares;
 use crate::ops::reduce::{Mask, ReduceDims, reduced_shape};
 use crate::promote_types;
 
-/// The number of points on one side from which Euclidean distances are computed by one matrix product.
+/// The minimum number of points in one of the tensors for which Euclidean distances are computed by a matrix product.
 const MATMUL_MIN_POINTS: usize = 26;
 
 operations! {
@@ -21,7 +21,7 @@ operations! {
 }
 
 impl Tensor {
-    /// The norm of order `ord` over `dims`, `sum(|x|^ord)^(1/ord)` (PyTorch's `linalg.vector_norm`). Order 0 counts the nonzero
+    /// Returns the norm of order `ord` over `dims`, `sum(|x|^ord)^(1/ord)` (PyTorch's `linalg.vector_norm`). Order 0 counts the nonzero
     /// elements, and infinite orders return the largest or smallest magnitude. Differentiable; the gradient of a norm of 0 is 0.
     ///
     /// ```
@@ -64,7 +64,8 @@ impl Tensor {
         if ord == 1.0 {
             return sizes.sum(dims, keepdim).with_op(op);
         }
-        // Elements are divided by the largest, or for negative orders the smallest, so that their powers neither overflow nor underflow.
+        // Elements are divided by the largest magnitude, or for negative orders by the smallest, so that their powers neither overflow
+        // nor underflow.
         let sizes = sizes.detach();
         let scale = match (sizes.numel(), ord > 0.0) {
             (0, _) => Tensor::ones((), self)?,
@@ -89,8 +90,8 @@ impl Tensor {
         kept.reshape(reduced_shape(kept.shape(), &dims.mask(op, kept.shape())?, false))
     }
 
-    /// Distances of order `p` between all rows of `[.., m, k]` and all rows of `[.., n, k]`: `[.., m, n]` (PyTorch's `cdist`). The
-    /// leading dims broadcast. Differentiable; the gradient of a distance of 0 is 0.
+    /// Returns the distances of order `p` between all rows of `[.., m, k]` and all rows of `[.., n, k]`, as `[.., m, n]` (PyTorch's
+    /// `cdist`). The leading dims are broadcast. Differentiable; the gradient of a distance of 0 is 0.
     ///
     /// Euclidean distances between many points use one matrix product, which loses digits for points that nearly coincide. Floats.
     /// Fails with [`Error::Invalid`] for a negative `p`.
@@ -118,12 +119,12 @@ impl Tensor {
             return euclidean_distances(self, other);
         }
         let differences = self.unsqueeze(-2)?.sub(&other.unsqueeze(-3)?).with_op(op)?;
-        // The maximum over no coordinates is 0.
+        // The maximum over no coordinates would be an error, but the distance is 0, as for p = 1.
         let p = if *k == 0 { 1.0 } else { p };
         differences.norm_of_order(op, p, ReduceDims::from(-1), false)
     }
 
-    /// The distance of order `p` between vectors along the last dim, with `eps` added to each difference (PyTorch's
+    /// Returns the distance of order `p` between vectors along the last dim, with `eps` added to each difference (PyTorch's
     /// `pairwise_distance`, with defaults of 2 and 1e-6). Differentiable. Fails as [`Tensor::vector_norm`] does.
     #[track_caller]
     pub fn pairwise_distance(&self, other: &Tensor, p: f64, eps: f64, keepdim: bool) -> Result<Tensor> {
@@ -133,8 +134,9 @@ impl Tensor {
         difference.add_scalar(eps)?.norm_of_order(op, p, ReduceDims::from(-1), keepdim)
     }
 
-    /// The cosine of the angle between vectors along `dim`: their dot product divided by the product of their norms, each at least `eps`
-    /// (PyTorch's `cosine_similarity`, with defaults of 1 for `dim` and 1e-8 for `eps`). Differentiable. Fails as [`Tensor::norm`].
+    /// Returns the cosine of the angle between vectors along `dim`: the dot product divided by the product of the norms, where each norm
+    /// is clamped to at least `eps` (PyTorch's `cosine_similarity`, with defaults of 1 for `dim` and 1e-8 for `eps`). Differentiable.
+    /// Fails as [`Tensor::norm`] does.
     #[track_caller]
     pub fn cosine_similarity(&self, other: &Tensor, dim: isize, eps: f64) -> Result<Tensor> {
         return_replacement!(op = "cosine_similarity", [self, other], dim, eps);
@@ -159,8 +161,8 @@ impl Tensor {
     }
 }
 
-/// Computes `sqrt(|x|² + |y|² - 2 x y)` with one product, whose epilogue adds the squares and takes the root. Points whose squares would
-/// overflow or underflow are scaled by a power of two.
+/// Computes `sqrt(|x|² + |y|² - 2 x y)` with one product, whose epilogue adds the squares and takes the root. If squares would overflow
+/// or underflow, the points are scaled by a power of two.
 fn euclidean_distances(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     let op = "cdist";
     let range = SafeRange::for_accumulator(x.dtype.compute());
@@ -170,7 +172,7 @@ fn euclidean_distances(x: &Tensor, y: &Tensor) -> Result<Tensor> {
         let small = norm.lt(range.min_square_sum.sqrt()).select(range.scale_up, 1.0);
         norm.gt(largest).select(range.scale_down, small)
     };
-    // The scaled points, the sums of their squares, and their norms.
+    // Returns the scaled points, the sum of squares of each point, and the norm of each point.
     let parts = |t: &Tensor| -> Result<[Tensor; 3]> {
         let (t, norm) = (t.detach(), t.detach().norm(-1, true)?);
         let scaled = Tensor::map(&[&t, &norm], |e| &e[0] * factor(&e[1]))?;
@@ -193,7 +195,7 @@ fn euclidean_distances(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     Ok(record_gradients_with_result(op, out, &[x, y], move |i, grad, out| {
         let [x, y] = [saved[0].get(op)?, saved[1].get(op)?];
         let weights = Tensor::map(&[grad, out], |e| e[1].eq(0.0).select(0.0, &e[0] / &e[1]))?;
-        // The sum of weights * (x - y) over the points of the other side.
+        // The gradient of a point is the sum of `weights * (x - y)` over the points of the other tensor.
         let (own, other, weights) = match i {
             0 => (x, y, weights),
             _ => (y, x, weights.transpose(-1, -2)?),

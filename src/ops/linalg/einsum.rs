@@ -3,9 +3,9 @@
 //! Operands are first reduced to one dim for each name: diagonals are taken, dims of size 1 that broadcast are dropped, and names
 //! that occur in only one operand are summed. Then operands are contracted in pairs, the pair with the smallest result first.
 //!
-//! A pair without a sum is an elementwise product, and any other pair one batched matrix product. Shared names that are still needed
-//! are the batch, and shared names that are not are the inner dim. All other names are rows and columns. Dims that cannot be
-//! merged without a copy become batch dims too, with stride 0 in the other operand.
+//! A pair without a sum is an elementwise product, and any other pair is one batched matrix product. Names in both operands that are
+//! needed later become the batch; names in both operands that are not needed later become the inner dim. All other names become rows and
+//! columns. Dims that cannot be merged without a copy become batch dims too, with stride 0 in the other operand.
 
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
@@ -14,10 +14,10 @@ use crate::error::Excerpt;
 use crate::layout::shape::impl_from;
 use crate::ops::dispatch::prelude::*;
 
-/// The name of a dim: the code of a letter, or a number above all letters for a dim of an ellipsis.
+/// The name of a dim: the code of a letter or, for a dim of an ellipsis, a number above the codes of all letters.
 type DimName = u32;
 
-/// The first name of an ellipsis's dims. The last dim has the largest name.
+/// The smallest name of a dim of an ellipsis. The last dim of an ellipsis has the largest name.
 const ELLIPSIS: DimName = 1 << 16;
 
 /// A tensor with a name for each dim.
@@ -35,7 +35,8 @@ impl NamedTensor {
         self.dim(name).map_or(1, |d| self.t.shape().dims()[d])
     }
 
-    /// Permutes the dims into the order of `names`, which includes all of them, and inserts size 1 for names that this tensor lacks.
+    /// Permutes the dims into the order of `names`, which includes all names of this tensor, and inserts dims of size 1 for names that
+    /// this tensor lacks.
     fn permuted_to(&self, names: &[DimName]) -> Result<Tensor> {
         let order: Vec<isize> = names.iter().filter_map(|&n| self.dim(n)).map(|d| d as isize).collect();
         let mut t = self.t.shallow_clone();
@@ -48,7 +49,7 @@ impl NamedTensor {
         Ok(t)
     }
 
-    /// Sorts names by descending stride, the order in which most dims can be merged.
+    /// Sorts names by descending stride. In this order most dims can be merged.
     fn sorted_by_stride(&self, names: &[DimName]) -> Vec<DimName> {
         let mut names = names.to_vec();
         names.sort_by_key(|&n| std::cmp::Reverse(self.stride(n).unsigned_abs()));
@@ -59,7 +60,7 @@ impl NamedTensor {
         self.dim(name).map_or(0, |d| self.t.strides()[d])
     }
 
-    /// Returns how many of the last of these dims can be merged into one.
+    /// Returns the number of dims at the end of `names` that can be merged into one dim without a copy.
     fn mergeable_count(&self, names: &[DimName]) -> usize {
         let mut next: Option<isize> = None;
         let joins = names.iter().rev().take_while(|&&n| {
@@ -80,7 +81,7 @@ fn sort_as_output(mut names: Vec<DimName>, output: &[DimName]) -> Vec<DimName> {
     names
 }
 
-/// Contracts two operands over the names that both have and that are not needed later.
+/// Contracts two operands over the names that both operands have and that are not needed later.
 fn contract_pair(a: &NamedTensor, b: &NamedTensor, output: &[DimName], others: &[NamedTensor]) -> Result<NamedTensor> {
     let common = |n: &DimName| b.names.contains(n);
     let (shared, left): (Vec<DimName>, Vec<DimName>) = a.names.iter().partition(|n| common(n));
@@ -112,8 +113,8 @@ fn contract_pair(a: &NamedTensor, b: &NamedTensor, output: &[DimName], others: &
     Ok(NamedTensor { t, names })
 }
 
-/// Returns the names of `own` that merge into one dim without a copy, the rows or columns of the operand, in the order of the result if
-/// possible. Adds the remaining names to `batch`.
+/// Returns the names of `own` that merge into one dim without a copy, which becomes the rows or columns of the operand. The names are in
+/// the order of the result if possible. Adds the remaining names to `batch`.
 fn outer_dims(t: &NamedTensor, own: Vec<DimName>, output: &[DimName], batch: &mut Vec<DimName>) -> Vec<DimName> {
     let wanted = sort_as_output(own, output);
     if t.mergeable_count(&wanted) == wanted.len() {
@@ -125,7 +126,8 @@ fn outer_dims(t: &NamedTensor, own: Vec<DimName>, output: &[DimName], batch: &mu
     rows
 }
 
-/// Returns the summed names in an order that merges without a copy in both operands, or else in the larger operand.
+/// Returns the summed names in an order that can be merged into one dim without a copy in both operands or, if there is none, in the
+/// larger operand.
 fn inner_dims(a: &NamedTensor, b: &NamedTensor, summed: Vec<DimName>) -> Vec<DimName> {
     let orders = [a.sorted_by_stride(&summed), b.sorted_by_stride(&summed)];
     let both = |order: &&Vec<DimName>| [a, b].iter().all(|t| t.mergeable_count(order) == order.len());
@@ -165,7 +167,7 @@ fn contract(op: &'static str, operands: Vec<NamedTensor>, output: &[DimName]) ->
     left.remove(0).permuted_to(output)
 }
 
-/// Reduces an operand to one dim for each name, without dims of size 1 that broadcast.
+/// Reduces an operand to one dim for each name, and removes dims of size 1 that are broadcast.
 fn simplify_operand(mut o: NamedTensor, sizes: &BTreeMap<DimName, usize>) -> Result<NamedTensor> {
     for d in (0..o.names.len()).rev() {
         if o.t.shape().dims()[d] == 1 && sizes[&o.names[d]] != 1 {
@@ -174,7 +176,7 @@ fn simplify_operand(mut o: NamedTensor, sizes: &BTreeMap<DimName, usize>) -> Res
         }
     }
     while let Some((i, j)) = repeated_name(&o.names) {
-        // `diagonal` puts its dim last.
+        // `diagonal` appends the diagonal as the last dim.
         o.t = o.t.diagonal(0, i as isize, j as isize)?;
         let name = o.names.remove(j);
         o.names.remove(i);
@@ -196,7 +198,7 @@ fn sum_names(o: &NamedTensor, unshared: &[DimName]) -> Result<NamedTensor> {
     Ok(NamedTensor { t, names: o.names.iter().copied().filter(|n| !unshared.contains(n)).collect() })
 }
 
-/// Chooses the two operands to contract next: the pair whose result is smallest compared to the pair itself.
+/// Chooses the two operands to contract next: the pair for which the size of the result minus the sizes of the operands is smallest.
 fn best_pair(left: &[NamedTensor], output: &[DimName]) -> (usize, usize) {
     let cost = |&(i, j): &(usize, usize)| {
         let (a, b) = (&left[i], &left[j]);
@@ -220,7 +222,7 @@ fn display_name(name: DimName) -> String {
     char::from_u32(name).filter(|_| name < ELLIPSIS).map_or("a dim of '...'".into(), |c| format!("'{c}'"))
 }
 
-/// Parses the names of an operand or of the result. `None` stands for an ellipsis.
+/// Parses the names of an operand or of the result. An ellipsis is `None`.
 fn parse_names(text: &str) -> Result<Vec<Option<DimName>>> {
     let op = "einsum";
     let mut names = Vec::new();
@@ -240,7 +242,7 @@ fn parse_names(text: &str) -> Result<Vec<Option<DimName>>> {
     Ok(names)
 }
 
-/// Parses an equation for operands with these numbers of dims. Returns the names of each operand's dims and of the result's dims.
+/// Parses an equation; `ranks` has the number of dims of each operand. Returns the names of each operand's dims and of the result's dims.
 fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<DimName>>, Vec<DimName>)> {
     let op = "einsum";
     let equation: String = equation.chars().filter(|c| !c.is_whitespace()).collect();
@@ -263,7 +265,7 @@ fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<DimName>>, Vec<DimN
             }
         }
     }
-    // The last dims of all ellipses have the same names.
+    // Ellipses of different lengths are aligned at the last dim, so their last dims have the same names.
     let ellipsis = |count: usize| (most - count..most).map(|i| ELLIPSIS + i as DimName);
     let with_ellipsis = |names: &[Option<DimName>], count: usize| -> Vec<DimName> {
         names.iter().flat_map(|n| n.map_or_else(|| ellipsis(count).collect::<Vec<DimName>>(), |n| vec![n])).collect()
@@ -291,13 +293,13 @@ fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<DimName>>, Vec<DimN
     Ok((named, output))
 }
 
-/// The dims that [`Tensor::tensordot`] sums over: the last n of the left tensor with the first n of the right tensor, or one list
-/// for each.
+/// The dims over which [`Tensor::tensordot`] sums: either the last n dims of the left tensor with the first n dims of the right tensor,
+/// or one list of dims for each tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TensordotDims {
-    /// The number of last dims of the left tensor and of first dims of the right tensor.
+    /// The number n of dims, the last n of the left tensor and the first n of the right tensor.
     Count(usize),
-    /// Dims of the left tensor, and the matching dims of the right tensor.
+    /// The dims of the left tensor, and the corresponding dims of the right tensor.
     Lists(Vec<isize>, Vec<isize>),
 }
 
@@ -323,10 +325,10 @@ impl Tensor {
     /// Sums products as an equation in Einstein's notation describes (PyTorch's `einsum`). Differentiable.
     ///
     /// Each letter names a dim. Commas separate the operands, and the names of the result follow `->`. Without `->`, the result has the
-    /// letters that occur once, in alphabetical order. A letter that occurs twice in one operand takes its diagonal. `...` stands for any
-    /// number of dims, which broadcast. Names that are not in the result are summed.
+    /// letters that occur once, in alphabetical order. A letter that occurs twice in one operand selects the diagonal of those two dims.
+    /// `...` matches any number of dims, which are broadcast. Names that are not in the result are summed.
     ///
-    /// Two operands are one matrix product, or one elementwise product if nothing is summed. More operands are contracted in pairs, the
+    /// Two operands take one matrix product, or one elementwise product if nothing is summed. More operands are contracted in pairs, the
     /// pair with the smallest result first. Operands are read through their strides, and copied only if the summed dims cannot be merged.
     ///
     /// ```
@@ -355,7 +357,7 @@ impl Tensor {
     }
 
     /// Sums products over pairs of dims (PyTorch's `tensordot`): the last `n` dims of this tensor with the first `n` of `other`, or two
-    /// lists of dims. The result has the remaining dims of this tensor, then those of `other`. Differentiable.
+    /// lists of dims. The result has the remaining dims of this tensor, then the remaining dims of `other`. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

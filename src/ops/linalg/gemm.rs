@@ -14,7 +14,7 @@ use crate::ops::dispatch::prelude::*;
 use crate::ops::reduce;
 
 impl<'a> Gemm<'a> {
-    /// Creates a product with one result, without further tensors.
+    /// Creates a product with one result and without extra operands for the epilogue.
     pub(crate) fn plain(
         op: &'static str,
         a: &'a Tensor,
@@ -26,7 +26,8 @@ impl<'a> Gemm<'a> {
         Gemm { op, a, b, epilogue, extras: &[], scalars: &[], out: None, dtypes, sums: None }
     }
 
-    /// Computes the results in one launch, without a launch if they are empty. If the kernel does not compute the sums, another launch does.
+    /// Computes the results in one launch, or without a launch if they are empty. If the kernel does not compute the row sums, another
+    /// launch does.
     pub(crate) fn compute_all(self) -> Result<SmallVec<[Tensor; 2]>> {
         let shape = self.shape()?;
         let outs =
@@ -35,10 +36,10 @@ impl<'a> Gemm<'a> {
         Ok(outs)
     }
 
-    /// Same as [`compute_all`](Self::compute_all), for one result.
+    /// Computes the result like [`compute_all`](Self::compute_all), if there is only one result.
     pub(crate) fn compute_one(self) -> Result<Tensor> {
         let shape = self.shape()?;
-        // Returned without a move.
+        // The result is returned without a move.
         let made = self.allocate(0, &shape);
         if let Ok(out) = &made {
             self.compute_into(&shape, slice::from_ref(out))?;
@@ -56,7 +57,7 @@ impl<'a> Gemm<'a> {
         product_shape(op, a, b)
     }
 
-    /// Returns the tensor that result `i` is written to: the caller's `out` if possible, otherwise a new tensor.
+    /// Returns the tensor to which result `i` is written: the caller's `out` if possible, otherwise a new tensor.
     fn allocate(&self, i: usize, shape: &Shape) -> Result<Tensor> {
         let device = self.a.device();
         let usable = |slot: &&Tensor| {
@@ -90,7 +91,7 @@ impl<'a> Gemm<'a> {
         Ok(())
     }
 
-    /// Calls `f` with this product, in which the constants of the epilogue have become arguments.
+    /// Calls `f` with this product after replacing the constants of the epilogue by arguments, so that a program can be shared.
     fn with_program<R>(&self, f: impl FnOnce(&Gemm) -> R) -> R {
         let program = Program::shared(self.epilogue);
         if program.scalars() == program.caller_scalars() {
@@ -101,7 +102,7 @@ impl<'a> Gemm<'a> {
         })
     }
 
-    /// The type in which elements are multiplied and added.
+    /// Returns the type in which elements are multiplied and added.
     pub(crate) fn compute(&self) -> Compute {
         self.a.dtype.compute().max(self.b.dtype.compute())
     }

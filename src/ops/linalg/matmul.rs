@@ -1,8 +1,8 @@
 //! Matrix products: [`Tensor::matmul`], [`Tensor::linear`] and their gradients.
 //!
-//! The gradient of a product is a product of transposed views, written directly to the optimiser's flat gradient buffer if there is
-//! one. A layer, `f(x wᵀ + b)`, is one launch. In the backward pass, the product that computes the gradient of `f`'s result also
-//! multiplies by the derivative of `f`, and the product for the weight also sums the gradient of the bias: one launch each.
+//! The gradient of a product is a product of transposed views, written directly to the optimiser's flat gradient buffer if there is one.
+//! A layer, `f(x wᵀ + b)`, takes one launch. In the backward pass, the product that computes the gradient of `f`'s result also multiplies
+//! by the derivative of `f`, and the product for the weight also sums the gradient of the bias: one launch each.
 
 use std::slice;
 
@@ -20,16 +20,16 @@ operations! {
 }
 
 impl Tensor {
-    /// The matrix product (PyTorch's `matmul`).
+    /// Returns the matrix product (PyTorch's `matmul`).
     ///
-    /// `[.., m, k]` times `[.., k, n]` gives `[.., m, n]`; the leading dims broadcast. A vector on the left is a row and on the
-    /// right a column, and its extra dim is removed from the result. Two vectors give a scalar. Any strides on either side, one launch,
-    /// no copies.
+    /// `[.., m, k]` times `[.., k, n]` gives `[.., m, n]`; the leading dims broadcast. A vector on the left is treated as a row, and a
+    /// vector on the right as a column; the extra dim is removed from the result. Two vectors give a scalar. One launch, without copies
+    /// for any strides.
     ///
-    /// Both tensors have the same dtype, which may be any. Floats up to f32 are summed in f32, f64 in f64, and integers in i64, with
-    /// wrapping. For bf16 on a CPU with AVX512-BF16, elements, products and sums below the smallest normal number (1.2e-38) may count as
-    /// zero, as in PyTorch. Fails with [`Error::ShapeMismatch`] if the inner sizes differ, the leading dims do not broadcast, or a
-    /// side is a scalar.
+    /// Both tensors must have the same dtype; all dtypes are supported. Floats up to f32 are summed in f32, f64 in f64, and integers in
+    /// i64, with wrapping. For bf16 on a CPU with AVX512-BF16, elements, products and sums below the smallest normal number (1.2e-38) may
+    /// count as zero, as in PyTorch. Fails with [`Error::ShapeMismatch`] if the inner sizes differ, the leading dims do not broadcast, or
+    /// an operand is a scalar.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -47,7 +47,7 @@ impl Tensor {
         let (as_row, as_column) = (row.then(|| insert_dim(self, 0)), column.then(|| insert_dim(rhs, 1)));
         let (a, b) = (as_row.as_ref().unwrap_or(self), as_column.as_ref().unwrap_or(rhs));
         let mut out = plain_product(op, a, b, None).map_err(|error| match error {
-            Error::ShapeMismatch { hint, .. } => shape_mismatch(op, self, rhs, hint), // with the shapes of vectors as the caller passed them
+            Error::ShapeMismatch { hint, .. } => shape_mismatch(op, self, rhs, hint), // the error names the shapes that the caller passed
             error => error,
         })?;
         if column {
@@ -93,8 +93,8 @@ impl Tensor {
         }))
     }
 
-    /// A fully connected layer, `x wᵀ + b` (PyTorch's `linear`). x is `[.., in]`, `weight` `[out, in]`, `bias` `[out]`, and the result
-    /// `[.., out]`. One launch. All tensors have one float dtype.
+    /// Computes a fully connected layer, `x wᵀ + b` (PyTorch's `linear`). x is `[.., in]`, `weight` `[out, in]`, `bias` `[out]`, and the
+    /// result is `[.., out]`. One launch. All tensors have one float dtype.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -113,10 +113,10 @@ impl Tensor {
         linear_layer(self, weight, bias, None)
     }
 
-    /// [`Tensor::linear`] followed by a formula, in one launch: `f(x wᵀ + b)`.
+    /// Computes [`Tensor::linear`] followed by a formula, `f(x wᵀ + b)`, in one launch.
     ///
-    /// If a gradient will be computed, the same launch also stores `x wᵀ + b` for it. The gradient of relu needs the result instead,
-    /// which must not change in place before the backward pass.
+    /// If a gradient will be computed, the same launch also stores `x wᵀ + b` for the backward pass. For relu, the backward pass needs
+    /// the result instead, which must not be changed in place before.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -127,8 +127,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// The errors of [`Tensor::linear`]; [`Error::Invalid`] if `f` reads anything except its argument; [`Error::UnsupportedDType`] if `f`
-    /// needs floats and the tensors are integers.
+    /// Returns the errors of [`Tensor::linear`]; [`Error::Invalid`] if `f` reads anything except its argument;
+    /// [`Error::UnsupportedDType`] if `f` needs floats and the tensors are integers.
     #[track_caller]
     pub fn linear_map(&self, weight: &Tensor, bias: Option<&Tensor>, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -172,7 +172,7 @@ fn linear_layer(
     let known = RELU.iter().find(|known| **known == results[0]);
     let relu = known.is_some();
     if let Some(known) = known {
-        results[0] = known.clone(); // an equal expression whose program is already cached
+        results[0] = known.clone(); // an equal formula whose program is already cached
     }
     if tracked && f.is_some() && !relu {
         results.push(sum);
@@ -196,11 +196,11 @@ fn linear_layer(
     let (Some(out), before) = (outs.next(), outs.next()) else { unreachable!("a result an expression") };
     let before = if relu { Some(out.detach()) } else { before };
     let shape = rows.shape().clone();
-    // The derivative of a formula depends on all inputs of the layer.
+    // x is saved if the weight needs a gradient, or if there is a formula, whose derivative depends on all inputs of the layer.
     let saved_x = (weight.requires_grad() || f.is_some()).then(|| Saved::new(x));
     let saved_w = (x.requires_grad() || f.is_some()).then(|| Saved::new(weight));
     let saved_b = bias.filter(|_| f.is_some()).map(Saved::new);
-    // The derivative times the gradient, as a formula of the gradient and the saved sum.
+    // The incoming gradient times the derivative of `f`, as a formula that reads the gradient and the saved sum.
     let factor = f.zip(before).map(|(f, t)| {
         let product = if relu { RELU_GRAD.clone() } else { &*PRODUCT * f(&Expr::input(1)).diff(1) };
         Factor { product, tensor: Saved::new(&t) }
@@ -268,7 +268,7 @@ fn linear_layer(
     }))
 }
 
-/// Computes the gradients of a layer with recorded operations. `x`, `w` and `b` are present if they are needed.
+/// Computes the gradients of a layer with recorded operations. `x`, `w` and `b` are given if they are needed.
 fn layer_gradients(
     ctx: &mut autograd::Context,
     mut grad: Tensor,
@@ -302,12 +302,12 @@ fn layer_gradients(
     Ok(gradients)
 }
 
-/// The plain product, written to `out` if possible.
+/// Computes the product without an epilogue, and writes it to `out` if possible.
 fn plain_product(op: &'static str, a: &Tensor, b: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
     Gemm { out, ..Gemm::plain(op, a, b, slice::from_ref(&PRODUCT), &a.dtype) }.compute_one()
 }
 
-/// The product summed over the batch dims that an operand of shape `target` was broadcast along, which is its gradient.
+/// Computes the gradient of an operand of shape `target`: the product, summed over the batch dims along which the operand was broadcast.
 fn product_summed_to(op: &'static str, a: &Tensor, b: &Tensor, target: &Shape, slot: Option<Tensor>) -> Result<Tensor> {
     let batch = Shape::from(&a.shape().dims()[..a.rank() - 2])
         .broadcast(op, &Shape::from(&b.shape().dims()[..b.rank() - 2]))?;
@@ -315,7 +315,7 @@ fn product_summed_to(op: &'static str, a: &Tensor, b: &Tensor, target: &Shape, s
     if batch.dims() == kept {
         return plain_product(op, a, b, slot);
     }
-    // For a matrix shared by the whole batch, batch and inner dim become one long sum, if the strides allow.
+    // If the whole batch shares one matrix, the batch dims and the inner dim are summed as one long dim, if the strides allow it.
     if kept.is_empty()
         && let (Some(a), Some(b)) = (merge_batch_rows(&matrix_transpose(a), &batch), merge_batch_rows(b, &batch))
     {
@@ -324,19 +324,19 @@ fn product_summed_to(op: &'static str, a: &Tensor, b: &Tensor, target: &Shape, s
     let missing = batch.rank() - kept.len();
     let stretched = |d: usize| d < missing || (kept[d - missing] == 1 && batch.dims()[d] != 1);
     let dims: Dims<isize> = (0..batch.rank()).filter(|&d| stretched(d)).map(|d| d as isize).collect();
-    let fits = dims.len() == missing; // then the sum has the target's shape
+    let fits = dims.len() == missing; // true if the sum has the target's shape
     let sum = reduce::sum_into(op, &plain_product(op, a, b, None)?, &dims[..], false, slot.filter(|_| fits))?;
     Ok(if fits { sum } else { sum.with_layout(Layout::contiguous(target.clone())) })
 }
 
-/// Views `[batch.., r, c]` as one matrix of all rows, if the strides allow.
+/// Views `[batch.., r, c]` as one matrix with the rows of all batches; returns `None` if the strides do not allow it.
 fn merge_batch_rows(t: &Tensor, batch: &Shape) -> Option<Tensor> {
     let [outer @ .., rows, cols] = t.shape().dims() else { return None };
     let whole = outer == batch.dims();
     whole.then(|| t.layout.reshape(&Shape::from([batch.numel() * rows, *cols])))?.map(|layout| t.with_layout(layout))
 }
 
-/// Swaps the last two dims, as a view outside the graph.
+/// Returns a view with the last two dims swapped, outside the graph.
 pub(crate) fn matrix_transpose(t: &Tensor) -> Tensor {
     t.with_layout(t.layout.transpose(t.rank() - 2, t.rank() - 1))
 }

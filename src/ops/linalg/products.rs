@@ -1,6 +1,6 @@
-//! Products of vectors and matrices under PyTorch's names.
+//! Products of vectors and matrices, named as in PyTorch.
 //!
-//! `beta * input + alpha * (a b)` is one launch, a product with an epilogue. All other operations are short compositions of views,
+//! `beta * input + alpha * (a b)` takes one launch: a product with an epilogue. All other operations are short compositions of views,
 //! products and sums, which also define their gradients.
 
 use std::sync::LazyLock;
@@ -18,7 +18,7 @@ static ALPHA_BETA_EPILOGUE: LazyLock<Expr> =
 /// Computes `alpha * (a b)`, plus `beta * input` if given, in one launch, and records it.
 ///
 /// `input` broadcasts to the product's shape, and is not read if beta is 0. Both matrices have at least two dims; the dims before the
-/// last two broadcast together.
+/// last two are broadcast against each other.
 pub(crate) fn scaled_product(
     op: &'static str,
     input: Option<(&Tensor, Scalar)>,
@@ -37,7 +37,8 @@ pub(crate) fn scaled_product(
     scaled_product_into(op, None, input, a, b, alpha)
 }
 
-/// Same as [`scaled_product`], without autocast, and written to `out` if possible. `out` shares no memory with the operands.
+/// Computes the product like [`scaled_product`], but without autocast, and writes it to `out` if possible. `out` shares no memory with
+/// the operands.
 pub(crate) fn scaled_product_into(
     op: &'static str,
     out: Option<Tensor>,
@@ -94,7 +95,7 @@ const BATCHES: &str = "both are batches of matrices, [b, m, k] and [b, k, n]";
 const MATRIX_AND_VECTOR: &str = "a matrix [m, k] and a vector [k]";
 const VECTORS: &str = "both are vectors";
 
-/// Checks two batches of matrices of the same batch size.
+/// Checks that both operands are batches of matrices with the same batch size.
 fn check_batches(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
     check_ranks(op, (a, 3), (b, 3), BATCHES)?;
     mismatch!(op if a.shape().dims()[0] != b.shape().dims()[0], a, b, BATCHES);
@@ -121,7 +122,7 @@ operations! {
 }
 
 impl Tensor {
-    /// The product of two matrices, without broadcasting (PyTorch's `mm`). See [`Tensor::matmul`]. Differentiable. Fails as
+    /// Returns the product of two matrices, without broadcasting (PyTorch's `mm`). See [`Tensor::matmul`]. Differentiable. Fails as
     /// [`Tensor::matmul`] does, and with [`Error::ShapeMismatch`] unless both are matrices.
     #[track_caller]
     pub fn mm(&self, other: &Tensor) -> Result<Tensor> {
@@ -130,7 +131,7 @@ impl Tensor {
         self.matmul(other).with_op("mm")
     }
 
-    /// The products of two batches of matrices, without broadcasting (PyTorch's `bmm`). See [`Tensor::matmul`]. Differentiable.
+    /// Returns the products of two batches of matrices, without broadcasting (PyTorch's `bmm`). See [`Tensor::matmul`]. Differentiable.
     /// Fails as [`Tensor::matmul`] does, and with [`Error::ShapeMismatch`] for shapes other than `[b, m, k]` and `[b, k, n]`.
     #[track_caller]
     pub fn bmm(&self, other: &Tensor) -> Result<Tensor> {
@@ -139,7 +140,7 @@ impl Tensor {
         self.matmul(other).with_op("bmm")
     }
 
-    /// The product of a matrix and a vector (PyTorch's `mv`). Differentiable. Fails as [`Tensor::matmul`] does, and with
+    /// Returns the product of a matrix and a vector (PyTorch's `mv`). Differentiable. Fails as [`Tensor::matmul`] does, and with
     /// [`Error::ShapeMismatch`] for shapes other than `[m, k]` and `[k]`.
     #[track_caller]
     pub fn mv(&self, vector: &Tensor) -> Result<Tensor> {
@@ -148,7 +149,7 @@ impl Tensor {
         self.matmul(vector).with_op("mv")
     }
 
-    /// The dot product of two vectors (PyTorch's `dot`). Differentiable. Fails as [`Tensor::matmul`] does, and with
+    /// Returns the dot product of two vectors (PyTorch's `dot`). Differentiable. Fails as [`Tensor::matmul`] does, and with
     /// [`Error::ShapeMismatch`] unless both are vectors of one size.
     #[track_caller]
     pub fn dot(&self, other: &Tensor) -> Result<Tensor> {
@@ -157,14 +158,14 @@ impl Tensor {
         self.matmul(other).with_op("dot")
     }
 
-    /// Same as [`Tensor::dot`], because all dtypes are real (PyTorch's `vdot`). Differentiable.
+    /// Returns the same result as [`Tensor::dot`], because all dtypes are real (PyTorch's `vdot`). Differentiable.
     #[track_caller]
     pub fn vdot(&self, other: &Tensor) -> Result<Tensor> {
         return_replacement!("vdot", [self, other]);
         self.dot(other).with_op("vdot")
     }
 
-    /// The outer product of two vectors: `[n]` and `[m]` give `[n, m]` (PyTorch's `outer`). Differentiable. Fails with
+    /// Returns the outer product of two vectors: `[n]` and `[m]` give `[n, m]` (PyTorch's `outer`). Differentiable. Fails with
     /// [`Error::ShapeMismatch`] unless both are vectors.
     #[track_caller]
     pub fn outer(&self, other: &Tensor) -> Result<Tensor> {
@@ -173,8 +174,8 @@ impl Tensor {
         self.unsqueeze(1)?.mul(other).with_op("outer")
     }
 
-    /// Computes `beta * self + alpha * (a b)` of matrices a and b (PyTorch's `addmm`). This tensor broadcasts, and is not read if beta is
-    /// 0. One launch. Differentiable.
+    /// Computes `beta * self + alpha * (a b)` of matrices a and b (PyTorch's `addmm`). This tensor is broadcast to the
+    /// product's shape, and is not read if beta is 0. One launch. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -185,8 +186,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// The errors of [`Tensor::mm`]; [`Error::ShapeMismatch`] if this tensor does not broadcast to the product's shape;
-    /// [`Error::Invalid`] for fractions with integers, and numbers out of their range.
+    /// Returns the errors of [`Tensor::mm`], [`Error::ShapeMismatch`] if this tensor does not broadcast to the product's shape, and
+    /// [`Error::Invalid`] if the tensors are integers and `alpha` or `beta` is fractional or out of the dtype's range.
     #[track_caller]
     pub fn addmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addmm", beta.into(), alpha.into());
@@ -205,7 +206,8 @@ impl Tensor {
         scaled_product(op, Some((&input, beta)), a, &x.unsqueeze(-1)?, alpha)?.squeeze(-1)
     }
 
-    /// Computes `beta * self + alpha * (x ⊗ y)` with the outer product of two vectors (PyTorch's `addr`); see [`Tensor::addmm`].
+    /// Computes `beta * self + alpha * (x ⊗ y)` where `x ⊗ y` is the outer product of two vectors (PyTorch's `addr`); see
+    /// [`Tensor::addmm`].
     #[track_caller]
     pub fn addr(&self, x: &Tensor, y: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addr", beta.into(), alpha.into());
@@ -223,8 +225,8 @@ impl Tensor {
         scaled_product(op, Some((self, beta)), a, b, alpha)
     }
 
-    /// Computes `beta * self + alpha * sum(a b)` with the sum over the batch (PyTorch's `addbmm`); see [`Tensor::addmm`]. The sum is part
-    /// of the matrix product.
+    /// Computes `beta * self + alpha * sum(a b)`, where the products of two batches of matrices are summed over the batch (PyTorch's
+    /// `addbmm`); see [`Tensor::addmm`]. The matrix product itself computes the sum.
     #[track_caller]
     pub fn addbmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addbmm", beta.into(), alpha.into());
@@ -236,11 +238,11 @@ impl Tensor {
         scaled_product(op, Some((self, beta)), &rows, &b.reshape([batch * k, n])?, alpha)
     }
 
-    /// Multiplies several matrices in the order that takes the fewest multiplications (PyTorch's `linalg.multi_dot`). The first may be a
-    /// vector, as a row, and the last a vector, as a column. Differentiable.
+    /// Multiplies several matrices in the order that takes the fewest multiplications (PyTorch's `linalg.multi_dot`). The first tensor
+    /// may be a vector, which is treated as a row, and the last a vector, which is treated as a column. Differentiable.
     ///
     /// # Errors
-    /// [`Error::Invalid`] without a tensor; [`Error::ShapeMismatch`] if adjacent sizes differ or a tensor is not a matrix; the errors of
+    /// [`Error::Invalid`] for an empty list; [`Error::ShapeMismatch`] if adjacent sizes differ or a tensor is not a matrix; the errors of
     /// [`Tensor::matmul`].
     #[track_caller]
     pub fn multi_dot<T: std::borrow::Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
@@ -273,8 +275,8 @@ impl Tensor {
         multiply_chain(&tensors, &order, 0, tensors.len() - 1).with_op(op)
     }
 
-    /// Raises a square matrix, or each of a batch, to the power n by repeated squaring (PyTorch's `matrix_power`). The power 0 is the
-    /// identity. Differentiable. Fails as [`Tensor::matmul`] does, and with [`Error::Invalid`] unless the matrices are square.
+    /// Raises a square matrix, or each matrix of a batch, to the power n by repeated squaring (PyTorch's `matrix_power`). The power 0 is
+    /// the identity. Differentiable. Fails as [`Tensor::matmul`] does, and with [`Error::Invalid`] unless the matrices are square.
     #[track_caller]
     pub fn matrix_power(&self, n: usize) -> Result<Tensor> {
         return_replacement!(op = "matrix_power", [self], n);
@@ -306,8 +308,8 @@ impl Tensor {
         }
     }
 
-    /// The sum of a matrix's diagonal, i64 for integers (PyTorch's `trace`). Differentiable. Fails with [`Error::Invalid`] unless
-    /// this is a matrix.
+    /// Returns the sum of a matrix's diagonal, as i64 for integers (PyTorch's `trace`). Differentiable. Fails with [`Error::Invalid`]
+    /// unless this tensor is a matrix.
     #[track_caller]
     pub fn trace(&self) -> Result<Tensor> {
         return_replacement!("trace", [self]);
@@ -315,8 +317,8 @@ impl Tensor {
         self.diagonal(0, 0, 1)?.sum((), false)
     }
 
-    /// The Kronecker product: each element times `other`, as blocks of the result (PyTorch's `kron`). Dims of size 1 are prepended to the
-    /// tensor with fewer dims. Differentiable.
+    /// Returns the Kronecker product: each element is replaced by the block `element * other` (PyTorch's `kron`). Dims of size 1 are
+    /// prepended to the tensor with fewer dims. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -340,8 +342,9 @@ impl Tensor {
         product.reshape(a.iter().zip(&b).map(|(x, y)| x * y).collect::<Shape>())
     }
 
-    /// The cross product of vectors with three elements along `dim` (PyTorch's `linalg.cross`). All other dims broadcast. Differentiable.
-    /// Fails with [`Error::ShapeMismatch`] if `dim` does not have size 3 in both, or if other dims do not broadcast.
+    /// Returns the cross product of vectors with three elements along `dim` (PyTorch's `linalg.cross`). All other dims are broadcast.
+    /// Differentiable. Fails with [`Error::ShapeMismatch`] if `dim` does not have size 3 in both tensors, or if other dims do not
+    /// broadcast.
     #[track_caller]
     pub fn cross(&self, other: &Tensor, dim: isize) -> Result<Tensor> {
         return_replacement!(op = "cross", [self, other], dim);
@@ -364,7 +367,8 @@ fn dims(t: &Tensor) -> [usize; 3] {
     [d[0], d[1], d[2]]
 }
 
-/// Returns at `[i][j]` the last matrix of the left part when the chain `i..=j` is split for the fewest multiplications.
+/// Finds where to split each chain of matrices for the fewest multiplications: entry `[i][j]` is the last matrix of the left part of the
+/// chain `i..=j`.
 fn cheapest_order(sizes: &[usize]) -> Vec<Vec<usize>> {
     let n = sizes.len() - 1;
     let (mut cost, mut split) = (vec![vec![0f64; n]; n], vec![vec![0; n]; n]);

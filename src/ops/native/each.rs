@@ -7,7 +7,8 @@ use crate::expr::table::ROWS;
 use crate::ops::dispatch::prelude::*;
 use crate::{Error, Expr, Result, Scalar, Shape, Tensor};
 
-/// The maximum number of operands of one launch. Every device accepts this number, at no more time than separate launches.
+/// The maximum number of operands of one launch. Every device accepts this number, and one launch takes no more time than separate
+/// launches.
 const MAX_LAUNCH_OPERANDS: usize = 32;
 
 /// The inputs and outputs of one evaluation in [`map_each`]. All sets of a call have the same number of inputs and of outputs.
@@ -36,7 +37,8 @@ pub struct TensorSet<'a> {
 /// ```
 ///
 /// # Errors
-/// The errors of [`Tensor::map_into`]; sets of different sizes; [`Error::Partial`] if the device fails after some sets are done.
+/// Returns the errors of [`Tensor::map_into`], an error for sets of different sizes, and [`Error::Partial`] if the device fails after
+/// some sets were written.
 #[track_caller]
 pub fn map_each(
     op: &'static str,
@@ -114,7 +116,8 @@ fn group_into_launches<'s, 't>(sets: &'s [TensorSet<'t>], max_sets: usize) -> Ve
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for a name that is not in [`ROWS`] and for a wrong number of lists, tensors or scalars; the errors of [`map_each`].
+/// Returns [`Error::Invalid`] for a name that is not in [`ROWS`] and for a wrong number of lists, tensors or scalars, and the errors of
+/// [`map_each`].
 #[track_caller]
 pub fn foreach_into(name: &str, lists: &[&[&Tensor]], scalars: &[Scalar], out: &[&Tensor]) -> Result<()> {
     let _caller = Caller::enter();

@@ -1,12 +1,12 @@
-//! One step of an LSTM cell and its gradients, for callers such as PyTorch's autograd that keep the data for backward themselves. The
-//! layers of `nn` are composed of other operations.
+//! One step of an LSTM cell and its gradients, for callers such as PyTorch's autograd that store the data for the backward pass
+//! themselves. The layers of `nn` do not use these functions.
 
 use smallvec::SmallVec;
 
 use crate::ops::dispatch::prelude::*;
 use crate::{Expr, Result, Tensor, no_grad};
 
-/// Checks that gates are `[N, 4 H]` and the other tensors `[N, H]`.
+/// Checks that `gates` is `[N, 4 H]` and that the other tensors are `[N, H]`.
 fn check(op: &'static str, gates: &Tensor, others: &[&Tensor]) -> Result<()> {
     gates.dtype.check_float(op)?;
     for t in others {
@@ -22,9 +22,9 @@ impl Tensor {
     /// Computes one step of an LSTM cell (PyTorch's `_thnn_fused_lstm_cell`). Returns the hidden state, the cell state, and the gates
     /// `[N, 4 H]` in the order input, forget, new, output.
     ///
-    /// This tensor is the input's part of the gates before activation, and `hidden_gates` the hidden state's part, both `[N, 4 H]`. The
-    /// cell state `cx` is `[N, H]`, and biases are `[4 H]`. Not recorded: compute gradients with [`Tensor::fused_lstm_cell_backward`].
-    /// Three launches. Floats.
+    /// The gates before activation are the sum of this tensor, which comes from the input, and `hidden_gates`, which comes from the
+    /// hidden state; both are `[N, 4 H]`. The cell state `cx` is `[N, H]`, and biases are `[4 H]`. Not recorded for autograd: compute
+    /// gradients with [`Tensor::fused_lstm_cell_backward`]. Three launches. Floats.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -64,11 +64,11 @@ impl Tensor {
         })
     }
 
-    /// Computes the gradients of [`Tensor::fused_lstm_cell`] (PyTorch's `_thnn_fused_lstm_cell_backward_impl`): of the gates before
-    /// activation, `[N, 4 H]`, and of the cell state before the step, which is this tensor.
+    /// Computes the gradients of the gates before activation, `[N, 4 H]`, and of the cell state before the step, which is this tensor, in
+    /// [`Tensor::fused_lstm_cell`] (PyTorch's `_thnn_fused_lstm_cell_backward_impl`).
     ///
-    /// `cy` and `gates` are results of the step. The gradients of the states after the step are zero if left out. Not recorded. Two
-    /// launches.
+    /// `cy` and `gates` are results of the step. The gradients of the hidden and cell states after the step count as zero if they are
+    /// left out. Not recorded for autograd. Two launches.
     #[track_caller]
     pub fn fused_lstm_cell_backward(
         &self,

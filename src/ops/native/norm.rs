@@ -1,5 +1,5 @@
-//! Norms that return their statistics, and gradients computed from these statistics, for callers such as PyTorch's autograd that keep the
-//! statistics between forward and backward.
+//! Norms that return their statistics, and gradients computed from these statistics, for callers such as PyTorch's autograd that store
+//! the statistics between the forward and the backward pass.
 
 use smallvec::SmallVec;
 
@@ -14,10 +14,10 @@ use crate::ops::nn::norm::{BatchNormOptions, Norm};
 use crate::tensor::Layout;
 use crate::{DType, Result, Tensor, no_grad};
 
-/// The result, and the mean and `1 / sqrt(var + eps)` of each row.
+/// The result of a norm, and the mean and `1 / sqrt(var + eps)` of each row.
 type WithStatistics = (Tensor, Tensor, Tensor);
 
-/// Computes a norm. Returns the result with its statistics, which have the given shape, and the variances.
+/// Computes a norm. Returns the result, the statistics, which have the given shape, and the variances.
 fn forward_with_statistics(
     op: &'static str,
     x: &Tensor,
@@ -34,19 +34,20 @@ fn forward_with_statistics(
     Ok(((out, part(0), part(rows)), part(2 * rows)))
 }
 
-/// Returns true if the weights are f32 and the input is f16 or bf16. Everything is then computed in f32.
+/// True if the weights are f32 and the input is f16 or bf16. All computations are then in f32.
 fn has_wider_weights(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>) -> bool {
     x.dtype.size() == 2 && weight.or(bias).is_some_and(|w| w.dtype == DType::F32)
 }
 
-/// Returns mean and rstd as one tensor of `shape`: a view if they are adjacent in memory, as after the forward pass, otherwise a copy.
+/// Returns mean and rstd (`1 / sqrt(var + eps)`) as one tensor of `shape`: a view if they are adjacent in memory, as after the forward
+/// pass, otherwise a copy.
 fn join_statistics(mean: &Tensor, rstd: &Tensor, shape: [usize; 5], dtype: DType) -> Result<Tensor> {
     let follows = rstd.layout.offset == mean.layout.offset + mean.numel();
     let plain = [mean, rstd].iter().all(|t| t.dtype == dtype && t.is_contiguous());
     if plain && follows && mean.shares_storage(rstd) {
         return Ok(mean.with_layout(Layout { offset: mean.layout.offset, ..Layout::contiguous(shape.into()) }));
     }
-    // One dim, because with more dims the result may be channels-last.
+    // Both are reshaped to one dim, because with more dims the result may be channels-last.
     let half = |t: &Tensor| t.to_dtype(dtype)?.reshape([t.numel()]);
     Tensor::cat(&[&half(mean)?, &half(rstd)?], 0)?.reshape(shape)
 }
@@ -109,9 +110,9 @@ fn call_gradient_replacement(
 }
 
 impl Tensor {
-    /// Returns [`Tensor::layer_norm`], and the mean and `1 / sqrt(var + eps)` of each row (PyTorch's `native_layer_norm`). The
-    /// normalised dims of the statistics have size 1, and their dtype is at least f32. Not recorded: compute gradients with
-    /// [`Tensor::native_layer_norm_backward`].
+    /// Returns the result of [`Tensor::layer_norm`], and the mean and `1 / sqrt(var + eps)` of each row (PyTorch's `native_layer_norm`).
+    /// The normalised dims of the statistics have size 1, and their dtype is at least f32. Not recorded for autograd: compute gradients
+    /// with [`Tensor::native_layer_norm_backward`].
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -152,12 +153,12 @@ impl Tensor {
     }
 
     /// Computes the `wanted` gradients of input, weight and bias of [`Tensor::native_layer_norm`] (PyTorch's
-    /// `native_layer_norm_backward`). This tensor is the gradient of the result. Not recorded.
+    /// `native_layer_norm_backward`). This tensor is the gradient of the result. Not recorded for autograd.
     ///
     /// # Errors
     /// The errors of [`Tensor::layer_norm`].
     #[track_caller]
-    #[allow(clippy::too_many_arguments)] // as PyTorch's function
+    #[allow(clippy::too_many_arguments)] // the same arguments as PyTorch's function
     pub fn native_layer_norm_backward(
         &self,
         input: &Tensor,
@@ -185,8 +186,8 @@ impl Tensor {
         gradients(op, view, [self, input, mean, rstd], weight, bias, wanted)
     }
 
-    /// Returns [`Tensor::batch_norm`] in training, and the mean and `1 / sqrt(var + eps)` of each channel (PyTorch's
-    /// `native_batch_norm`). The statistics are at least f32. Not recorded: compute gradients with
+    /// Returns the result of [`Tensor::batch_norm`] in training, and the mean and `1 / sqrt(var + eps)` of each channel (PyTorch's
+    /// `native_batch_norm`). The statistics are at least f32. Not recorded for autograd: compute gradients with
     /// [`Tensor::native_batch_norm_backward`].
     ///
     /// # Errors
@@ -196,7 +197,7 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "native_batch_norm";
         let BatchNormOptions { weight, bias, eps, running_mean, running_var, momentum, .. } = options;
-        // A replacement cannot update the running statistics, which change in place.
+        // A registered replacement cannot update the running statistics in place, so it is not called if there are any to update.
         if running_mean.is_none() && running_var.is_none() {
             return_replacement!(op, [Some(self), None, None, weight, bias], momentum, eps);
         }
@@ -216,7 +217,7 @@ impl Tensor {
     }
 
     /// Computes the `wanted` gradients of input, weight and bias of [`Tensor::native_batch_norm`] (PyTorch's
-    /// `native_batch_norm_backward`). This tensor is the gradient of the result. Not recorded.
+    /// `native_batch_norm_backward`). This tensor is the gradient of the result. Not recorded for autograd.
     ///
     /// # Errors
     /// The errors of [`Tensor::batch_norm`].
@@ -239,8 +240,8 @@ impl Tensor {
         gradients(op, RowGrouping::Batch, [self, input, mean, rstd], weight, None, wanted)
     }
 
-    /// Returns [`Tensor::group_norm`], and the mean and `1 / sqrt(var + eps)` of each group, `[N, groups]` (PyTorch's
-    /// `native_group_norm`). The statistics are at least f32. Not recorded: compute gradients with
+    /// Returns the result of [`Tensor::group_norm`], and the mean and `1 / sqrt(var + eps)` of each group, `[N, groups]` (PyTorch's
+    /// `native_group_norm`). The statistics are at least f32. Not recorded for autograd: compute gradients with
     /// [`Tensor::native_group_norm_backward`].
     ///
     /// ```
@@ -278,7 +279,7 @@ impl Tensor {
     }
 
     /// Computes the `wanted` gradients of input, weight and bias of [`Tensor::native_group_norm`] (PyTorch's
-    /// `native_group_norm_backward`). This tensor is the gradient of the result. Not recorded.
+    /// `native_group_norm_backward`). This tensor is the gradient of the result. Not recorded for autograd.
     ///
     /// # Errors
     /// The errors of [`Tensor::group_norm`].
@@ -303,7 +304,7 @@ impl Tensor {
     }
 }
 
-/// Reads three flags that are passed as integers.
+/// Reads argument `i` as three flags, which are passed as integers.
 fn read_mask(args: &Args, i: usize) -> Result<[bool; 3]> {
     match args.ints(i)?[..] {
         [x, weight, bias] => Ok([x, weight, bias].map(|n| n != 0)),

@@ -4,7 +4,7 @@ use crate::autograd::{GradOptions, enable_grad, grad_with_options};
 use crate::ops::dispatch::checks::invalid;
 use crate::{Result, Tensor};
 
-/// The results of a computation together with the graph that their gradients are computed from.
+/// The results of a computation, together with the graph from which their gradients are computed.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops::Recorded};
@@ -26,7 +26,7 @@ impl Recorded {
     /// Calls `run` with detached leaves that share the tensors' memory. `wanted[i]` says whether the gradient of tensor `i` will be requested.
     ///
     /// # Errors
-    /// The errors of `run`, and [`Error::Autograd`](crate::Error::Autograd) if a gradient of an integer tensor is wanted.
+    /// Returns the errors of `run`, and [`Error::Autograd`](crate::Error::Autograd) if a gradient of an integer tensor is wanted.
     pub fn new(
         tensors: &[Option<&Tensor>],
         wanted: &[bool],
@@ -47,12 +47,14 @@ impl Recorded {
         self.results.iter().map(Tensor::detach).collect()
     }
 
-    /// Computes the gradients of the tensors from the gradients of the first results. Can be called any number of times.
+    /// Computes the gradients of the tensors passed to [`new`](Recorded::new) from the gradients of the first results. Can be called any
+    /// number of times.
     ///
     /// An entry is `None` if the gradient was not wanted or no gradient flows to the tensor. No gradient shares storage with another tensor.
     ///
     /// # Errors
-    /// Same as [`grad`](crate::autograd::grad); [`Error::Invalid`](crate::Error::Invalid) for more gradients than results.
+    /// Returns the errors of [`grad`](crate::autograd::grad), and [`Error::Invalid`](crate::Error::Invalid) for more gradients than
+    /// results.
     pub fn gradients(&self, grad_outputs: &[Option<&Tensor>]) -> Result<Vec<Option<Tensor>>> {
         self.backward_pass("Recorded::gradients", grad_outputs, true)
     }

@@ -1,11 +1,11 @@
 //! Scaled dot-product attention.
 //!
-//! On GPUs, `fused` computes attention with one kernel, and the gradients with two more. On all other devices, two batched products with a
-//! softmax between them take three launches forward and five backward. `blocks` bounds the memory of long sequences.
+//! On GPUs, `fused` computes attention with one kernel, and the gradients with two more. All other devices compute two batched products
+//! with a softmax between them, in three launches forward and five backward; `blocks` limits the memory for long sequences.
 //!
-//! The scale is part of the first product's epilogue, and the mask part of the softmax. Heads are strided views: queries, keys and
-//! values may be views of one projection, and query heads that share a key head read it with batch stride 0. The result is stored
-//! as `[batch, length, heads, width]`, so that merging the heads copies nothing.
+//! The epilogue of the first product applies the scale, and the softmax applies the mask. Heads are strided views: queries, keys and
+//! values may be views of one projection, and query heads that share a key head read this key head with batch stride 0. The result is
+//! stored as `[batch, length, heads, width]`, so that merging the heads copies nothing.
 
 mod blocks;
 mod fused;
@@ -40,25 +40,26 @@ use crate::{DType, Result, Scalar, Shape, Tensor, autograd, no_grad};
 /// ```
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Attention<'a> {
-    /// A mask that broadcasts to the scores, `[.., L, S]`. A bool is true for keys that take part; floats are added to the scores.
+    /// A mask that broadcasts to the scores, `[.., L, S]`. A bool mask is true for keys that take part; a float mask is added to the
+    /// scores.
     pub attn_mask: Option<&'a Tensor>,
     /// The probability of dropping an attention weight.
     pub dropout_p: f64,
-    /// Whether query i attends only to keys 0 to i. A mask can exclude more of these keys.
+    /// Whether query i attends only to keys 0 to i. A mask can exclude some of these keys.
     pub is_causal: bool,
-    /// The factor of the scores; `1 / sqrt(E)` if `None`.
+    /// The factor of the scores; if `None`, `1 / sqrt(E)`.
     pub scale: Option<f64>,
-    /// Whether one head of keys and values serves several heads of queries (grouped-query attention).
+    /// Whether several heads of queries share one head of keys and values (grouped-query attention).
     pub enable_gqa: bool,
 }
 
 impl<'a> Attention<'a> {
-    /// The options as arguments of a call by name, where the mask is the last tensor.
+    /// Returns the options as arguments of a call by name, in which the mask is the last tensor.
     fn arguments(&self) -> [Argument; 4] {
         [self.dropout_p.into(), self.is_causal.into(), self.scale.into(), self.enable_gqa.into()]
     }
 
-    /// Reads the options of a call by name from argument `i` on, with tensor `mask` as the mask.
+    /// Reads the options of a call by name: the arguments from index `i` on, and the tensor at index `mask` as the mask.
     fn from_args(args: &Args<'a>, i: usize, mask: usize) -> Result<Attention<'a>> {
         Ok(Attention {
             attn_mask: args.optional_tensor(mask),
@@ -88,19 +89,19 @@ operations! {
 impl Tensor {
     /// Computes `softmax(q kᵀ * scale + mask) v` with this tensor as the queries (PyTorch's `scaled_dot_product_attention`).
     ///
-    /// Queries are `[.., L, E]`, keys `[.., S, E]` and values `[.., S, V]`; the leading dims broadcast, and the result is
-    /// `[.., L, V]`. A query that attends to no key gives zeros. Floats of one dtype. Differentiable, also in a float mask.
+    /// Queries are `[.., L, E]`, keys `[.., S, E]` and values `[.., S, V]`; the leading dims broadcast, and the result is `[.., L, V]`. A
+    /// query that attends to no key gives zeros. Floats of one dtype. Differentiable, also with respect to a float mask.
     ///
-    /// On GPUs one kernel stores only the result and one number for each query. Memory grows with `L + S` and not with `L S`, also with
-    /// a mask and with dropout. The kernel supports E and V up to 256, or less if a device has little local memory. In the following
-    /// cases all scores, or blocks of them, are computed instead:
+    /// On GPUs, one kernel stores only the result and one number for each query, so memory grows with `L + S` and not with `L S`, also
+    /// with a mask and with dropout. The kernel supports E and V up to 256, or less if a device has little local memory. In the following
+    /// cases, all scores or blocks of scores are stored instead:
     /// - the gradient of a mask or a second derivative is needed,
     /// - dropout is captured in a [`Graph`](crate::Graph),
     /// - f16 or bf16 with more than 16 queries on a device with tensor cores.
     ///
-    /// Other devices compute many scores in blocks of queries, and again in the backward pass, which saves the same memory. On the CPU,
-    /// this starts above 4 MiB of scores if `is_causal` is set or no gradient is needed, otherwise above 1/32 of the device's memory.
-    /// Blocks are not used with dropout, for the gradient of a mask, or if L is at most E.
+    /// If there are many scores, other devices compute them in blocks of queries, and compute them again in the backward pass, which
+    /// saves the same memory. On the CPU, this starts above 4 MiB of scores if `is_causal` is set or no gradient is needed, otherwise
+    /// above 1/32 of the device's memory. Blocks are not used with dropout, for the gradient of a mask, or if L is at most E.
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and for a mask of integers; [`Error::Invalid`] for a `dropout_p` outside
@@ -112,8 +113,8 @@ impl Tensor {
         attend(self, key, value, options)
     }
 
-    /// Computes [`Tensor::scaled_dot_product_attention`] with all scores at once. Also returns the attention weights, `[.., L, S]`,
-    /// from which a gradient can be computed (PyTorch's `_scaled_dot_product_attention_math`). Not recorded. Fails as
+    /// Computes [`Tensor::scaled_dot_product_attention`] with all scores at once. Also returns the attention weights, `[.., L, S]`, from
+    /// which a gradient can be computed (PyTorch's `_scaled_dot_product_attention_math`). Not recorded for autograd. Fails as
     /// [`Tensor::scaled_dot_product_attention`] does, and with [`Error::Invalid`] for `enable_gqa`.
     #[track_caller]
     pub fn scaled_dot_product_attention_math(
@@ -145,7 +146,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// The errors of [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] for a width that is not 3 times a multiple of `heads`.
+    /// Returns the errors of [`Tensor::scaled_dot_product_attention`], and [`Error::Invalid`] for a width that is not 3 times a multiple
+    /// of `heads`.
     #[track_caller]
     pub fn packed_attention(&self, heads: usize, options: Attention<'_>) -> Result<Tensor> {
         let tensors: SmallVec<[&Tensor; 2]> = std::iter::once(self).chain(options.attn_mask).collect();
@@ -176,7 +178,7 @@ impl Tensor {
             let all = saved[0].get(op)?;
             let [q, k, v] = packed.parts(all)?;
             let grad = packed.split_heads(grad)?;
-            // For double backward, all steps are recorded operations.
+            // For double backward, all steps are computed by recorded operations.
             let twice = autograd::is_tracked(&[all, &grad]);
             let weights = match twice {
                 true => {
@@ -212,7 +214,7 @@ impl Tensor {
     }
 }
 
-/// The layout of queries, keys and values in one tensor, `[.., L, 3 * heads * width]`.
+/// The layout of a tensor `[.., L, 3 * heads * width]` that holds queries, keys and values.
 #[derive(Clone)]
 struct PackedProjection {
     /// The dims `[.., L]`.
@@ -250,7 +252,7 @@ impl PackedProjection {
         })
     }
 
-    /// Records `out`, computed from `all` by [`Recomputed::forward`]. The gradients of the three parts are views of one tensor.
+    /// Records `out`, computed from `all` by [`Recomputed::forward`]. The gradients of queries, keys and values are views of one tensor.
     fn record(
         self,
         op: &'static str,
@@ -281,7 +283,7 @@ impl PackedProjection {
         })
     }
 
-    /// Same as [`PackedProjection::layouts`], as recorded views.
+    /// Returns queries, keys and values in `all` as recorded views, with the layouts of [`PackedProjection::layouts`].
     fn parts(&self, all: &Tensor) -> Result<[Tensor; 3]> {
         let each = self.heads * self.width;
         let part = |i: usize| self.split_heads(&all.narrow(-1, i * each, each)?);
@@ -303,7 +305,7 @@ fn default_scale(width: usize) -> f64 {
     1.0 / (width as f64).sqrt()
 }
 
-/// Computes and records attention, in blocks of queries if there are many scores.
+/// Computes and records attention. If there are many scores, computes them in blocks of queries.
 fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<Tensor> {
     let op = "scaled_dot_product_attention";
     cast_first!(autocast_inputs(op, &[q, k, v])?, |x| attend(&x[0], &x[1], &x[2], options));
@@ -389,12 +391,12 @@ struct BackwardPass<'a> {
     mask: Option<&'a Tensor>,
     /// The gradient of the result.
     grad: &'a Tensor,
-    /// The tensors to write the gradients of the inputs to, where given.
+    /// For each input, the tensor to which its gradient is written, or `None` to allocate a tensor.
     slots: [Option<Tensor>; 3],
     wanted: [bool; 3],
 }
 
-/// An attention whose scores are not kept. The backward pass computes them again.
+/// An attention whose scores are not stored; the backward pass computes the scores again.
 enum Recomputed {
     Fused(Box<Fused>),
     Blocked(BlockedAttention),
@@ -403,7 +405,7 @@ enum Recomputed {
 impl Recomputed {
     /// Computes the result outside the graph. `options.scale` is set; `backward` says whether gradients will be needed.
     ///
-    /// Returns `None` if all scores should be computed at once, and for operands that do not match.
+    /// Returns `None` if all scores should be computed at once, and if the operands do not match.
     fn forward(
         op: &'static str,
         inputs: [&Tensor; 3],
@@ -424,7 +426,7 @@ impl Recomputed {
         }
     }
 
-    /// Computes the same result with recorded operations, for double backward.
+    /// Computes the same result as [`Recomputed::forward`] with recorded operations, for double backward.
     fn attend_recorded(&self, op: &'static str, inputs: [&Tensor; 3], options: Attention<'_>) -> Result<Tensor> {
         let seeds = match self {
             Recomputed::Fused(fused) => fused.seeds(),
@@ -434,7 +436,7 @@ impl Recomputed {
     }
 }
 
-/// The options that the backward pass needs. Grouped heads have been expanded before.
+/// The options that the backward pass needs. Grouped heads have been expanded to separate heads before.
 struct SavedOptions {
     mask: Option<Saved>,
     is_causal: bool,

@@ -1,18 +1,18 @@
 //! Convolutions and transposed convolutions.
 //!
-//! OpenCL devices compute most convolutions, and their double backward, as im2col and one matrix product. The columns of all
-//! windows, `[C, kernel, N, windows]`, are multiplied by the weight `[O, C kernel]`; groups are a batch dim, and the bias is part
-//! of the epilogue. This takes two launches, a third to reorder a batch, and only one for windows of a single element, which need
-//! no im2col. A transposed convolution is a product followed by col2im. The gradients use the same two compositions. Columns are
-//! created in blocks of bounded size and not kept; the gradient of the weight creates them again.
+//! OpenCL devices compute most convolutions, and their double backward pass, by im2col and one matrix product. The columns of all
+//! windows, `[C, kernel, N, windows]`, are multiplied by the weight `[O, C kernel]`; groups are a batch dim, and the bias is part of the
+//! epilogue. This takes two launches, and a third to reorder a batch; windows of a single element need no im2col and take only one
+//! launch. A transposed convolution is a product followed by col2im. The gradients use the same two compositions. Columns are created in
+//! blocks of bounded size and are not kept; the gradient of the weight creates the columns again.
 //!
-//! A 3-D convolution is reduced to 2-D: im2col along the depth turns the slices of a window into channels, for which the weight
-//! already has the right order. A transposed convolution adds the slices up again.
+//! A 3-D convolution is reduced to 2-D: im2col along the depth turns the slices of a window into channels, for which the weight already
+//! has the right order. A transposed convolution adds up the results for the slices of a window.
 //!
-//! A [`Convolution`] of the backend needs one launch forward and one or two for each gradient, without columns in memory:
-//! - x86-64 CPUs have one, except for windows of a single element.
-//! - OpenCL devices have one for depthwise convolutions with windows of at most 64 elements.
-//! - With tensor cores, OpenCL devices also have one for most other windows. It takes one launch for channels-last images and
+//! A [`Convolution`] implemented by a backend needs one launch forward and one or two for each gradient, without columns in memory:
+//! - x86-64 CPUs have an implementation, except for windows of a single element.
+//! - OpenCL devices have an implementation for depthwise convolutions with windows of at most 64 elements.
+//! - With tensor cores, OpenCL devices also have an implementation for most other windows. It takes one launch for channels-last images and
 //!   weights, and copies tensors of another memory format first. The image is saved for the backward pass.
 //!
 //! OpenCL devices that use image objects (`image2d_t`) have a kernel for the forward pass only, and their gradients are products of
@@ -31,7 +31,7 @@ use crate::ops::reduce;
 
 pub use crate::ops::nn::conv::options::{ConvOptions, ConvTransposeOptions};
 
-/// Generates the methods of `Tensor`, each a call of one of the functions below.
+/// Generates methods of `Tensor`, each of which calls one of the functions below.
 macro_rules! convolutions {
     ($($(#[doc = $doc:literal])+ $name:ident($options:ty): $convolve:ident;)*) => {
         impl Tensor { $(
@@ -46,18 +46,19 @@ macro_rules! convolutions {
 
 convolutions! {
     /// Convolves x `[N, C, L]` or `[C, L]` with `weight` `[O, C / groups, K]` and adds `bias` `[O]` (PyTorch's `conv1d`). The result is
-    /// `[N, O, windows]`. Floats. Differentiable in all three. Fails as [`Tensor::conv2d`] does.
+    /// `[N, O, windows]`. Floats. Differentiable with respect to x, weight and bias. Fails as [`Tensor::conv2d`] does.
     conv1d(ConvOptions<1>): convolution;
-    /// Convolves x `[N, C, H, W]` or `[C, H, W]` with `weight` `[O, C / groups, KH, KW]` and adds `bias` `[O]` (PyTorch's `conv2d`).
-    /// The result is `[N, O, rows, columns]` of windows. Floats. Differentiable in all three, which keeps x and the weight.
+    /// Convolves x `[N, C, H, W]` or `[C, H, W]` with `weight` `[O, C / groups, KH, KW]` and adds `bias` `[O]` (PyTorch's `conv2d`). The
+    /// result is `[N, O, rows, columns]` of windows. Floats. Differentiable with respect to x, weight and bias; x and the weight are kept
+    /// for the backward pass.
     ///
-    /// One launch computes most convolutions on the CPU, most depthwise convolutions, and windows of a single element. Otherwise each
-    /// 16 MiB of columns takes two launches, or three for a batch and on tensor cores.
+    /// One launch computes most convolutions on the CPU, most depthwise convolutions, and windows of a single element. Any other
+    /// convolution takes two launches for each 16 MiB of columns, or three for a batch and on tensor cores.
     ///
-    /// The result is contiguous. On tensor cores it is [`MemoryFormat::ChannelsLast`](crate::MemoryFormat::ChannelsLast) if x or the
-    /// weight is, as in PyTorch. If both are, and their channels are a multiple of 16 bytes, there is one launch without copies.
-    /// On tensor cores, if x has fewer than eight channels, an infinity or NaN in the gradient of the result may spread to the
-    /// gradients of a few pixels around its window.
+    /// The result is contiguous, except that on tensor cores it is [`MemoryFormat::ChannelsLast`](crate::MemoryFormat::ChannelsLast) if x
+    /// or the weight is channels-last, as in PyTorch. If both are channels-last, and their channels are a multiple of 16 bytes, there is
+    /// one launch without copies. On tensor cores, if x has fewer than eight channels, an infinity or NaN in the gradient of the result
+    /// may spread to the gradients of a few pixels around its window.
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Padding, Tensor};
@@ -74,8 +75,8 @@ convolutions! {
     /// and similar options.
     conv2d(ConvOptions<2>): convolution;
     /// Convolves x `[N, C, D, H, W]` or `[C, D, H, W]` with `weight` `[O, C / groups, KD, KH, KW]` and adds `bias` `[O]` (PyTorch's
-    /// `conv3d`). The result is `[N, O, slices, rows, columns]` of windows, contiguous. Floats. Takes the launches of
-    /// [`Tensor::conv2d`] and two more. Differentiable in all three. Fails as [`Tensor::conv2d`] does.
+    /// `conv3d`). The result is `[N, O, slices, rows, columns]` of windows, contiguous. Floats. Takes two more launches than
+    /// [`Tensor::conv2d`]. Differentiable with respect to x, weight and bias. Fails as [`Tensor::conv2d`] does.
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Tensor};
@@ -87,13 +88,13 @@ convolutions! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     conv3d(ConvOptions<3>): convolution;
-    /// Transposed convolution, the gradient of [`Tensor::conv1d`] (PyTorch's `conv_transpose1d`): multiplies each element by the
-    /// weight, and adds the products to the elements of its window. x is `[N, C, L]` or `[C, L]`, `weight` `[C, O / groups, K]` and
-    /// `bias` `[O]`. Floats. Differentiable in all three. Fails as [`Tensor::conv2d`] does.
+    /// Transposed convolution, the gradient of [`Tensor::conv1d`] (PyTorch's `conv_transpose1d`): multiplies each element by the weight,
+    /// and adds the products to the elements of its window. x is `[N, C, L]` or `[C, L]`, `weight` `[C, O / groups, K]` and `bias` `[O]`.
+    /// Floats. Differentiable with respect to x, weight and bias. Fails as [`Tensor::conv2d`] does.
     conv_transpose1d(ConvTransposeOptions<1>): transposed_convolution;
-    /// Transposed convolution, the gradient of [`Tensor::conv2d`] (PyTorch's `conv_transpose2d`): multiplies each element by the
-    /// weight, and adds the products to the elements of its window. x is `[N, C, H, W]` or `[C, H, W]`, `weight`
-    /// `[C, O / groups, KH, KW]` and `bias` `[O]`. Floats. Differentiable in all three.
+    /// Transposed convolution, the gradient of [`Tensor::conv2d`] (PyTorch's `conv_transpose2d`): multiplies each element by the weight,
+    /// and adds the products to the elements of its window. x is `[N, C, H, W]` or `[C, H, W]`, `weight` `[C, O / groups, KH, KW]` and
+    /// `bias` `[O]`. Floats. Differentiable with respect to x, weight and bias.
     ///
     /// A dim of the result is `(size - 1) stride - padding on both sides + dilation (kernel - 1) + output_padding + 1`. Fails as
     /// [`Tensor::conv2d`] does.
@@ -107,10 +108,10 @@ convolutions! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     conv_transpose2d(ConvTransposeOptions<2>): transposed_convolution;
-    /// Transposed convolution, the gradient of [`Tensor::conv3d`] (PyTorch's `conv_transpose3d`): multiplies each element by the
-    /// weight, and adds the products to the elements of its window. x is `[N, C, D, H, W]` or `[C, D, H, W]`, `weight`
-    /// `[C, O / groups, KD, KH, KW]` and `bias` `[O]`. The dims of the result follow [`Tensor::conv_transpose2d`]. Floats.
-    /// Differentiable in all three. Fails as [`Tensor::conv2d`] does.
+    /// Transposed convolution, the gradient of [`Tensor::conv3d`] (PyTorch's `conv_transpose3d`): multiplies each element by the weight,
+    /// and adds the products to the elements of its window. x is `[N, C, D, H, W]` or `[C, D, H, W]`, `weight`
+    /// `[C, O / groups, KD, KH, KW]` and `bias` `[O]`. The dims of the result are computed as for [`Tensor::conv_transpose2d`]. Floats.
+    /// Differentiable with respect to x, weight and bias. Fails as [`Tensor::conv2d`] does.
     ///
     /// ```
     /// use claystone::{ConvTransposeOptions, Device, Tensor};
@@ -140,7 +141,7 @@ fn check<const D: usize>(
     mismatch!(op if weight.rank() != D + 2 || ![D + 1, D + 2].contains(&x.rank()),
         x, weight, "the input is [C, dims..] or [N, C, dims..], and the weight has two dims before its kernel dims");
     let (channels, w) = (x.shape().dims()[x.rank() - D - 1], weight.shape().dims());
-    // One of the weight's first two dims is the channels of one group, and the other the channels of all groups.
+    // One of the weight's first two dims is the channels of a single group; the other is the channels of all groups.
     let (whole, wanted) = if transposed { (w[0], channels) } else { (w[0], w[1].saturating_mul(groups)) };
     invalid!(op if groups == 0 || whole % groups != 0,
         "{groups} groups do not divide the weight's {whole} channels evenly");
@@ -226,7 +227,7 @@ fn transposed_convolution<const D: usize>(
     let out = if D < 3 {
         problem.transposed(&x, &weight, bias)?
     } else {
-        // The slices that an element is added to are channels of an image. Overlapping slices are added up.
+        // Each slice to which an element is added is a channel of the 2-D images. Overlapping slices are added up.
         let ([n, c, depth, h, w], [ih, iw]) = (sizes_5d(&x), problem.windows.image);
         let images = x.transpose(1, 2)?.reshape([n * depth, c, h, w])?;
         let slices = problem.transposed(&images, &weight, None)?;
@@ -271,7 +272,8 @@ impl ConvProblem {
         self.compute_with(direct, x, weight, bias)
     }
 
-    /// Composes recorded products and im2col or col2im. Gradients can be differentiated again, and all columns are kept.
+    /// Computes the convolution by recorded matrix products and im2col or col2im. The gradients can be differentiated again, and all
+    /// columns are kept.
     fn by_im2col(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let ConvProblem { op, windows, groups, transposed } = self;
         let ([n, c, h, w], [a, b, kh, kw]) = (sizes_4d(x), sizes_4d(weight));
@@ -293,12 +295,13 @@ impl ConvProblem {
         Conv2d { windows: self.windows, x, weight, bias, groups: self.groups, single }
     }
 
-    /// Returns the backend's own convolution, if there is one faster than products. `single` says that each image equals its im2col columns.
+    /// Returns the backend's implementation of the convolution if it is faster than products, else `None`. `single` says that each image
+    /// equals its im2col columns.
     fn backend_convolution(self, x: &Tensor, weight: &Tensor, single: bool) -> Option<Box<dyn Convolution>> {
         backend::of_device(x.device()).convolution(&self.conv2d(x, weight, None, single))
     }
 
-    /// Computes and records the convolution with `direct`, which also computes its gradients.
+    /// Computes and records the convolution with `direct`, the backend's implementation, which also computes the gradients.
     fn compute_with(
         self,
         direct: Box<dyn Convolution>,
@@ -314,7 +317,7 @@ impl ConvProblem {
         Ok(self.record(out, direct, x, weight, bias))
     }
 
-    /// Computes the transposed convolution of `y`, not recorded.
+    /// Computes the transposed convolution of `y`. Not recorded for autograd.
     fn transposed_images(
         self,
         direct: &dyn Convolution,
@@ -355,7 +358,8 @@ impl ConvProblem {
             let weight = saved_w.get(op)?;
             let x = saved_x.as_ref().map(|x| x.get(op)).transpose()?;
             if ctx.create_graph() {
-                // The needed gradients do not depend on the values of tensors that were not saved.
+                // The gradients that are needed do not depend on the values of tensors that were not saved, so zeros replace those
+                // tensors.
                 let zeros = |shape: &Shape, i| Ok(ctx.with_input_node(i, Tensor::zeros(shape, weight)?));
                 let x = x.map_or_else(|| zeros(&shape, 0), |x| Ok(x.shallow_clone()))?;
                 let bias = bias_shape.as_ref().map(|shape| zeros(shape, 2)).transpose()?;

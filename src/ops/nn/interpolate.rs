@@ -53,9 +53,9 @@ impl Tensor {
     /// Resizes all dims after the first two of images `[N, C, ..]` to `size` (PyTorch's `interpolate` with a `size`). Floats.
     /// Differentiable.
     ///
-    /// Any number of dims: one launch for up to two, and one more for each further dim. Linear interpolation of f16 and bf16 in three or
-    /// more dims takes two more launches. Fails with [`Error::Invalid`] for sizes of 0 or too large for any memory, and for a wrong
-    /// number of sizes.
+    /// Images can have any number of dims; two dims take one launch, and each further dim one more. Linear interpolation of f16 and bf16
+    /// in three or more dims takes two more launches. Fails with [`Error::Invalid`] for sizes that are 0 or too large for any memory, and
+    /// for a wrong number of sizes.
     ///
     /// ```
     /// use claystone::{Device, Interpolation, Tensor};
@@ -75,7 +75,8 @@ impl Tensor {
             "all sizes must be above 0: {} cannot be resized to {size:?}", self.shape());
         let dims = self.shape().dims();
         let samples = |d: usize| Samples::new(op, mode, dims[2 + d], size[d]);
-        // Resizes the last two dims together and then the other dims one by one. Linear modes compute at least in f32 and round once.
+        // The last two dims are resized together, then the other dims one by one. Linear modes compute at least in f32 and round only at
+        // the end.
         let last = size.len() - 1;
         let first = last.saturating_sub(1);
         let wide = match mode {

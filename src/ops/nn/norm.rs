@@ -1,8 +1,8 @@
 //! Layer, group, instance, batch and RMS norm.
 //!
-//! All norms are one operation on different rows. Each views its input as `[rows, inner rows, outer, inner]`, where the last two dims
-//! are one row. So a channel of a whole batch is a row too, and nothing is copied. Forward and backward are one launch each, or two
-//! if a GPU splits long rows. The gradient of a weight that varies within a row takes more launches.
+//! All norms are the same operation on different rows. Each norm views its input as `[rows, inner rows, outer, inner]`, where the last
+//! two dims form one row, so that a channel of a whole batch is also a row, without a copy. Forward and backward take one launch each, or
+//! two if a GPU splits long rows. The gradient of a weight that varies within a row takes more launches.
 
 pub(crate) mod methods;
 
@@ -30,9 +30,9 @@ pub struct BatchNormOptions<'a> {
     pub bias: Option<&'a Tensor>,
     /// Whether to normalise by the mean and variance of the batch instead of the running statistics.
     pub training: bool,
-    /// The fraction by which the running statistics move towards those of the batch.
+    /// The fraction by which the running statistics move towards the statistics of the batch.
     pub momentum: f64,
-    /// Added to the variance before the square root.
+    /// A number that is added to the variance before the square root.
     pub eps: f64,
 }
 
@@ -49,16 +49,16 @@ pub(crate) struct Norm<'a> {
     pub(crate) view: &'a RowGrouping,
     pub(crate) weight: Option<&'a Tensor>,
     pub(crate) bias: Option<&'a Tensor>,
-    /// True for each of the four dims that weight and bias have. Both are broadcast along the other dims.
+    /// For each of the four dims, whether weight and bias vary along it; they are broadcast along the other dims.
     pub(crate) dims: [bool; 4],
     pub(crate) eps: f64,
     pub(crate) rms: bool,
 }
 
 impl<'a> Normalisation<'a> {
-    /// The tensors that the launch writes.
+    /// Returns the tensors that the launch writes.
     fn outputs(&self) -> impl Iterator<Item = &'a Tensor> + Clone + use<'a> {
-        let statistics = self.z.is_none().then_some(self.statistics); // read by the backward pass
+        let statistics = self.z.is_none().then_some(self.statistics); // the backward pass only reads the statistics
         [self.y].into_iter().chain(self.sums).chain(statistics)
     }
 }
@@ -72,7 +72,7 @@ impl Norm<'_> {
         let Norm { weight, bias, eps, rms, .. } = *self;
         let (z, sums, columns, variance) = Default::default();
         let given = Normalisation { x, y: out, z, weight, bias, statistics, sums, columns, eps, rms, variance };
-        // A cached launch does not need the views.
+        // The views are built only if the launch is not cached.
         let views = || {
             let (from, to) = (self.view.as_rows(&x.detach())?, self.view.as_rows(out)?);
             let own = |t: Option<&Tensor>| t.map(|t| broadcast_view(t, from.shape(), self.dims)).transpose();
@@ -100,7 +100,7 @@ impl Norm<'_> {
             (self.view.as_rows(&grad.detach())?, self.view.as_rows(&x.detach())?, self.view.as_rows(&out)?);
         let shape = g.shape().clone();
         let weight = self.weight.map(|t| broadcast_view(t, &shape, self.dims)).transpose()?;
-        // The gradient of a weight that is constant within a row needs the same sums as the gradient of x.
+        // For a weight that is constant within a row, the gradient needs the same sums as the gradient of x.
         let by_row = !self.dims[2] && !self.dims[3];
         let (r1, r2) = (shape.dims()[0], shape.dims()[1]);
         let sums = match by_row {
@@ -137,7 +137,7 @@ impl Norm<'_> {
                 (None, 1) => {
                     let product = Expr::input(0) * (Expr::input(1) - Expr::input(2)) * Expr::input(3);
                     let [mean, scale] = unbind(op, statistics)?;
-                    // Compute at least in f32: halves would be rounded before they are added up.
+                    // The products are computed at least in f32, because halves would be rounded before they are added up.
                     apply_one(op, &[&g, &rows, &mean, &scale], Params::default(), &product, statistics.dtype)?
                 }
                 _ => g.detach(),
@@ -172,7 +172,7 @@ impl RowGrouping {
         if let RowGrouping::Batch = self { [1, second] } else { [first, second] }
     }
 
-    /// Allocates the norm of x: batch norm keeps the memory format, and all other norms are row-major.
+    /// Allocates the result for x: batch norm keeps the memory format, and all other norms are row-major.
     pub(crate) fn allocate_result(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             RowGrouping::Batch => x.empty_like(),
@@ -180,7 +180,7 @@ impl RowGrouping {
         }
     }
 
-    /// The shape of the [`Normalisation::statistics`] of x.
+    /// Returns the shape of the [`Normalisation::statistics`] of x.
     pub(crate) fn statistics_shape(&self, x: &Tensor) -> [usize; 5] {
         let [r1, r2] = self.row_counts(x);
         [3, r1, r2, 1, 1]
@@ -190,7 +190,8 @@ impl RowGrouping {
         Tensor::empty_with_shape(self.statistics_shape(x), x.dtype.compute().dtype(), x.device())
     }
 
-    /// Same as [`RowGrouping::weight_dims`], for the norm of x: with one channel in each group, the weight of a channel covers a whole row.
+    /// Returns the dims like [`RowGrouping::weight_dims`], for the norm of x: if each group has one channel, the weight of a channel
+    /// covers a whole row.
     pub(crate) fn weight_dims_for(&self, x: &Tensor) -> [bool; 4] {
         match *self {
             RowGrouping::Groups(groups) if x.shape().dims()[1] == groups => [false, true, false, false],
@@ -198,7 +199,7 @@ impl RowGrouping {
         }
     }
 
-    /// Views `t` as four dims. Copies only if its strides cannot express the view.
+    /// Returns `t` with four dims: a view, or a copy if the strides of `t` cannot express the view.
     pub(crate) fn as_rows(&self, t: &Tensor) -> Result<Tensor> {
         let t = reshape_detached(t, &Shape::from(self.shape(t)))?;
         match self {
@@ -229,7 +230,7 @@ impl RowGrouping {
         out.reshape(x.shape())?.to_dtype(x.dtype)
     }
 
-    /// Returns true for each of the four dims that a weight has.
+    /// Returns, for each of the four dims, whether a weight varies along it.
     pub(crate) fn weight_dims(&self) -> [bool; 4] {
         match self {
             RowGrouping::Last(_) => [false, false, false, true],

@@ -8,12 +8,12 @@ use crate::ops::dispatch::prelude::*;
 
 /// The padding around an image.
 ///
-/// Convolutions pad with zeros, and maximum pools with a value that never is the maximum. For a transposed convolution, the padding
-/// is removed from the result.
+/// Convolutions pad with zeros, and maximum pools with a value that is never the maximum. For a transposed convolution, the padding is
+/// removed from the result.
 ///
-/// A single number applies to both sides of all dims, and one number for each dim to both sides of that dim. One pair for each dim gives
-/// the elements before and after the image. By name ([`ops::call`](crate::ops::call)), a padding is one integer, one or two integers for
-/// each dim, `"valid"` or `"same"`.
+/// A single number applies to both sides of all dims; an array of one number per dim applies each number to both sides of its dim; an
+/// array of one pair per dim gives the number of elements before and after the image. By name ([`ops::call`](crate::ops::call)), a
+/// padding is one integer, one or two integers for each dim, `"valid"` or `"same"`.
 ///
 /// ```
 /// use claystone::{ConvOptions, Device, Padding, Tensor};
@@ -33,8 +33,8 @@ use crate::ops::dispatch::prelude::*;
 pub enum Padding<const D: usize> {
     /// No padding: all windows are inside the image (PyTorch's `'valid'`).
     Valid,
-    /// The padding that makes the result as large as the image, for strides of 1 (PyTorch's `'same'`). An odd element is added at the
-    /// end.
+    /// The padding that makes the result as large as the image, for strides of 1 (PyTorch's `'same'`). If the padding of a dim is odd,
+    /// the end gets one element more than the start.
     Same,
     /// The number of elements before and after each dim.
     Explicit([(usize, usize); D]),
@@ -62,7 +62,7 @@ impl<const D: usize> Padding<D> {
         })
     }
 
-    /// Reads argument `i` of a call by name.
+    /// Reads the padding from argument `i` of a call by name.
     pub(crate) fn from_args(a: &Args, i: usize) -> Result<Self> {
         match a.text(i) {
             Ok("valid") => return Ok(Padding::Valid),

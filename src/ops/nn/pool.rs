@@ -8,13 +8,13 @@ use crate::ops::nn::window::{as_images, last_sizes, restore_rank};
 /// Options of [`Tensor::max_pool2d`] and the other maximum pools, with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MaxPoolOptions<const D: usize> {
-    /// The distance between adjacent windows, in elements; the size of a window if `None`.
+    /// The distance between adjacent windows, in elements; if `None`, the size of a window.
     pub stride: Option<[usize; D]>,
-    /// Elements around the image that never are the maximum, at most half a window on each side.
+    /// The number of padding elements around the image, at most half a window on each side. They are never the maximum.
     pub padding: Padding<D>,
     /// The distance between adjacent elements of a window, in elements.
     pub dilation: [usize; D],
-    /// Whether windows that start in the padded image may extend beyond it.
+    /// Whether a window that starts inside the padded image can extend beyond the end of the padded image.
     pub ceil_mode: bool,
 }
 
@@ -27,15 +27,15 @@ impl<const D: usize> Default for MaxPoolOptions<D> {
 /// Options of [`Tensor::avg_pool2d`] and the other average pools, with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AvgPoolOptions<const D: usize> {
-    /// The distance between adjacent windows, in elements; the size of a window if `None`.
+    /// The distance between adjacent windows, in elements; if `None`, the size of a window.
     pub stride: Option<[usize; D]>,
-    /// Zeros around the image, at most half a window on each side.
+    /// The number of zeros around the image, at most half a window on each side.
     pub padding: Padding<D>,
-    /// Whether windows that start in the padded image may extend beyond it.
+    /// Whether a window that starts inside the padded image can extend beyond the end of the padded image.
     pub ceil_mode: bool,
     /// Whether the mean includes the zeros of the padding.
     pub count_include_pad: bool,
-    /// The divisor of sums, instead of the number of elements.
+    /// The divisor of the sums; if `None`, the number of elements of a window.
     pub divisor_override: Option<usize>,
 }
 
@@ -75,7 +75,7 @@ fn windows<const D: usize>(
         if ceil_mode && (windows.grid[d] - 1) * stride[d] >= image[d] + padding[d] {
             windows.grid[d] -= 1;
         }
-        // Only a dilated window that begins in the padding can skip a small image entirely.
+        // Only a dilated window that begins in the padding can miss all elements of a small image.
         let outside = |o: &usize| {
             let (first, end) = windows.input_range(d, *o);
             first >= end
@@ -86,7 +86,7 @@ fn windows<const D: usize>(
     Ok(windows)
 }
 
-/// The division of images into windows, with the arguments of a call by name that describe it.
+/// A way to divide images into windows, and the arguments of a call by name that describe it.
 trait PoolWindows<const D: usize>: Copy {
     fn windows(self, op: &'static str, x: &Tensor) -> Result<Windows<D>>;
     fn arguments(self) -> Vec<Argument>;
@@ -171,13 +171,13 @@ fn adaptive_avg_pool<const D: usize>(op: &'static str, original: &Tensor, size: 
     return_replacement!(op, [original], &size);
     let x = as_images(op, original, D)?;
     let windows = size.windows(op, &x)?;
-    // A reduction divides a single window among work-items, and a pool does not.
+    // For a single window, a reduction is used, because it divides the window among work-items, which a pool does not.
     let dims: Dims<isize> = (2..x.rank() as isize).collect();
     let out = if size == [1; D] { x.mean(&dims[..], true)? } else { windows.mean(op, &x, Divisor::InsideImage)? };
     restore_rank(&out, original, D)
 }
 
-/// Generates the methods of `Tensor`, each a call of one of the functions above.
+/// Generates methods of `Tensor`, each of which calls one of the functions above.
 macro_rules! pools {
     ($($(#[doc = $doc:literal])+ $name:ident($($arg:ident: $t:ty),+) -> $out:ty: $pool:ident($($value:expr),+);)*) => {
         impl Tensor { $(
@@ -212,14 +212,14 @@ pools! {
     /// The maximum of each window (PyTorch's `max_pool3d`): x is `[N, C, D, H, W]` or `[C, D, H, W]`. All dtypes except bool. Two launches.
     /// Differentiable. Fails as [`Tensor::max_pool2d`] does.
     max_pool3d(kernel: [usize; 3], options: MaxPoolOptions<3>) -> Tensor: max_pool((kernel, options));
-    /// Returns [`Tensor::max_pool1d`] and the index of each maximum in its row, i64 (PyTorch's `return_indices`). Fails as
-    /// [`Tensor::max_pool2d`] does.
+    /// Returns the result of [`Tensor::max_pool1d`], and the index of each maximum in its row, as i64 (PyTorch's `return_indices`). Fails
+    /// as [`Tensor::max_pool2d`] does.
     max_pool1d_with_indices(kernel: usize, options: MaxPoolOptions<1>) -> (Tensor, Tensor): max_pool_with_indices(([kernel], options));
-    /// Returns [`Tensor::max_pool2d`] and the index of each maximum in its image, i64: `row * W + column` (PyTorch's
+    /// Returns the result of [`Tensor::max_pool2d`], and the index of each maximum in its image, `row * W + column`, as i64 (PyTorch's
     /// `return_indices`).
     max_pool2d_with_indices(kernel: [usize; 2], options: MaxPoolOptions<2>) -> (Tensor, Tensor): max_pool_with_indices((kernel, options));
-    /// Returns [`Tensor::max_pool3d`] and the index of each maximum in its image, i64: `(slice * H + row) * W + column` (PyTorch's
-    /// `return_indices`). Fails as [`Tensor::max_pool2d`] does.
+    /// Returns the result of [`Tensor::max_pool3d`], and the index of each maximum in its image, `(slice * H + row) * W + column`, as i64
+    /// (PyTorch's `return_indices`). Fails as [`Tensor::max_pool2d`] does.
     ///
     /// ```
     /// use claystone::{Device, MaxPoolOptions, Tensor};
@@ -249,9 +249,9 @@ pools! {
     /// Divides each row into `size` parts and returns their means (PyTorch's `adaptive_avg_pool1d`): x is `[N, C, L]` or `[C, L]`.
     /// Floats. Differentiable. Fails as [`Tensor::adaptive_avg_pool2d`] does.
     adaptive_avg_pool1d(size: usize) -> Tensor: adaptive_avg_pool([size]);
-    /// Divides each image into `size` rows and columns of parts and returns their means (PyTorch's `adaptive_avg_pool2d`): x is
-    /// `[N, C, H, W]` or `[C, H, W]`. Parts overlap if they do not divide the image evenly. `[1, 1]` is global average pooling.
-    /// Floats. Differentiable. Fails with [`Error::Invalid`] for a wrong number of dims or empty images.
+    /// Divides each image into `size` rows and columns of parts and returns the mean of each part (PyTorch's `adaptive_avg_pool2d`): x is
+    /// `[N, C, H, W]` or `[C, H, W]`. Parts overlap if the image cannot be divided evenly. `[1, 1]` is global average pooling. Floats.
+    /// Differentiable. Fails with [`Error::Invalid`] for a wrong number of dims or empty images.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -272,14 +272,14 @@ pools! {
     /// Divides each image into `size` slices, rows and columns of parts and returns their maxima (PyTorch's `adaptive_max_pool3d`).
     /// All dtypes except bool. Differentiable. Fails as [`Tensor::adaptive_avg_pool2d`] does.
     adaptive_max_pool3d(size: [usize; 3]) -> Tensor: max_pool(size);
-    /// Returns [`Tensor::adaptive_max_pool1d`] and the index of each maximum in its row, i64 (PyTorch's `return_indices`). Fails as
-    /// [`Tensor::adaptive_avg_pool2d`] does.
-    adaptive_max_pool1d_with_indices(size: usize) -> (Tensor, Tensor): max_pool_with_indices([size]);
-    /// Returns [`Tensor::adaptive_max_pool2d`] and the index of each maximum in its image, i64: `row * W + column` (PyTorch's
+    /// Returns the result of [`Tensor::adaptive_max_pool1d`], and the index of each maximum in its row, as i64 (PyTorch's
     /// `return_indices`). Fails as [`Tensor::adaptive_avg_pool2d`] does.
-    adaptive_max_pool2d_with_indices(size: [usize; 2]) -> (Tensor, Tensor): max_pool_with_indices(size);
-    /// Returns [`Tensor::adaptive_max_pool3d`] and the index of each maximum in its image, i64: `(slice * H + row) * W + column`
+    adaptive_max_pool1d_with_indices(size: usize) -> (Tensor, Tensor): max_pool_with_indices([size]);
+    /// Returns the result of [`Tensor::adaptive_max_pool2d`], and the index of each maximum in its image, `row * W + column`, as i64
     /// (PyTorch's `return_indices`). Fails as [`Tensor::adaptive_avg_pool2d`] does.
+    adaptive_max_pool2d_with_indices(size: [usize; 2]) -> (Tensor, Tensor): max_pool_with_indices(size);
+    /// Returns the result of [`Tensor::adaptive_max_pool3d`], and the index of each maximum in its image,
+    /// `(slice * H + row) * W + column`, as i64 (PyTorch's `return_indices`). Fails as [`Tensor::adaptive_avg_pool2d`] does.
     adaptive_max_pool3d_with_indices(size: [usize; 3]) -> (Tensor, Tensor): max_pool_with_indices(size);
 }
 
@@ -303,12 +303,12 @@ impl<const D: usize> AvgPoolOptions<D> {
     }
 }
 
-/// Reads the size of a window or of a result with one dim.
+/// Reads argument `i` of a call by name as the size of a window or of a result with one dim.
 fn read_size_1d(a: &Args, i: usize) -> Result<usize> {
     a.spatial_sizes(i).map(|[n]| n)
 }
 
-/// Reads the sizes of a window or of a result with several dims.
+/// Reads argument `i` of a call by name as the sizes of a window or of a result with several dims.
 fn read_sizes<const D: usize>(a: &Args, i: usize) -> Result<[usize; D]> {
     a.spatial_sizes(i)
 }

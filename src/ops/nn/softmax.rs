@@ -1,8 +1,8 @@
 //! Softmax, log-softmax and logsumexp along any dim, and cross-entropy.
 //!
-//! Each is one launch on strided input. The maximum of a row is subtracted first, so that no logit overflows. Cross-entropy computes
-//! the gradient of its logits in the same launch as the loss. Its backward pass returns that gradient, without any launch if
-//! `backward()` starts at the loss.
+//! Each operation is one launch, also on strided input. The maximum of a row is subtracted first, so that no exponential overflows.
+//! Cross-entropy computes the gradient of its logits in the same launch as the loss. Its backward pass returns that gradient, without any
+//! launch if `backward()` starts at the loss.
 
 use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossReduction};
 use crate::backend::problem::softmax::{MaskKind, RowOp, Softmax, SoftmaxMask};
@@ -12,7 +12,7 @@ use crate::ops::record_gradients_with_result;
 use crate::ops::reduce::{self, ReduceDims};
 use crate::tensor::view::detach_at_least_1d;
 
-/// Runs a row operation along dim `d` of `x` (and of `z`, of the same shape), outside the graph.
+/// Runs a row operation along dim `d` of `x` (and of the second operand `z`, of the same shape), outside the graph.
 fn row_operation_unmasked(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {
     row_operation(kind, x, z, d, SoftmaxMask::default())
 }
@@ -36,11 +36,11 @@ fn row_operation(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, mask: So
     Ok(out)
 }
 
-/// Computes a masked softmax along the last dim, in one launch, forward and backward. Recorded for scores and mask.
+/// Computes a masked softmax along the last dim, in one launch each for forward and backward. Recorded for scores and mask.
 ///
-/// A bool `mask` is true for elements that take part; a float mask is added to the scores. Both broadcast. `causal` is the row number
-/// of the first row of each matrix; each row then ignores the elements after its own row number. A row without any elements is all
-/// zeros.
+/// A bool `mask` is true for elements that take part; a float mask is added to the scores. Both kinds of mask broadcast. `causal` is the
+/// row number of the first row of each matrix; each row then ignores the elements after its own row number. A row in which no element
+/// takes part is all zeros.
 pub(crate) fn masked_softmax(
     op: &'static str,
     scores: &Tensor,
@@ -70,7 +70,7 @@ pub(crate) fn masked_softmax(
     }))
 }
 
-/// Computes the gradient of a softmax along the last dim from its result and the gradient of the result. Recorded.
+/// Computes the gradient of a softmax along the last dim from its result and the gradient of the result. Recorded for autograd.
 pub(crate) fn softmax_derivative(weights: &Tensor, grad: &Tensor) -> Result<Tensor> {
     match autograd::is_tracked(&[weights, grad]) {
         true => weights.mul(&grad.sub(&weights.mul(grad)?.sum(-1, true)?)?),
@@ -117,7 +117,8 @@ impl Tensor {
         self.neg()?.softmax(dim).with_op(op)
     }
 
-    /// Computes `x - logsumexp(x)` along `dim` (PyTorch's `log_softmax`). Floats. Differentiable; forward and backward are one launch each.
+    /// Computes `x - logsumexp(x)` along `dim` (PyTorch's `log_softmax`). Floats. Differentiable; forward and backward take one launch
+    /// each.
     #[track_caller]
     pub fn log_softmax(&self, dim: isize) -> Result<Tensor> {
         self.softmax_along("log_softmax", RowOp::LogSoftmax, RowOp::LogSoftmaxGrad, dim)
@@ -138,7 +139,7 @@ impl Tensor {
         self.softmax_backward_along("softmax_backward", RowOp::SoftmaxGrad, output, dim)
     }
 
-    /// Same as [`Tensor::softmax_backward`], for [`Tensor::log_softmax`] (PyTorch's `_log_softmax_backward_data`).
+    /// Computes the gradient of [`Tensor::log_softmax`] like [`Tensor::softmax_backward`] (PyTorch's `_log_softmax_backward_data`).
     #[track_caller]
     pub fn log_softmax_backward(&self, output: &Tensor, dim: isize) -> Result<Tensor> {
         self.softmax_backward_along("log_softmax_backward", RowOp::LogSoftmaxGrad, output, dim)
@@ -231,20 +232,21 @@ impl Tensor {
             let (x, result) = (detach_at_least_1d(x), result.with_layout(kept.clone()));
             let grad = grad.contiguous()?;
             let grad = grad.with_layout(Layout { offset: grad.layout.offset, ..result.layout.clone() });
-            // exp(x - result) is the softmax. An infinite result has no finite gradient, as in PyTorch.
+            // `exp(x - result)` is the softmax. If the result is infinite, the gradient is not finite, as in PyTorch.
             let weight = (Expr::input(0) - Expr::input(1)).exp() * Expr::input(2);
             let grad = apply_one(op, &[&x, &result, &grad], Params::default(), &weight, x.dtype)?;
-            // A 0-d input was viewed as 1-D. Otherwise the gradient has the shape and memory format of x.
+            // A 0-d input was viewed as 1-D, so its gradient is reshaped. Any other gradient already has the shape and memory format of
+            // x.
             let was_scalar = shape.rank() == 0;
             let grad = if was_scalar { grad.with_layout(Layout::contiguous(shape.clone())) } else { grad };
             Ok(SmallVec::from_iter([Some(grad)]))
         }))
     }
 
-    /// Cross-entropy of logits `[N, C]` and labels `[N]`, without weights or smoothing, with losses of `dtype`.
+    /// Computes the cross-entropy of logits `[N, C]` and labels `[N]`, without weights or smoothing, with losses of `dtype`.
     ///
-    /// One launch computes losses and gradient, and at most one more their sum. `composed` computes the same from log-probabilities with
-    /// recorded operations, for double backward.
+    /// One launch computes the losses and the gradient; at most one more launch computes their sum. `composed` computes the same losses
+    /// from log-probabilities with recorded operations, for double backward.
     pub(crate) fn label_cross_entropy(
         &self,
         labels: &Tensor,
@@ -285,7 +287,7 @@ impl Tensor {
             let grad = match ctx.grad_unless_one() {
                 None => saved,
                 Some(grad) => {
-                    // The gradient of the loss is one number for all rows, or one for each row.
+                    // The gradient of the loss is one number for all rows (stride 0), or one number for each row.
                     let step = if grad.rank() == 0 { 0 } else { grad.strides()[0] };
                     let shape = saved.shape().clone();
                     let strides = Dims::from_slice(&[step, 0]);
@@ -307,7 +309,7 @@ fn count_labels(op: &'static str, labels: &Tensor, ignore: i64) -> Result<Tensor
     reduce::sum_all(op, &kept, DType::I64)
 }
 
-/// Recovers the log-probabilities of [`Tensor::label_cross_entropy`] from its gradient. The gradient is the probability, less 1 at the
+/// Recovers the log-probabilities of [`Tensor::label_cross_entropy`] from its gradient. The gradient is the probability, minus 1 at the
 /// label, divided by the number of counted rows if the loss is a mean.
 fn log_probabilities(grad: &Tensor, labels: &Tensor, reduction: LossReduction, ignore_index: i64) -> Result<Tensor> {
     let ignored = labels.eq_scalar(ignore_index)?;
@@ -319,7 +321,8 @@ fn log_probabilities(grad: &Tensor, labels: &Tensor, reduction: LossReduction, i
     whole.add(&labels)?.clamp_min(0)?.log()
 }
 
-/// Returns the loss for no rows. Rows without a class are an error, because every label is out of range.
+/// Returns the loss if there are no logits: the loss of no rows. If there are rows but no classes, returns an error, because every label
+/// is out of range.
 fn loss_without_logits(logits: &Tensor, labels: &Tensor, reduction: LossReduction, dtype: DType) -> Result<Tensor> {
     invalid!("cross_entropy" if labels.numel() > 0, "the logits have no class (shape [N, 0])");
     let options = (dtype, logits.device());

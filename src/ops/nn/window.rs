@@ -1,17 +1,18 @@
 //! Windows over images, for convolution and pooling.
 //!
-//! This file has im2col and col2im, each the gradient of the other, and the maximum and mean of windows. In every kernel each
-//! work-item owns an element of the result, so there is one launch without atomics. The public methods are in `conv` and `pool`.
+//! This file has im2col and col2im, each of which is the gradient of the other, and the maximum and mean of windows. Each kernel takes
+//! one launch without atomics, because each element of the result is written by one work-item. The public methods are in `conv` and
+//! `pool`.
 //!
-//! Backends know 2-D windows only. A 1-D window is an image with one row. A 3-D pool runs over the last two dims of each slice
-//! first, and then over the depth with each H x W slice as one row. This is exact because the maximum and mean are separable.
+//! Backends support only 2-D windows. A 1-D image is treated as an image with one row. A 3-D pool runs over the last two dims of each
+//! slice first, and then over the depth with each H x W slice as one row. This is exact because the maximum and mean are separable.
 
 use crate::MemoryFormat;
 use crate::backend::problem::windows::{Divisor, Im2col, PoolTask, Pooling, Windows, sizes_4d};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
 
-/// Upper bound on kernel sizes, strides, paddings and dilations, so that their products cannot overflow.
+/// The maximum of kernel sizes, strides, paddings and dilations, so that their products cannot overflow.
 const MAX_WINDOW_PARAMETER: usize = 1 << 30;
 
 impl<const D: usize> Windows<D> {
@@ -59,7 +60,8 @@ impl<const D: usize> Windows<D> {
         }
     }
 
-    /// Returns the first and the end index of the image elements of window `o` along dim `d`. Elements are `dilation[d]` apart.
+    /// Returns the first and the end index of the image elements of window `o` along dim `d`. The window's elements are `dilation[d]`
+    /// apart.
     pub(crate) fn input_range(&self, d: usize, o: usize) -> (usize, usize) {
         if self.adaptive {
             let (image, grid) = (self.image[d], self.grid[d]);
@@ -71,7 +73,7 @@ impl<const D: usize> Windows<D> {
         (from + skipped - self.padding[d], end.saturating_sub(self.padding[d]).min(self.image[d]))
     }
 
-    /// The windows along the last two dims. A single dim becomes one row.
+    /// Returns the windows along the last two dims. If there is only one dim, images have one row.
     pub(crate) fn last_two_dims(&self) -> Windows {
         self.select_dims(|numbers, other| match numbers[..] {
             [.., rows, columns] => [rows, columns],
@@ -80,13 +82,14 @@ impl<const D: usize> Windows<D> {
         })
     }
 
-    /// The windows along the depth of a 3-D pool: each H x W plane of `plane` elements is treated as one row.
+    /// Returns the windows along the depth of a 3-D pool: each H x W plane of `plane` elements is treated as one row.
     pub(crate) fn depth_pass(&self, plane: usize) -> Windows {
         let along = self.select_dims(|numbers, other| [numbers[0], other]);
         Windows { image: [along.image[0], plane], grid: [along.grid[0], plane], ..along }
     }
 
-    /// The windows along two dims that `pair` selects. The second argument of `pair` is the value for a dim that does not exist.
+    /// Returns the windows along the two dims that `pair` selects. The second argument of `pair` is the value for a dim that does not
+    /// exist.
     fn select_dims(&self, pair: impl Fn([usize; D], usize) -> [usize; 2]) -> Windows {
         Windows {
             image: pair(self.image, 1),
@@ -100,7 +103,7 @@ impl<const D: usize> Windows<D> {
         }
     }
 
-    /// Returns the maximum of each window of x, in the form of [`as_images`]. Differentiable.
+    /// Returns the maximum of each window of x, which has the dims of [`as_images`]. Differentiable.
     pub(crate) fn max(self, op: &'static str, x: &Tensor) -> Result<Tensor> {
         if D < 3 {
             return Ok(self.last_two_dims().max_of_planes(op, x)?.0);
@@ -108,7 +111,7 @@ impl<const D: usize> Windows<D> {
         Ok(self.max_of_slices(op, x)?.0)
     }
 
-    /// Returns [`Windows::max`] and the index of each maximum within its image.
+    /// Returns the result of [`Windows::max`], and the index of each maximum within its image.
     pub(crate) fn max_with_indices(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor)> {
         if D < 3 {
             return self.last_two_dims().max_of_planes(op, x);
@@ -122,9 +125,9 @@ impl<const D: usize> Windows<D> {
         Ok((out, before.reshape(&shape)?.add(&plane_index)?))
     }
 
-    /// Returns the maximum of 3-D windows and two index tensors. The first is the index of each slice's maximum in its slice,
-    /// `[N, C, D, windows]`. The second is the index of a window's maximum among these, `[N, C, windows along the depth, windows]`.
-    /// Of equal elements, the first counts.
+    /// Returns the maximum of each 3-D window and two index tensors. The first, `[N, C, D, windows]`, has the index of each maximum
+    /// within its slice. The second, `[N, C, windows along the depth, windows]`, says which of the slices' maxima is the window's
+    /// maximum. If several elements are equal, the first is the maximum.
     fn max_of_slices(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
         let ([n, c, depth, h, w], [oh, ow]) = (sizes_5d(x), self.last_two_dims().grid);
         let (rows, plane_indices) = self.last_two_dims().max_of_planes(op, &x.reshape([n, c * depth, h, w])?)?;
@@ -133,21 +136,21 @@ impl<const D: usize> Windows<D> {
         Ok((out.reshape([n, c, self.grid[0], oh, ow])?, plane_indices.reshape(shape)?, slice))
     }
 
-    /// Returns the mean of each window of x, in the form of [`as_images`]. Differentiable.
+    /// Returns the mean of each window of x, which has the dims of [`as_images`]. Differentiable.
     pub(crate) fn mean(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
         if D < 3 {
             return self.last_two_dims().mean_of_planes(op, x, divisor);
         }
         let ([n, c, depth, h, w], [oh, ow]) = (sizes_5d(x), self.last_two_dims().grid);
         let then = if let Divisor::Number(_) = divisor { Divisor::Number(1) } else { divisor };
-        // The mean of means would be rounded twice in half precision.
+        // In half precision, the mean of the slices' means would be rounded twice, so the means are computed in f32.
         let wide = if x.dtype.size() == 2 { x.to_dtype(DType::F32)? } else { x.shallow_clone() };
         let rows = self.last_two_dims().mean_of_planes(op, &wide.reshape([n, c * depth, h, w])?, divisor)?;
         let out = self.depth_pass(oh * ow).mean_of_planes(op, &rows.reshape([n, c, depth, oh * ow])?, then)?;
         out.reshape([n, c, self.grid[0], oh, ow])?.to_dtype(x.dtype)
     }
 
-    /// Returns the first and the end window whose element `k` along dim `d` is inside the image.
+    /// Returns the first window and the end of the windows whose element `k` along dim `d` is inside the image.
     pub(crate) fn windows_inside(&self, d: usize, k: usize) -> (usize, usize) {
         let (tap, padding, stride) = (k * self.dilation[d], self.padding[d], self.stride[d]);
         let first = padding.saturating_sub(tap).div_ceil(stride);
@@ -178,7 +181,7 @@ impl Windows {
         let ([kh, kw], [oh, ow]) = (self.kernel, self.grid);
         let shape = if inside { [c, kh, kw, n, oh, ow] } else { [n, c, kh, kw, oh, ow] };
         let out = backend::compute(shape, x.dtype, x.device(), |b, out| match x.numel() {
-            // The input is empty, so every window is entirely padding.
+            // The image is empty, so every window is entirely padding.
             0 => out.zero_().map(drop),
             _ => b.im2col(&Im2col { windows: &self, x, out, inside }),
         })?;
@@ -188,7 +191,8 @@ impl Windows {
         }))
     }
 
-    /// Adds columns, `[N, C, kernel, grid]`, to the elements of `[N, C, image]` that im2col would read. Differentiable, one launch.
+    /// Adds each element of `columns`, `[N, C, kernel, grid]`, to the element of an image `[N, C, image]` from which im2col would read
+    /// it. Differentiable, one launch.
     pub(crate) fn col2im(self, op: &'static str, columns: &Tensor) -> Result<Tensor> {
         let dims = columns.shape().dims();
         let shape = [dims[0], dims[1], self.image[0], self.image[1]];
@@ -199,7 +203,7 @@ impl Windows {
         Ok(autograd::record_unary_differentiable(op, out, columns, move |grad| self.im2col(op, &grad, false)))
     }
 
-    /// Computes the maximum and its index for each window of planes `[N, C, image]`.
+    /// Computes the maximum of each window of planes `[N, C, image]`, and the index of each maximum.
     fn max_of_planes(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor)> {
         let format = x.memory_format();
         let index =
@@ -229,7 +233,7 @@ impl Windows {
         Ok(autograd::record_unary_differentiable(op, out, x, back))
     }
 
-    /// The gradient of [`Windows::mean_of_planes`], which is differentiable itself.
+    /// Computes the gradient of [`Windows::mean_of_planes`], which is differentiable itself.
     fn mean_backward(
         self,
         op: &'static str,
@@ -247,7 +251,8 @@ impl Windows {
         Shape::from([dims[0], dims[1], self.grid[0], self.grid[1]])
     }
 
-    /// Runs a pooling task. The result has x's dtype and the given shape and format. Only maxima use `index`, which has the same format.
+    /// Runs a pooling task. The result has the dtype of x and the given shape and format. `index`, which has the same format, is used
+    /// only by tasks with maxima.
     fn run_task(
         &self,
         task: PoolTask,
@@ -272,7 +277,7 @@ impl Windows {
     }
 }
 
-/// Views a weight `[A, B, kernel]` of one to three spatial dims as 2-D. The slices of a 3-D kernel become part of dim B.
+/// Views a weight `[A, B, kernel]` with one to three spatial dims as a weight with two. The slices of a 3-D kernel become part of dim B.
 pub(crate) fn weight_as_2d<const D: usize>(weight: &Tensor) -> Result<Tensor> {
     match weight.shape().dims() {
         &[a, b, kd, kh, kw] => weight.reshape([a, b * kd, kh, kw]),
@@ -281,7 +286,7 @@ pub(crate) fn weight_as_2d<const D: usize>(weight: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Views x, `[C, dims..]` or `[N, C, dims..]`, with a batch dim. 1-D images become one row: `[N, C, 1, L]`.
+/// Views x, `[C, dims..]` or `[N, C, dims..]`, with a batch dim. 1-D images become images with one row: `[N, C, 1, L]`.
 pub(crate) fn as_images(op: &'static str, x: &Tensor, directions: usize) -> Result<Tensor> {
     let batched = match x.rank().checked_sub(directions) {
         Some(1) => false,
@@ -313,8 +318,8 @@ pub(crate) fn last_sizes<const D: usize>(t: &Tensor) -> [usize; D] {
 
 /// Copies the elements of each window of images to a column (PyTorch's `nn.functional.unfold`).
 ///
-/// `[N, C, H, W]` gives `[N, C KH KW, windows]`, and `[C, H, W]` gives `[C KH KW, windows]`. The options are pairs of rows and
-/// columns. Elements in the padding are 0. Any dtype, one launch. Differentiable.
+/// `[N, C, H, W]` gives `[N, C KH KW, windows]`, and `[C, H, W]` gives `[C KH KW, windows]`. Each option is a pair: a number for rows and
+/// a number for columns. Elements in the padding are 0. Any dtype, one launch. Differentiable.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::functional::{fold, unfold}};
@@ -348,9 +353,9 @@ pub fn unfold(
     if x.rank() == 4 { Ok(columns) } else { columns.squeeze(0) }
 }
 
-/// Adds columns, `[N, C KH KW, windows]` or without N, to images of `output_size` at the elements that [`unfold`] would read
-/// (PyTorch's `nn.functional.fold`). Floats, one launch. Differentiable. Fails as [`unfold`] does, and with
-/// [`Error::Invalid`] for columns of a wrong shape.
+/// Adds each element of the columns, `[N, C KH KW, windows]` or `[C KH KW, windows]`, to the element of images of `output_size` from
+/// which [`unfold`] would read it (PyTorch's `nn.functional.fold`). Floats, one launch. Differentiable. Fails as [`unfold`] does, and
+/// with [`Error::Invalid`] for columns of a wrong shape.
 #[track_caller]
 pub fn fold(
     columns: &Tensor,

@@ -14,7 +14,7 @@ use crate::expr::philox::Seed;
 use crate::ops::dispatch::prelude::*;
 use crate::storage::CapturedMemory;
 
-/// The draws of one capture from one generator.
+/// The draws that one capture makes from one generator.
 struct CapturedDraws {
     generator: Generator,
     /// The generator's key and stream at the start of a replay, in device memory.
@@ -27,7 +27,7 @@ thread_local! {
     static DRAWS: RefCell<(u64, Vec<CapturedDraws>)> = const { RefCell::new((0, Vec::new())) };
 }
 
-/// Returns the source of the next draw in the capture that this thread is recording.
+/// Returns the random source for the next draw in the capture that this thread is recording.
 pub(super) fn next_draw(generator: &Generator, device: Device) -> Result<RandomSource> {
     DRAWS.with_borrow_mut(|(capture, all)| {
         if *capture != capture::capture_id() {
@@ -42,7 +42,7 @@ pub(super) fn next_draw(generator: &Generator, device: Device) -> Result<RandomS
     })
 }
 
-/// Registers a hook that runs before each replay: it copies the generator's state to the device, and advances the generator by the
+/// Registers a hook that runs before each replay. The hook copies the generator's state to the device, and advances the generator by the
 /// number of captured draws.
 fn begin_draws(generator: &Generator, device: Device) -> Result<CapturedDraws> {
     let base = Arc::new(CapturedMemory::run_outside_pool(|| Tensor::empty_with_shape(2, DType::I64, device))?);
@@ -50,7 +50,7 @@ fn begin_draws(generator: &Generator, device: Device) -> Result<CapturedDraws> {
     let (generator, base, count) = (draws.generator.clone(), Arc::clone(&draws.base), Arc::clone(&draws.count));
     let copy_state = move || {
         let Seed { key, stream } = generator.take(count.load(Relaxed));
-        // A fill with one pattern, because writes from the host wait.
+        // The state is written by a fill with one pattern, because a write from host memory would wait for the device.
         let state = bytemuck::cast::<[u64; 2], [u8; 16]>([key, stream]);
         backend::launch([&*base], |_| base.storage.fill(base.layout.offset * size_of::<i64>(), state.len(), &state))
     };

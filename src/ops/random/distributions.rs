@@ -1,4 +1,4 @@
-//! Random numbers of further distributions: in place, and with parameters in tensors.
+//! Random numbers of further distributions: in-place methods, and distributions whose parameters are tensors.
 
 use crate::device::capture::is_capturing;
 use crate::expr::philox::Seed;
@@ -28,7 +28,7 @@ operations! {
 }
 
 impl Tensor {
-    /// Fills this tensor with a formula of the given scalars and the next seed.
+    /// Fills this tensor with the values of a formula that reads the given scalars and the next seed.
     fn fill_with_random_(&self, op: &'static str, scalars: &[Scalar], expr: Expr) -> Result<&Tensor> {
         let change = autograd::begin_in_place(op, self, &[])?;
         if self.skips_writes() {
@@ -40,7 +40,7 @@ impl Tensor {
         Ok(self)
     }
 
-    /// Computes a formula of the given tensors and the next seed. Not differentiable.
+    /// Computes a formula that reads the given tensors and the next seed. Not differentiable.
     fn random_from(
         op: &'static str,
         inputs: &[&Tensor],
@@ -52,8 +52,8 @@ impl Tensor {
         Ok(elementwise::apply(op, inputs, drawn.params(scalars), &[expr], &[dtype])?.remove(0))
     }
 
-    /// Fills with uniform random numbers in `from..to`, never `to` in any dtype (PyTorch's `uniform_`, with defaults of 0 and 1). In place,
-    /// one launch.
+    /// Fills this tensor with uniform random numbers in `from..to`; no dtype rounds a number to `to` (PyTorch's `uniform_`, with defaults
+    /// of 0 and 1). One launch.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -64,8 +64,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] if `to` is below `from`, or if a limit or the difference is
-    /// not finite in the dtype; the errors of [`Tensor::fill_`].
+    /// Returns [`Error::UnsupportedDType`] for integers and bool, [`Error::Invalid`] if `to` is below `from`, or if a limit or the
+    /// difference of the limits is not finite in the dtype, and the errors of [`Tensor::fill_`].
     pub fn uniform_(&self, from: f64, to: f64) -> Result<&Tensor> {
         let op = "uniform_";
         self.dtype.check_float(op)?;
@@ -73,7 +73,7 @@ impl Tensor {
         let dtype = self.dtype;
         [from, to].into_iter().try_for_each(|end| Scalar::Float(end).check_within(op, dtype))?;
         Scalar::Float(to - from).check_within(op, dtype.compute().dtype())?;
-        // Rounding may give `to`, so the result is clamped to the dtype's numbers next to the limits.
+        // Rounding may produce `to`, so results are clamped to the dtype's smallest and greatest numbers in the range.
         let (least, greatest) = (dtype.at_least(from), dtype.at_most(to, from < to));
         let (least, greatest) =
             if least <= greatest { (least, greatest) } else { (dtype.rounded(from), dtype.rounded(from)) };
@@ -82,8 +82,8 @@ impl Tensor {
         self.fill_with_random_(op, &[from, to - from, least, greatest].map(Scalar::Float), expr)
     }
 
-    /// Fills with normal random numbers of this mean and standard deviation (PyTorch's `normal_`, with defaults of 0 and 1). In place, one
-    /// launch.
+    /// Fills this tensor with normal random numbers of the given mean and standard deviation (PyTorch's `normal_`, with defaults of 0 and
+    /// 1). One launch.
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a negative deviation; the errors of [`Tensor::fill_`].
@@ -94,7 +94,8 @@ impl Tensor {
         self.fill_with_random_(op, &[mean.into(), std.into()], Expr::scalar(0) + Expr::scalar(1) * Expr::normal(0))
     }
 
-    /// Fills with exponentially distributed numbers of this rate, all above 0 (PyTorch's `exponential_`). In place, one launch.
+    /// Fills this tensor with exponentially distributed random numbers of the given rate, all above 0 (PyTorch's `exponential_`). One
+    /// launch.
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a rate that is not positive; the errors of
@@ -108,7 +109,7 @@ impl Tensor {
         self.fill_with_random_(op, &[(-1.0 / rate).into(), least.into()], expr)
     }
 
-    /// Fills with 1 with probability `p`, otherwise 0, in any dtype (PyTorch's `bernoulli_`). In place, one launch. Fails as
+    /// Sets each element to 1 with probability `p`, otherwise to 0, in any dtype (PyTorch's `bernoulli_`). One launch. Fails as
     /// [`Tensor::fill_`] does, and with [`Error::Invalid`] unless `p` is in `0.0..=1.0`.
     pub fn bernoulli_(&self, p: f64) -> Result<&Tensor> {
         let op = "bernoulli_";
@@ -116,8 +117,8 @@ impl Tensor {
         self.fill_with_random_(op, &[p.into()], Expr::uniform(0).lt(Expr::scalar(0)))
     }
 
-    /// Returns 1 with the probability in each element, otherwise 0, in this tensor's dtype (PyTorch's `bernoulli`). Not differentiable.
-    /// Floats.
+    /// Returns a tensor in which each element is 1 with the probability that this tensor's element gives, otherwise 0, in this tensor's
+    /// dtype (PyTorch's `bernoulli`). Floats. Not differentiable.
     #[track_caller]
     pub fn bernoulli(&self) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -126,8 +127,8 @@ impl Tensor {
         Tensor::random_from(op, &[self], &[], Expr::uniform(0).lt(Expr::input(0)), self.dtype)
     }
 
-    /// Normal random numbers, each with its own mean and standard deviation, which broadcast (PyTorch's `normal`). Not differentiable.
-    /// Floats.
+    /// Returns normal random numbers, each with its own mean and standard deviation, which are broadcast (PyTorch's `normal`). Floats.
+    /// Not differentiable.
     #[track_caller]
     pub fn normal(mean: &Tensor, std: &Tensor) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -138,28 +139,30 @@ impl Tensor {
         Tensor::random_from(op, &[mean, std], &[], Expr::input(0) + Expr::input(1) * Expr::normal(0), dtype)
     }
 
-    /// [`Tensor::rand`] with this tensor's shape, dtype and device.
+    /// Returns [`Tensor::rand`] with this tensor's shape, dtype and device.
     #[track_caller]
     pub fn rand_like(&self) -> Result<Tensor> {
         Tensor::rand(self.shape(), self).with_op("rand_like")
     }
 
-    /// [`Tensor::randn`] with this tensor's shape, dtype and device.
+    /// Returns [`Tensor::randn`] with this tensor's shape, dtype and device.
     #[track_caller]
     pub fn randn_like(&self) -> Result<Tensor> {
         Tensor::randn(self.shape(), self).with_op("randn_like")
     }
 
-    /// [`Tensor::randint`] with this tensor's shape, dtype and device.
+    /// Returns [`Tensor::randint`] with this tensor's shape, dtype and device.
     #[track_caller]
     pub fn randint_like(&self, low: i64, high: i64) -> Result<Tensor> {
         Tensor::randint(low, high, self.shape(), self).with_op("randint_like")
     }
 
-    /// Draws `samples` indices into the last dim, with probabilities proportional to the weights, as i64 (PyTorch's `multinomial`).
+    /// Draws `samples` indices of the last dim, with probabilities proportional to this tensor's elements, as i64 (PyTorch's
+    /// `multinomial`).
     ///
-    /// A vector gives a vector, and a matrix gives one row for each of its rows. Without replacement, no index occurs twice. Waits for the
-    /// device, to check the weights. A captured graph does not check, and its replays give meaningless indices for invalid weights.
+    /// A vector of weights gives a vector of indices, and a matrix gives one row of indices for each of its rows. Without replacement, no
+    /// index occurs twice in a row. Waits for the device, to check the weights. A captured graph does not check the weights, and its
+    /// replays return meaningless indices for invalid weights.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -207,8 +210,9 @@ impl Tensor {
             indices.clamp_max_(n as i64 - 1)?;
             return Ok(indices);
         }
-        // Exponential arrival times with the weights as rates: the order of arrival is a sample without replacement. The second uniform number
-        // refines the first, so that times close to 0, which arrive first, have as many digits as all others.
+        // If every index arrives at an exponentially distributed time with its weight as the rate, the order of arrival is a sample without
+        // replacement. The second uniform number refines the first, so that the earliest times, close to 0, have as many digits as later
+        // times.
         let wide = self.dtype.compute().dtype();
         let time = -(-(Expr::uniform(0) + Expr::uniform(1) * 2f64.powi(-24))).log1p();
         let rate = Expr::input(0) / Expr::input(1);
@@ -226,17 +230,17 @@ impl Tensor {
     }
 }
 
-/// The key offset of the second seed, in operations that draw two numbers for each element.
+/// The number added to a seed's key to get a second seed, for operations that draw two numbers for each element.
 const SECOND_SEED_KEY_OFFSET: u64 = 0x9E37_79B9_7F4A_7C15;
 
 fn to_host_f64(x: &Tensor) -> Result<Vec<f64>> {
     x.to_device(crate::Device::Cpu)?.to_dtype(DType::F64)?.to_vec()
 }
 
-/// Returns cumulative sums of the weights, scaled to integers with a total of about 2^61. Integer sums are exact in any order, and need no
-/// doubles.
+/// Returns cumulative sums of the weights, scaled to integers with a total of about 2^61. Integer sums are exact in any order, and need
+/// no f64.
 fn cumulative_weights(weights: &Tensor, greatest: &Tensor, n: usize) -> Result<Tensor> {
-    /// The maximum number of weights for which a single scaling keeps enough digits of a small weight.
+    /// The maximum number of weights for which one scale factor leaves enough digits for a small weight.
     const SHORT_LEN: usize = 1 << 18;
     let (op, total) = ("multinomial", 2f64.powi(61));
     let scalars = [Scalar::Float(total / n.next_power_of_two() as f64)];
@@ -255,7 +259,7 @@ fn cumulative_weights(weights: &Tensor, greatest: &Tensor, n: usize) -> Result<T
     whole(&[weights, greatest, &scale], scaled_weight * Expr::input(2))?.cumsum(-1)
 }
 
-/// A uniform integer in `0..total`, for a total below 2^62: the upper half of the product of `total` and 62 random bits.
+/// Returns a uniform random integer in `0..total`, for a total below 2^62: the upper half of the product of `total` and 62 random bits.
 fn uniform_integer_below(total: &Expr) -> Expr {
     let high = |x: &Expr| x.shift_right(31.0);
     let low = |x: &Expr| x - high(x) * 2f64.powi(31);

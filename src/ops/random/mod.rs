@@ -1,7 +1,7 @@
 //! Random tensors from a counter-based generator (Philox4x32-10), with the same bits on every device.
 //!
 //! Every random operation takes the next stream of a generator, by default the generator of the process. Element `e` of the result
-//! depends only on (seed, stream, e). So dropout stores no mask, because the backward pass computes the mask again.
+//! depends only on (seed, stream, e). Therefore dropout stores no mask: the backward pass computes the mask again.
 
 mod captured;
 pub(crate) mod distributions;
@@ -19,7 +19,7 @@ use crate::tensor::TensorOptions;
 
 /// A source of seeds for random operations (PyTorch's `Generator`): a seed and the number of draws made from it.
 ///
-/// One generator serves all devices, and the same draws give the same numbers on each of them. A clone is another handle on the same
+/// One generator serves all devices, and the same draws give the same numbers on every device. A clone is another handle on the same
 /// generator.
 ///
 /// ```
@@ -43,7 +43,7 @@ thread_local! {
 }
 
 impl Generator {
-    /// Creates a generator with this seed.
+    /// Creates a generator with the given seed.
     pub fn new(seed: u64) -> Generator {
         Generator(Arc::new(Mutex::new(Seed { key: seed, stream: 0 })))
     }
@@ -58,18 +58,18 @@ impl Generator {
         *sync::lock(&self.0)
     }
 
-    /// Restores a [`state`](Generator::state), so that draws continue from there.
+    /// Sets the seed and the number of draws to a previous [`state`](Generator::state), so that draws continue from that state.
     pub fn set_state(&self, state: Seed) {
         *sync::lock(&self.0) = state;
     }
 
-    /// Returns the generator that random operations of this thread draw from: the one of the innermost [`with_generator`], or the
-    /// generator of the process.
+    /// Returns the generator that random operations of this thread draw from: the generator of the innermost [`with_generator`], or else
+    /// the generator of the process.
     pub fn current() -> Generator {
         GENERATORS.with_borrow(|all| all.last().cloned()).unwrap_or_else(|| GENERATOR.clone())
     }
 
-    /// Advances the generator by a number of draws, and returns the seed of the first.
+    /// Advances the generator by `draws` draws, and returns the seed of the first of these draws.
     fn take(&self, draws: u64) -> Seed {
         let mut state = sync::lock(&self.0);
         let seed = *state;
@@ -78,8 +78,8 @@ impl Generator {
     }
 }
 
-/// Runs `f` with all random operations of this thread drawing from `generator` instead of the generator of the process (PyTorch's
-/// `generator=`). See [`Generator`].
+/// Runs `f`. Until `f` returns, all random operations of this thread draw from `generator` instead of the generator of the process
+/// (PyTorch's `generator=`). See [`Generator`].
 pub fn with_generator<R>(generator: &Generator, f: impl FnOnce() -> R) -> R {
     struct Restore;
     impl Drop for Restore {
@@ -124,7 +124,7 @@ pub(crate) fn next_seed(device: Device) -> Result<RandomSource> {
 }
 
 impl RandomSource {
-    /// Returns the parameters of a formula that reads these scalars and this seed.
+    /// Returns the parameters of a formula that reads the given scalars and this seed.
     pub(crate) fn params<'a>(&'a self, scalars: &'a [Scalar]) -> Params<'a> {
         Params { scalars, seeds: std::slice::from_ref(&self.seed), base: self.base.as_deref() }
     }
@@ -139,14 +139,15 @@ fn new_random(
 ) -> Result<Tensor> {
     let out = Tensor::empty_or_uninit(Layout::contiguous(shape), options.dtype, options.device)?;
     if out.is_uninit() {
-        return Ok(out); // without drawing a seed
+        return Ok(out); // an empty result draws no seed
     }
     let drawn = next_seed(options.device)?;
     elementwise::apply_into(op, &[], drawn.params(scalars), &[expr], &[&out])?;
     Ok(out)
 }
 
-/// Uniform numbers in [0, 1), stored in this dtype. Halves are truncated to their number of bits, because rounding could give 1.
+/// Returns the formula of uniform numbers in [0, 1) for a result of this dtype. For f16 and bf16, numbers are truncated to the dtype's
+/// bits, because rounding could give 1.
 pub(crate) fn uniform(dtype: DType) -> Expr {
     let uniform = Expr::uniform(0);
     match dtype {
@@ -157,7 +158,7 @@ pub(crate) fn uniform(dtype: DType) -> Expr {
 }
 
 impl Tensor {
-    /// Uniform random numbers in [0, 1), never 1 in any dtype (PyTorch's `rand`). One launch. Floats.
+    /// Returns uniform random numbers in [0, 1); no dtype rounds a number to 1 (PyTorch's `rand`). One launch. Floats.
     #[track_caller]
     pub fn rand(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -166,7 +167,7 @@ impl Tensor {
         new_random("rand", shape.into(), options, &[], uniform(options.dtype))
     }
 
-    /// Normal random numbers with mean 0 and variance 1, by the Box-Muller transform (PyTorch's `randn`). One launch.
+    /// Returns normal random numbers with mean 0 and variance 1, by the Box-Muller transform (PyTorch's `randn`). One launch.
     #[track_caller]
     pub fn randn(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -175,7 +176,7 @@ impl Tensor {
         new_random("randn", shape.into(), options, &[], Expr::normal(0))
     }
 
-    /// Uniform random integers in `low..high`, of any dtype except bool (PyTorch's `randint`). One launch.
+    /// Returns uniform random integers in `low..high`, of any dtype except bool (PyTorch's `randint`). One launch.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -201,14 +202,16 @@ impl Tensor {
         if !dtype.is_float() || [low, last].iter().all(|&end| dtype.rounded(end as f64) == end as f64) {
             return new_random(op, shape.into(), options, &[low.into(), range.into()], expr);
         }
-        // Large numbers are rounded when stored as floats, so they are clamped to the dtype's numbers next to the ends of the range.
+        // Large numbers are rounded when they are stored as floats, so results are clamped to the dtype's smallest and greatest numbers
+        // in the range.
         let (first, last) = (dtype.at_least(low as f64), dtype.at_most(last as f64, false));
         invalid!(op if first > last, "{low}..{high} holds no number of {dtype}");
         let scalars = [low, range, first as i64, last as i64].map(Scalar::Int);
         new_random(op, shape.into(), options, &scalars, expr.clamp(Expr::scalar(2), Expr::scalar(3)))
     }
 
-    /// The numbers `0..n` in random order, i64 (PyTorch's `randperm`). Shuffled on the host and then copied to the device.
+    /// Returns the numbers `0..n` in random order, as i64 (PyTorch's `randperm`). The numbers are shuffled on the host and then copied to
+    /// the device.
     #[track_caller]
     pub fn randperm(n: usize, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -238,9 +241,9 @@ impl Tensor {
         Ok(out)
     }
 
-    /// Sets elements to zero with probability `p`, and scales all others by `1 / (1 - p)` (PyTorch's `dropout` in training). One launch
-    /// forward, one backward; no mask is stored. Differentiable. Floats. Fails with [`Error::Invalid`] unless `p` is in
-    /// `0.0..=1.0`.
+    /// Sets each element to zero with probability `p`, and multiplies all other elements by `1 / (1 - p)` (PyTorch's `dropout` in
+    /// training). One launch forward, one backward; no mask is stored. Differentiable. Floats. Fails with [`Error::Invalid`] unless `p`
+    /// is in `0.0..=1.0`.
     #[track_caller]
     pub fn dropout(&self, p: f64) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -254,9 +257,9 @@ impl Tensor {
         elementwise::apply_tracked(op, &[self], drawn.params(&scalars), &expr, self.dtype, &|i| expr.diff(i))
     }
 
-    /// Dropout of whole channels of `[N, C, ..]`: all elements of a channel are zeroed, or none (PyTorch's `dropout1d`, `dropout2d` and
-    /// `dropout3d`). See [`Tensor::dropout`]. Differentiable. Fails as [`Tensor::dropout`] does, and with [`Error::Invalid`] for
-    /// fewer than two dims.
+    /// Applies dropout to whole channels of `[N, C, ..]`: either all elements of a channel are set to zero, or none (PyTorch's
+    /// `dropout1d`, `dropout2d` and `dropout3d`). See [`Tensor::dropout`]. Differentiable. Fails as [`Tensor::dropout`] does, and with
+    /// [`Error::Invalid`] for fewer than two dims.
     #[track_caller]
     pub fn dropout2d(&self, p: f64) -> Result<Tensor> {
         let _caller = Caller::enter();

@@ -1,4 +1,4 @@
-//! Gradients of reductions: the formula of the row, or one of two rules.
+//! Gradients of reductions. A gradient is the formula that the row states, or one of two rules.
 
 use super::table::{Gradient, ReductionRow, rows};
 use super::{Mask, ReduceDims, expand_reduced, reduce, reduced_count, reduced_shape};
@@ -37,7 +37,7 @@ pub(crate) fn apply_reduction(
     apply_reduction_to(row, x, dims, keepdim, row.output(x.dtype)?)
 }
 
-/// Same as [`apply_reduction`], with a result of the given dtype and without autocast.
+/// Applies a row like [`apply_reduction`], with a result of the given dtype and without autocast.
 pub(crate) fn apply_reduction_to(
     row: &'static ReductionRow,
     x: &Tensor,
@@ -80,7 +80,8 @@ impl ReductionBackward {
         expand_reduced(t, &self.shape, &self.mask, self.keepdim)
     }
 
-    /// Records a gradient that is a formula. `wide` is the result in a wider dtype, which the first derivative reads if given.
+    /// Records `out` with a gradient that is a formula. `wide` is the result in a wider dtype; if given, the first derivative reads it
+    /// instead of `out`.
     fn record_formula(self, x: &Tensor, out: Tensor, wide: Option<Saved>) -> Tensor {
         let op = self.row.name;
         let derivative = self.row.derivative().expect("it has a formula");
@@ -93,7 +94,7 @@ impl ReductionBackward {
                 return Ok(SmallVec::from_iter([Some(self.expand(&self.unexpanded_gradient(n, ctx)?))]));
             }
             let grad = self.expand(&ctx.grad()?);
-            // The gradient fills the positions of inputs that the formula does not read.
+            // For inputs that the formula does not read, the gradient is passed as a placeholder.
             let x = match &saved_x {
                 Some(x) => x.get(op)?.shallow_clone(),
                 None => grad.shallow_clone(),
@@ -110,7 +111,7 @@ impl ReductionBackward {
         })
     }
 
-    /// Computes a gradient that is the same for all elements of a result, before it is expanded to them.
+    /// Computes a gradient that is the same for all elements of a result, before it is expanded to the shape of the input.
     fn unexpanded_gradient(&self, n: f64, ctx: &autograd::Context) -> Result<Tensor> {
         let Gradient::Formula(formula) = self.row.gradient else { unreachable!("it has a formula") };
         let derivative = |g: &Expr, n: &Expr| formula(g, g, g, n);
@@ -129,7 +130,7 @@ impl ReductionBackward {
         }
     }
 
-    /// Records a gradient that the elements equal to the result share evenly.
+    /// Records `out` with a gradient that is divided evenly among the elements that equal the result.
     fn record_even_among_ties(self, x: &Tensor, out: Tensor) -> Tensor {
         let op = self.row.name;
         let (saved, result) = (Saved::new(x), Saved::new(&out));
@@ -145,7 +146,8 @@ impl ReductionBackward {
         })
     }
 
-    /// Records the gradient of a product: for each element the product of all others. Zeros are counted and left out of the product.
+    /// Records the gradient of a product, which is for each element the product of all other elements. Zeros are counted and left out of
+    /// the product.
     fn record_product(self, x: &Tensor, out: Tensor) -> Tensor {
         let op = self.row.name;
         let saved = Saved::new(x);
@@ -168,7 +170,8 @@ impl ReductionBackward {
         })
     }
 
-    /// Computes the product again, multiplying one half by the other, so that second derivatives are right if elements are zero.
+    /// Computes the product again by repeatedly multiplying the first half of the elements by the second half, so that second derivatives
+    /// are right if elements are zero.
     fn product_by_halves(&self, x: &Tensor) -> Result<Tensor> {
         let side = |reduced: bool| self.mask.iter().enumerate().filter(move |(_, r)| **r == reduced);
         let order: Vec<isize> = side(false).chain(side(true)).map(|(d, _)| d as isize).collect();

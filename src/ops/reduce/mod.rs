@@ -27,7 +27,7 @@ pub(crate) fn reduced_shape(shape: &Shape, mask: &[bool], keepdim: bool) -> Shap
     }
 }
 
-/// Computes the reduction of `t`, outside the graph: one launch, or two if few results have many elements each. Writes to `out` if it
+/// Computes the reduction of `t`, outside the graph: one launch, or two if few results have many elements each. Writes to `out` if `out`
 /// is a contiguous tensor of the right shape and dtype, otherwise to a new tensor.
 fn reduce(
     op: &'static str,
@@ -60,7 +60,7 @@ fn reduce(
     Ok(out)
 }
 
-/// Returns the number of elements that each result is reduced from.
+/// Returns the number of elements that are reduced to each result.
 fn reduced_count(shape: &Shape, mask: &[bool]) -> usize {
     shape.dims().iter().zip(mask).filter(|(_, r)| **r).map(|(&d, _)| d).product()
 }
@@ -77,7 +77,7 @@ pub(crate) fn sum_into(
     reduce(op, &rows::sum, t, &mask, keepdim, rows::sum.output(t.dtype)?, out)
 }
 
-/// Computes the sum of all elements, converted to `dtype`: the second step of a loss.
+/// Computes the sum of all elements, converted to `dtype`. A loss calls this after computing the loss of each row.
 pub(crate) fn sum_all(op: &'static str, t: &Tensor, dtype: DType) -> Result<Tensor> {
     reduce(op, &rows::sum, t, &Mask::from_elem(true, t.rank()), false, dtype, None)
 }
@@ -99,8 +99,8 @@ fn expand_reduced(t: &Tensor, shape: &Shape, mask: &[bool], keepdim: bool) -> Te
 }
 
 impl Tensor {
-    /// Sums over the dims along which `shape` was broadcast to this tensor's shape: the gradient of broadcasting. Launches nothing if the
-    /// shapes are equal.
+    /// Sums over the dims along which `shape` was broadcast to this tensor's shape: the gradient of broadcasting. Returns this tensor,
+    /// without a launch, if the shapes are equal.
     pub(crate) fn sum_to(&self, shape: &Shape) -> Result<Tensor> {
         if self.shape() == shape {
             return Ok(self.shallow_clone());

@@ -7,8 +7,8 @@
 //!     nothing the result for no elements, gradient its rule, is the same in f64, on the range of test values;
 //! ```
 //!
-//! Formulas are [`Expr`](crate::ops::Expr)s. The gradient `Formula` is a formula of an element, the result, the result's gradient and
-//! the number of elements. Rows that give `I64` or `Bool` accumulate in i64, and all others in the type that the dtype computes in.
+//! Formulas are [`Expr`](crate::ops::Expr)s. The gradient `Formula` is a formula of an element, the result, the result's gradient and the
+//! number of elements. Rows that give `I64` or `Bool` accumulate in i64, and all other rows in the type in which the dtype is computed.
 
 /// Calls a macro with all rows.
 macro_rules! reductions {

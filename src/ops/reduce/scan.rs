@@ -1,8 +1,8 @@
 //! Scans: cumulative sums, products, maxima and minima with their indices, and logsumexp.
 //!
-//! A scan is one launch on strided input. A few long lines are split into parts, which takes three launches: totals of the parts, a
-//! scan of the totals, and the parts. f16 and bf16 accumulate in f32, integers in i64 (wrapping). Running sums are blocked, so that
-//! the last of ten million f32 is accurate to about 1e-6.
+//! A scan takes one launch, also on strided input. If there are only a few long lines, they are split into parts, which takes three
+//! launches: the totals of the parts, a scan of the totals, and a scan of each part. f16 and bf16 accumulate in f32, integers in i64
+//! (wrapping). Running sums are added in blocks, so that the last running sum of ten million f32 is accurate to about 1e-6.
 
 use crate::backend::problem::scan::{RunningReduction, Scan};
 use crate::ops::dispatch::prelude::*;
@@ -31,7 +31,7 @@ fn scan(op: &'static str, kind: Scan, t: &Tensor, dim: isize) -> Result<(Tensor,
     Ok((shaped(values), indices.map(shaped)))
 }
 
-/// Applies `f` from the last element to the first.
+/// Applies `f` in reversed order of the elements along `dim`: reverses the tensor, calls `f`, and reverses the result.
 fn apply_reversed(t: &Tensor, dim: isize, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     match t.rank() {
         0 => f(t),
@@ -45,8 +45,8 @@ fn half_to_f32(t: &Tensor) -> Result<Tensor> {
     t.to_dtype(if halves { DType::F32 } else { t.dtype })
 }
 
-/// Computes [`Tensor::cumprod`] in steps that double the number of factors. As a composition of products, its second derivatives are
-/// right after zeros, too.
+/// Computes [`Tensor::cumprod`] in steps that double the number of factors. Because it is composed of recorded products, second
+/// derivatives are right also after zeros.
 fn cumprod_by_doubling(x: &Tensor, dim: isize) -> Result<Tensor> {
     let n = if x.rank() == 0 { 1 } else { x.shape().dims()[x.shape().dim("cumprod", dim)?] };
     let (mut y, mut reach) = (x.shallow_clone(), 1);
@@ -68,7 +68,7 @@ operations! {
 }
 
 impl Tensor {
-    /// The cumulative sum along `dim` (PyTorch's `cumsum`). Floats keep their dtype; integers and bool give i64. Differentiable.
+    /// Returns the cumulative sum along `dim` (PyTorch's `cumsum`). Floats keep their dtype; integers and bool give i64. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -89,7 +89,7 @@ impl Tensor {
         }))
     }
 
-    /// The cumulative product along `dim` (PyTorch's `cumprod`). Dtypes as for [`Tensor::cumsum`]. Differentiable, also where
+    /// Returns the cumulative product along `dim` (PyTorch's `cumprod`). Dtypes as for [`Tensor::cumsum`]. Differentiable, also where
     /// elements are zero.
     #[track_caller]
     pub fn cumprod(&self, dim: isize) -> Result<Tensor> {
@@ -109,9 +109,10 @@ impl Tensor {
             let zero = x.eq_scalar(0)?;
             let zeros = zero.cumsum(dim)?;
             let reversed_cumsum = |t: &Tensor| apply_reversed(t, dim, |t| t.cumsum(dim));
-            // Before the first zero: the sum over all later results, divided by the element. After the first zero the gradient is zero.
+            // Before the first zero, the gradient is the sum of all later results times their gradients, divided by the element. After
+            // the first zero, it is zero.
             let before = reversed_cumsum(&result.mul(&grad)?)?.div(&x.masked_fill(&zero, 1)?)?;
-            // At the first zero: the products of the other elements.
+            // At the first zero, the gradient uses the products of the other elements.
             let first = zero.logical_and(&zeros.eq_scalar(1)?)?;
             let others = reversed_cumsum(&x.masked_fill(&first, 1)?.cumprod(dim)?.mul(&grad)?)?;
             let nothing = before.masked_fill(&zeros.ne_scalar(0)?, 0)?;
@@ -119,14 +120,14 @@ impl Tensor {
         }))
     }
 
-    /// The cumulative maximum along `dim` and its index, as i64 (PyTorch's `cummax`). The index is the last of equal elements. After a NaN,
-    /// all results are NaN. Differentiable.
+    /// Returns the cumulative maximum along `dim` and its index, as i64 (PyTorch's `cummax`). If several elements are equal, the index is
+    /// that of the last. After a NaN, all results are NaN. Differentiable.
     #[track_caller]
     pub fn cummax(&self, dim: isize) -> Result<(Tensor, Tensor)> {
         self.cumulative_extreme("cummax", Scan::Max, dim)
     }
 
-    /// The cumulative minimum along `dim` and its index (PyTorch's `cummin`). See [`Tensor::cummax`].
+    /// Returns the cumulative minimum along `dim` and its index (PyTorch's `cummin`). See [`Tensor::cummax`].
     #[track_caller]
     pub fn cummin(&self, dim: isize) -> Result<(Tensor, Tensor)> {
         self.cumulative_extreme("cummin", Scan::Min, dim)
@@ -145,7 +146,7 @@ impl Tensor {
         Ok((out, indices))
     }
 
-    /// The cumulative `log(sum(exp(x)))` along `dim`, without overflow (PyTorch's `logcumsumexp`). Floats. Differentiable.
+    /// Returns the cumulative `log(sum(exp(x)))` along `dim`, without overflow (PyTorch's `logcumsumexp`). Floats. Differentiable.
     #[track_caller]
     pub fn logcumsumexp(&self, dim: isize) -> Result<Tensor> {
         return_replacement!(op = "logcumsumexp", [self], dim);
@@ -159,7 +160,7 @@ impl Tensor {
             let (x, result, grad) =
                 (half_to_f32(x.get(op)?)?, half_to_f32(&ctx.unpack_result(&result)?)?, half_to_f32(&ctx.grad()?)?);
             let log = grad.abs()?.log()?.sub(&result)?;
-            // The reversed cumulative sum of grad * exp(x - result), in logarithms, for each sign of grad.
+            // For each sign of grad, the reversed cumulative sum of |grad| * exp(x - result), computed with logarithms.
             let part = |other_sign: &Tensor| {
                 let log = log.masked_fill(other_sign, f64::NEG_INFINITY)?;
                 apply_reversed(&log, dim, |t| t.logcumsumexp(dim))?.add(&x)?.exp()
@@ -169,8 +170,8 @@ impl Tensor {
         }))
     }
 
-    /// The differences of adjacent elements along `dim`, repeated `n` times (PyTorch's `diff`). For bool, whether adjacent elements
-    /// differ. Differentiable. Fails with [`Error::DimOutOfRange`] for a scalar.
+    /// Takes the differences of adjacent elements along `dim`, `n` times (PyTorch's `diff`). For bool, a difference is whether adjacent
+    /// elements differ. Differentiable. Fails with [`Error::DimOutOfRange`] for a scalar.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -183,7 +184,7 @@ impl Tensor {
     pub fn diff(&self, n: usize, dim: isize) -> Result<Tensor> {
         return_replacement!(op = "diff", [self], n, dim);
         let d = self.shape().dim(op, dim)?;
-        // After as many differences as there are elements, none is left.
+        // The number of differences is limited to the number of elements, because then no element is left.
         (0..n.min(self.shape().dims()[d])).try_fold(self.shallow_clone(), |t, _| {
             let pairs = t.shape().dims()[d].saturating_sub(1);
             let (next, this) = (t.narrow(dim, t.shape().dims()[d] - pairs, pairs)?, t.narrow(dim, 0, pairs)?);

@@ -18,9 +18,9 @@ operations! {
 }
 
 impl Tensor {
-    /// The variance over `dims`: the sum of squared deviations from the mean, divided by the number of elements minus `correction`
-    /// (PyTorch's `var`, with a default correction of 1). A correction of 0 gives the population variance. Differentiable. Fails as
-    /// [`Tensor::mean`] does.
+    /// Returns the variance over `dims`: the sum of squared deviations from the mean, divided by the number of elements minus
+    /// `correction` (PyTorch's `var`, with a default correction of 1). A correction of 0 gives the population variance. Differentiable.
+    /// Fails as [`Tensor::mean`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -33,14 +33,14 @@ impl Tensor {
         Variance { op: "var", dims: dims.into(), correction, keepdim, root: false }.compute(self)
     }
 
-    /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; the gradient of a deviation of 0 is 0. Fails as
-    /// [`Tensor::mean`] does.
+    /// Returns the standard deviation: the square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; the gradient of a deviation
+    /// of 0 is 0. Fails as [`Tensor::mean`] does.
     #[track_caller]
     pub fn std(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
         Variance { op: "std", dims: dims.into(), correction, keepdim, root: true }.compute(self)
     }
 
-    /// Returns [`Tensor::var`] and the mean (PyTorch's `var_mean`). Differentiable. Fails as [`Tensor::mean`] does.
+    /// Returns the variance, as [`Tensor::var`], and the mean (PyTorch's `var_mean`). Differentiable. Fails as [`Tensor::mean`] does.
     #[track_caller]
     pub fn var_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
@@ -49,7 +49,8 @@ impl Tensor {
         both().with_op("var_mean")
     }
 
-    /// Returns [`Tensor::std`] and the mean (PyTorch's `std_mean`). Differentiable. Fails as [`Tensor::mean`] does.
+    /// Returns the standard deviation, as [`Tensor::std`], and the mean (PyTorch's `std_mean`). Differentiable. Fails as [`Tensor::mean`]
+    /// does.
     #[track_caller]
     pub fn std_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
@@ -67,14 +68,14 @@ impl Tensor {
         Ok((self.min(dims.clone(), keepdim).with_op("aminmax")?, self.max(dims, keepdim).with_op("aminmax")?))
     }
 
-    /// The mean over `dims` of the elements that are not NaN; NaN if all are (PyTorch's `nanmean`). Floats. Differentiable. Fails
-    /// as [`Tensor::mean`] does.
+    /// Returns the mean over `dims` of the elements that are not NaN, or NaN if all elements are NaN (PyTorch's `nanmean`). Floats.
+    /// Differentiable. Fails as [`Tensor::mean`] does.
     #[track_caller]
     pub fn nanmean(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("nanmean", dims.into());
         return_replacement!(op, [self], &dims, keepdim);
         self.dtype.check_float(op)?;
-        // The sum of many halves overflows before the mean does.
+        // The sum of many halves overflows before the mean does, so the mean is computed in f32.
         if matches!(self.dtype, DType::F16 | DType::BF16) {
             return self.to_dtype(DType::F32)?.nanmean(dims, keepdim)?.to_dtype(self.dtype);
         }
@@ -83,7 +84,7 @@ impl Tensor {
     }
 }
 
-/// A variance, or with `root` a standard deviation.
+/// The parameters of a variance or, with `root`, of a standard deviation.
 struct Variance {
     op: &'static str,
     dims: ReduceDims,
@@ -102,8 +103,8 @@ impl Variance {
         }
     }
 
-    /// Computes the result by one kernel on GPUs that have it. Takes one launch, or two for long rows. Returns `None` if a gradient is
-    /// needed, and if the elements of a row are further apart in memory than adjacent rows.
+    /// Computes the result by one fused kernel, which exists on GPUs. Takes one launch, or two for long rows. Returns `None` on other
+    /// devices, if a gradient is needed, and if the elements of a row are further apart in memory than adjacent rows.
     fn compute_fused(&self, t: &Tensor) -> Result<Option<Tensor>> {
         let backend = backend::of_device(t.device());
         if !backend.has_variance() || !t.dtype.is_float() || t.numel() == 0 || autograd::is_tracked(&[t]) {
@@ -128,9 +129,9 @@ impl Variance {
         Ok(backend.variance(&problem)?.then_some(out))
     }
 
-    /// Computes the result from a mean and the deviations from it, and records the result.
+    /// Computes the result from the mean and the deviations from the mean, and records the result.
     fn compute_composed(&self, t: &Tensor) -> Result<Tensor> {
-        // The square of a half overflows f16 from 256 on.
+        // The squares are computed in f32, because squares of elements from 256 on overflow f16.
         if matches!(t.dtype, DType::F16 | DType::BF16) {
             return self.compute_composed(&t.to_dtype(DType::F32)?)?.to_dtype(t.dtype);
         }
@@ -138,7 +139,7 @@ impl Variance {
         let mask = dims.mask(op, t.shape())?;
         let freedom = super::reduced_count(t.shape(), &mask).saturating_sub(correction) as f64;
         let x = t.detach();
-        // A registered replacement of the subtraction may return any shape.
+        // A registered replacement of the subtraction may return any shape, so the shape is restored.
         let deviations = x.sub(&x.mean(dims.clone(), true).with_op(op)?)?.reshape(t.shape()).with_op(op)?;
         let kept = sum_of_squares(op, &deviations, &mask, freedom, root)?;
         let out = kept.detach().reshape(super::reduced_shape(t.shape(), &mask, keepdim))?;
@@ -162,7 +163,7 @@ impl Variance {
             let grad = super::expand_reduced(&ctx.grad()?, deviations.shape(), &mask, keepdim);
             let (x, n) = (Expr::input(0), [Scalar::Float(freedom)]);
             let kept = kept.as_ref().map(|kept| kept.unpack(op)).transpose()?;
-            // The gradient of a root of 0 is 0.
+            // At a standard deviation of 0, the gradient is 0.
             let derivative = match kept {
                 Some(_) => Expr::input(2).eq(0.0).select(0.0, x / Expr::input(2) / Expr::scalar(0)),
                 None => x * (Expr::constant(2.0) / Expr::scalar(0)),
@@ -176,7 +177,7 @@ impl Variance {
     }
 }
 
-/// The rules for the root of a sum of squares divided by the degrees of freedom, and for that quotient without the root.
+/// The rules that compute a sum of squares divided by the degrees of freedom: the first rule with a square root, the second without.
 static MOMENT_RULES: LazyLock<[Rule; 2]> = LazyLock::new(|| {
     let (combination, square) = (Combination::Add, Expr::input(0).square());
     let quotient = Expr::input(0) / Expr::scalar(0);

@@ -1,7 +1,7 @@
 //! The table of reductions: the fields of a row, and the code that is generated from it.
 //!
-//! A row (see `reductions.rs`) states how elements are combined, a formula before and a formula after the combination, and the
-//! gradient. It yields the method of `Tensor`, the code of both backends, the catalogue entry, the documentation and the tests.
+//! A row (see `reductions.rs`) states how elements are combined, a formula before and a formula after the combination, and the gradient.
+//! From the row follow the method of `Tensor`, the code of both backends, the catalogue entry, the documentation and the tests.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -20,8 +20,8 @@ impl Rule {
         if self.counts { Compute::I64 } else { dtype.compute() }
     }
 
-    /// Returns the rules of the two stages of a reduction: for partial results, and for reducing these. Partial results of rescaled rules
-    /// stay in range, because they are parts of the mean or norms.
+    /// Returns the rules of the two stages of a reduction: the first computes partial results, and the second reduces the partial
+    /// results. For rescaled rules, partial results stay in range, because each is a part of the mean, or a norm.
     pub(crate) fn stages(&self) -> (Rule, Rule) {
         let sum = |finish| Rule { element: Element::Identity, finish, rescaled: None, ..self.clone() };
         match self.rescaled {
@@ -43,9 +43,9 @@ type Derivative = fn(&Expr, &Expr, &Expr, &Expr) -> Expr;
 pub(crate) enum Gradient {
     None,
     Formula(Derivative),
-    /// Elements that equal the result share the gradient evenly.
+    /// The gradient is divided evenly among the elements that equal the result.
     EvenAmongTies,
-    /// The gradient of an element is the product of all others.
+    /// The gradient of an element is the product of all other elements.
     ProductOfOthers,
 }
 
@@ -60,9 +60,9 @@ pub struct ReductionRow {
     pub takes: Dtypes,
     /// The dtype of the result.
     pub gives: ResultDType,
-    /// The range of the test values.
+    /// The range from which tests draw values.
     pub domain: (f64, f64),
-    /// The operation in f64 on the elements of one result, written without [`Expr`].
+    /// The operation in f64, written without [`Expr`]: reduces the given elements to one result.
     pub reference: fn(&[f64]) -> f64,
     pub(crate) value_of_no_elements: Option<f64>,
     pub(crate) gradient: Gradient,
@@ -114,18 +114,19 @@ impl ReductionRow {
         &self.compiled().rule
     }
 
-    /// The formula of the gradient, if the row has one: of element, result and gradient, with the number of elements as scalar 0.
+    /// Returns the formula of the gradient if the row has one, else `None`. Inputs are the element, the result and the result's gradient;
+    /// scalar 0 is the number of elements.
     pub(crate) fn derivative(&self) -> Option<&Expr> {
         self.compiled().derivative.as_ref()
     }
 
-    /// Returns true if the result may be much larger than the elements, as for sums and products but not means. Autocast computes these in
-    /// f32.
+    /// True if the result may be much larger than the elements, as for sums and products but not for means. Autocast computes such
+    /// reductions in f32.
     pub(crate) fn can_exceed_elements(&self) -> bool {
         self.compiled().can_exceed_elements
     }
 
-    /// Returns true if the reduction of no elements has a result.
+    /// True if the reduction of no elements has a result.
     pub fn allows_no_elements(&self) -> bool {
         self.value_of_no_elements.is_some()
     }
@@ -145,7 +146,7 @@ impl fmt::Debug for ReductionRow {
     }
 }
 
-/// Generates a static for each row, the list of rows, their catalogue entries and the methods of `Tensor`.
+/// Generates a static for each row, the list of rows, the catalogue entries and the methods of `Tensor`.
 macro_rules! define_reductions {
     ($(
         $(#[doc = $doc:literal])+
@@ -184,9 +185,9 @@ macro_rules! define_reductions {
         /// Reductions over any dims: one method for each row of [`REDUCTIONS`](crate::ops::REDUCTIONS).
         ///
         /// # Errors
-        /// All methods fail with [`Error::DimOutOfRange`]; [`Error::Invalid`] for a dim that is given twice, and for an empty
-        /// reduced dim if the reduction of no elements has no result; [`Error::UnsupportedDType`] for integers and bool if the
-        /// method takes floats.
+        /// All methods fail with [`Error::DimOutOfRange`] for a dim out of range; [`Error::Invalid`] for a dim that is given twice, and
+        /// for an empty reduced dim if the reduction of no elements has no result; [`Error::UnsupportedDType`] for integers and bool if
+        /// the method takes floats.
         impl Tensor { $(
             $(#[doc = $doc])+
             #[doc = concat!("\n\nPyTorch: `", $torch, "`.")]

@@ -10,8 +10,9 @@ use crate::ops::dispatch::prelude::*;
 use crate::ops::dispatch::promote;
 
 impl Tensor {
-    /// Concatenates tensors along dim `dim`, the only dim whose sizes may differ (PyTorch's `cat`). Dtypes are promoted; empty
-    /// vectors may be joined with any shape. Differentiable. Fails without a tensor, and for tensors whose other sizes differ.
+    /// Concatenates tensors along dim `dim`, the only dim whose sizes may differ (PyTorch's `cat`). Dtypes are promoted to a common
+    /// dtype; empty vectors can be joined with tensors of any shape. Differentiable. Fails for an empty list, and for tensors whose other
+    /// sizes differ.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -27,8 +28,8 @@ impl Tensor {
         join(op, &tensors, dim)
     }
 
-    /// Joins tensors of one shape along a new dim, which is dim `dim` of the result (PyTorch's `stack`). Differentiable. Fails
-    /// without a tensor, and for tensors of different shapes.
+    /// Joins tensors of one shape along a new dim, which is dim `dim` of the result (PyTorch's `stack`). Differentiable. Fails for an
+    /// empty list, and for tensors of different shapes.
     #[track_caller]
     pub fn stack<T: Borrow<Tensor>>(tensors: &[T], dim: isize) -> Result<Tensor> {
         let op = "stack";
@@ -40,7 +41,7 @@ impl Tensor {
         map_and_join(op, tensors, dim, |t| t.unsqueeze(dim))
     }
 
-    /// Joins tensors horizontally: along the second dim, or for vectors along the first (PyTorch's `hstack`). Fails as
+    /// Joins tensors horizontally: vectors along the first dim, other tensors along the second (PyTorch's `hstack`). Fails as
     /// [`Tensor::cat`] does.
     #[track_caller]
     pub fn hstack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
@@ -60,7 +61,7 @@ impl Tensor {
         join_or_replace("dstack", tensors, 2, Tensor::atleast_3d)
     }
 
-    /// Joins vectors, as columns, and matrices along the second dim (PyTorch's `column_stack`). Fails as [`Tensor::cat`] does.
+    /// Joins tensors along the second dim, with vectors as columns (PyTorch's `column_stack`). Fails as [`Tensor::cat`] does.
     #[track_caller]
     pub fn column_stack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         join_or_replace("column_stack", tensors, 1, |t| {
@@ -69,7 +70,7 @@ impl Tensor {
     }
 
     /// Returns a matrix with the given matrices on its diagonal, one after another, and zeros elsewhere (PyTorch's `block_diag`). Vectors
-    /// are rows. Differentiable. Fails without a tensor, and for a tensor of three or more dims.
+    /// are treated as matrices with one row. Differentiable. Fails for an empty list, and for a tensor of three or more dims.
     #[track_caller]
     pub fn block_diag<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         return_replacement!(op = "block_diag", borrow_all(tensors));
@@ -85,8 +86,8 @@ impl Tensor {
         })
     }
 
-    /// Repeats this tensor `repeats[i]` times along dim i (PyTorch's `repeat`). More numbers than dims add dims in front. Always a copy.
-    /// Differentiable. Fails for fewer numbers than dims.
+    /// Repeats this tensor `repeats[i]` times along dim i (PyTorch's `repeat`). If there are more numbers than dims, dims are added in
+    /// front. The result is always a copy. Differentiable. Fails if there are fewer numbers than dims.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -100,7 +101,8 @@ impl Tensor {
         self.repeat_by("repeat", repeats)
     }
 
-    /// Same as [`Tensor::repeat`], but fewer numbers than dims leave the first dims unchanged (PyTorch's `tile`).
+    /// Repeats this tensor like [`Tensor::repeat`]; if there are fewer numbers than dims, the first dims are unchanged (PyTorch's
+    /// `tile`).
     #[track_caller]
     pub fn tile(&self, repeats: &[usize]) -> Result<Tensor> {
         return_replacement!("tile", [self], repeats);
@@ -136,7 +138,8 @@ impl Tensor {
         if out.shares_storage(self) { out.recorded_copy(op) } else { Ok(out) }
     }
 
-    /// Repeats each index of dim `dim` `repeats` times in a row; `None` flattens first (PyTorch's `repeat_interleave`). Differentiable.
+    /// Repeats each index of dim `dim` `repeats` times in a row; for `None`, flattens the tensor first (PyTorch's `repeat_interleave`).
+    /// Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

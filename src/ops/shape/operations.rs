@@ -5,12 +5,12 @@ use crate::ops::PadMode;
 use crate::ops::dispatch::prelude::*;
 use crate::tensor::Index;
 
-/// Reads integers as indices, one for each dim.
+/// Reads argument `i`, a list of integers, as indices: one for each dim.
 fn read_indices(a: &Args, i: usize) -> Result<Vec<Index>> {
     Ok(a.ints(i)?.into_iter().map(Index::At).collect())
 }
 
-/// Reads PyTorch's name of a padding mode, and the constant.
+/// Reads the padding mode, given by PyTorch's name, and the constant.
 fn pad_mode(a: &Args) -> Result<PadMode> {
     let value = a.read_optional(2, Args::scalar)?;
     match a.text(1)? {

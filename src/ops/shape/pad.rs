@@ -7,18 +7,18 @@ use crate::ops::dispatch::prelude::*;
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum PadMode {
-    /// One number for all elements.
+    /// This number for all added elements.
     Constant(Scalar),
     /// The elements next to the edge, in reverse. The edge itself is not repeated.
     Reflect,
     /// Copies of the element at the edge.
     Replicate,
-    /// The elements of the opposite side.
+    /// The elements at the opposite side of the dim.
     Circular,
 }
 
 impl PadMode {
-    /// Returns PyTorch's name of this mode.
+    /// Returns the name that PyTorch gives this mode.
     pub fn name(self) -> &'static str {
         match self {
             PadMode::Constant(_) => "constant",
@@ -42,8 +42,8 @@ impl Default for PadMode {
 impl Tensor {
     /// Adds elements at the ends of the last dims, or removes elements where a number is negative (PyTorch's `pad`). Differentiable.
     ///
-    /// `pads` has two numbers for each dim, before and after, and begins with the last dim. As in PyTorch, elements are removed after
-    /// reflecting and replicating, but before circular padding.
+    /// `pads` has two numbers for each dim, the number of elements before and after, and begins with the last dim. As in PyTorch,
+    /// elements are removed after reflecting and replicating, but before circular padding.
     ///
     /// ```
     /// use claystone::{Device, PadMode, Tensor};
@@ -54,8 +54,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// An odd number of pads, or more than two for each dim; a dim with fewer elements than are removed; a dim too small to reflect or
-    /// repeat as many elements; a constant that the dtype cannot hold.
+    /// Fails for an odd number of pads, or more than two for each dim; for a dim that has fewer elements than are removed; for a dim too
+    /// small to reflect or repeat the required number of elements; for a constant that the dtype cannot hold.
     #[track_caller]
     pub fn pad(&self, pads: &[isize], mode: PadMode) -> Result<Tensor> {
         return_replacement!(op = "pad", [self], pads, mode.name(), mode.constant());
@@ -113,7 +113,7 @@ impl Tensor {
         Ok(record_unary_differentiable(op, out, self, move |grad| grad.crop(&back)))
     }
 
-    /// Adds elements of the tensor itself before and after along dim `d`.
+    /// Adds `before` elements before and `after` elements after the tensor along dim `d`, copied from the tensor itself.
     fn pad_dim(&self, d: usize, before: usize, after: usize, mode: PadMode) -> Result<Tensor> {
         let (dim, size) = (d as isize, self.shape().dims()[d]);
         let most = match mode {

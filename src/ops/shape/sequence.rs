@@ -9,8 +9,8 @@ use crate::tensor::TensorOptions;
 use crate::{DType, Device, Error, Result, Scalar, Tensor, backend};
 
 impl Tensor {
-    /// The numbers `start`, `start + step`, ... up to but not including `end`, as a vector (PyTorch's `arange`, with f32 as the default
-    /// dtype). Each value is `start + i * step`, computed in f64, or in i64 if all three are integers.
+    /// Returns the numbers `start`, `start + step`, ... up to but not including `end`, as a vector (PyTorch's `arange`, with f32 as the
+    /// default dtype). Each value is `start + i * step`, computed in f64, or in i64 if all three numbers are integers.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a step that is zero or points away from `end`, for numbers that are not finite, and for values
@@ -47,7 +47,7 @@ impl Tensor {
         Tensor::sequence(op, n, options.into(), Sequence::Float { start: a, step: s, middle: n, end: b, n })
     }
 
-    /// A vector of `n` evenly spaced values from `start` to `end`, both included (PyTorch's `linspace`). Fails with
+    /// Returns a vector of `n` evenly spaced values from `start` to `end`, both included (PyTorch's `linspace`). Fails with
     /// [`Error::Invalid`] for values outside the dtype's range.
     #[track_caller]
     pub fn linspace(start: f64, end: f64, n: usize, options: impl Into<TensorOptions>) -> Result<Tensor> {
@@ -55,7 +55,7 @@ impl Tensor {
         Tensor::sequence("linspace", n, options.into(), Sequence::evenly_spaced(start, end, n))
     }
 
-    /// Raises `base` to the powers of [`Tensor::linspace`] (PyTorch's `logspace`, with a default base of 10). Fails with
+    /// Returns `base` to the power of each value of [`Tensor::linspace`] (PyTorch's `logspace`, with a default base of 10). Fails with
     /// [`Error::Invalid`] for values outside the dtype's range.
     ///
     /// ```
@@ -80,7 +80,7 @@ impl Tensor {
         if n > 0 && backend::fill([&out], |b| b.sequence(values, &out))? {
             return Ok(out);
         }
-        // One closure for each variant, so that the match is not inside the loop.
+        // Each variant has its own closure, so that the match is not inside the loop.
         match values {
             Sequence::Int { start, step } => {
                 Tensor::fill_on_host(op, out, move |i| Sequence::Int { start, step }.value(i))
@@ -91,7 +91,7 @@ impl Tensor {
         }
     }
 
-    /// Fills `out`, a new tensor, with values computed on the host: in place on the CPU, otherwise by one write.
+    /// Fills `out`, a new tensor, with values computed on the host: in place on the CPU, otherwise by one transfer to the device.
     fn fill_on_host(op: &'static str, out: Tensor, value: impl Fn(usize) -> Scalar + Sync + Copy) -> Result<Tensor> {
         let dtype = out.dtype;
         if out.numel() > 0 && out.device().is_host() {
@@ -114,7 +114,7 @@ impl Tensor {
 
 /// Returns an error if the first or the last value is outside the dtype's range. All other values are between these two.
 fn check_first_and_last(op: &'static str, dtype: DType, n: usize, value: impl Fn(usize) -> Scalar) -> Result<()> {
-    // Integer dtypes truncate the value.
+    // Values of integer dtypes are truncated first.
     let whole = |i: usize| match value(i) {
         Scalar::Float(x) if !dtype.is_float() => Scalar::Float(x.trunc()),
         number => number,
@@ -133,8 +133,8 @@ fn write_values(dtype: DType, out: &mut [u8], value: impl Fn(usize) -> Scalar + 
     parallel::for_each_chunk(out, CHUNK_BYTES, |i, out| part(i * (CHUNK_BYTES / dtype.size()), out));
 }
 
-/// Writes `value(first + i)` to each element i, compiled for the CPU's vectors. `value` owns its numbers; the compiler would have to
-/// assume that numbers behind a reference alias the written bytes.
+/// Writes `value(first + i)` to each element i, in a loop compiled for the CPU's vectors. `value` captures its numbers by value: for
+/// numbers behind a reference, the compiler would have to assume that the written bytes overlap them.
 struct WriteValues<'a, F> {
     dtype: DType,
     first: usize,
@@ -147,7 +147,7 @@ impl<F: Fn(usize) -> Scalar + Copy> WithSimd for WriteValues<'_, F> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        // The dtype is a constant in each arm, so that every loop is compiled for its type.
+        // In each arm the dtype is a constant, so that a separate loop is compiled for every dtype.
         macro_rules! each {
             ($($dtype:ident)*) => {
                 match self.dtype {

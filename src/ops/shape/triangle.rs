@@ -22,8 +22,8 @@ impl Tensor {
         self.zero_band("tril", diagonal.saturating_add(1), isize::MAX)
     }
 
-    /// Keeps the elements on and above a diagonal of each matrix, and sets all others to 0 (PyTorch's `triu`). See [`Tensor::tril`].
-    /// Fails for fewer than two dims.
+    /// Keeps the elements on and above a diagonal of each matrix, and sets all other elements to 0 (PyTorch's `triu`). See
+    /// [`Tensor::tril`]. Fails for fewer than two dims.
     #[track_caller]
     pub fn triu(&self, diagonal: isize) -> Result<Tensor> {
         return_replacement!("triu", [self], diagonal);
@@ -40,7 +40,7 @@ impl Tensor {
         self.masked_fill_(&self.band_mask("triu_", isize::MIN, diagonal)?, 0)
     }
 
-    /// Returns a copy with zeros where column - row is in `from..to`. Recorded.
+    /// Returns a copy with zeros where the column index minus the row index is in `from..to`. Recorded for autograd.
     fn zero_band(&self, op: &'static str, from: isize, to: isize) -> Result<Tensor> {
         let plain = self.rank() < 2 || self.numel() == 0;
         let made = if plain { None } else { backend::of_device(self.device()).tril_triu(self, from, to)? };
@@ -48,8 +48,8 @@ impl Tensor {
         Ok(autograd::record_unary_differentiable(op, out, self, move |grad| grad.zero_band(op, from, to)))
     }
 
-    /// Returns a mask of the last two dims that is true where column - row is in `from..to`. The mask is constant along diagonals, so it is a
-    /// view of one vector in which each row starts one element earlier.
+    /// Returns a mask of the last two dims that is true where the column index minus the row index is in `from..to`. The mask is constant
+    /// along diagonals, so it is a view of one vector in which each row starts one element earlier.
     fn band_mask(&self, op: &'static str, from: isize, to: isize) -> Result<Tensor> {
         let [.., rows, columns] = *self.shape().dims() else {
             let reason =
@@ -60,7 +60,7 @@ impl Tensor {
         if self.numel() == 0 {
             return Tensor::zeros([rows, columns], options);
         }
-        // Element i of the vector is the diagonal with column - row = i - (rows - 1).
+        // Element i of the vector is the value of the diagonal whose column index minus row index is i - (rows - 1).
         let diagonals = Tensor::zeros(rows + columns - 1, options)?;
         let position = |d: isize| d.saturating_add_unsigned(rows - 1).clamp(0, diagonals.numel() as isize) as usize;
         let (from, to) = (position(from), position(to));
@@ -78,7 +78,7 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "tril_indices";
         Shape::from([rows, columns]).checked(op)?;
-        // Rows before this one have no element in the triangle.
+        // The first row that has an element in the triangle.
         let first = if columns == 0 { rows } else { offset.min(0).unsigned_abs().min(rows) };
         let kept =
             |row: usize| 0..offset.saturating_add_unsigned(row).saturating_add(1).clamp(0, columns as isize) as usize;
@@ -92,7 +92,7 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "triu_indices";
         Shape::from([rows, columns]).checked(op)?;
-        // Rows from this one on have no element in the triangle.
+        // The end of the rows that have an element in the triangle.
         let end = (columns as isize).saturating_sub(offset).max(0) as usize;
         let kept = |row: usize| offset.saturating_add_unsigned(row).clamp(0, columns as isize) as usize..columns;
         triangle_indices(op, 0..if columns == 0 { 0 } else { end.min(rows) }, kept, device)
@@ -118,7 +118,8 @@ impl Tensor {
     }
 
     /// Returns square matrices with the last dim on a diagonal and zeros elsewhere. The matrices are dims `dim1` and `dim2` of the result
-    /// (PyTorch's `diag_embed`, with defaults of 0, -2 and -1). Differentiable. Fails for a scalar, or the same dim twice.
+    /// (PyTorch's `diag_embed`, with defaults of 0, -2 and -1). Differentiable. Fails for a scalar, and if `dim1` and `dim2` are the same
+    /// dim.
     #[track_caller]
     pub fn diag_embed(&self, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
         return_replacement!(op = "diag_embed", [self], offset, dim1, dim2);
@@ -134,8 +135,9 @@ impl Tensor {
         self.scatter_into_zeros(op, &shape.into_iter().collect(), move |l| Ok(l.diagonal(offset, a, b)))
     }
 
-    /// Returns the coordinates of a grid: each vector along a dim of its own, and repeated along all others (PyTorch's `meshgrid` with
-    /// `indexing='ij'`). Views, differentiable. Fails without a tensor, and for a tensor of two or more dims.
+    /// Returns the coordinates of a grid as one tensor per vector: vector i varies along dim i, and is repeated along all other dims
+    /// (PyTorch's `meshgrid` with `indexing='ij'`). The results are views. Differentiable. Fails for an empty list, and for a tensor of
+    /// two or more dims.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -150,8 +152,8 @@ impl Tensor {
         Tensor::meshgrid_as("meshgrid", tensors)
     }
 
-    /// Same as [`Tensor::meshgrid`] with the first two dims swapped: the first vector varies along dim 1, and the second along dim 0
-    /// (PyTorch's `meshgrid` with `indexing='xy'`, NumPy's default).
+    /// Returns the coordinates of a grid like [`Tensor::meshgrid`], with the first two dims swapped: the first vector varies along dim 1,
+    /// and the second along dim 0 (PyTorch's `meshgrid` with `indexing='xy'`, NumPy's default).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -180,7 +182,7 @@ impl Tensor {
     }
 }
 
-/// Returns the row and column indices of a triangle. `kept` gives the columns of each row, at least one.
+/// Returns the row and column indices of a triangle. `kept` returns the range of columns in each row, at least one column.
 fn triangle_indices(
     op: &'static str,
     rows: Range<usize>,
@@ -189,10 +191,10 @@ fn triangle_indices(
 ) -> Result<Tensor> {
     let mut numbers: Vec<i64> = Vec::new();
     let too_many = |_| Error::invalid(op, "the indices do not fit in memory");
-    // Reserved before counting, which takes time proportional to the rows.
+    // Memory is reserved before counting, because counting takes time proportional to the number of rows.
     numbers.try_reserve(rows.len().saturating_mul(2)).map_err(too_many)?;
     let count = rows.clone().map(|row| kept(row).len()).fold(0usize, usize::saturating_add);
-    let out = Tensor::empty_with_shape([2, count], DType::I64, device)?; // fails if there are too many
+    let out = Tensor::empty_with_shape([2, count], DType::I64, device)?; // fails if there are too many indices
     numbers.try_reserve_exact(count.saturating_mul(2)).map_err(too_many)?;
     let elements = || rows.clone().flat_map(|row| kept(row).map(move |column| (row, column)));
     numbers.extend(elements().map(|(row, _)| row as i64).chain(elements().map(|(_, c)| c as i64)));

@@ -1,9 +1,8 @@
 //! Stable sorting along a dim, and binary search in sorted tensors.
 //!
-//! On GPUs, work-groups sort blocks in local memory, and then each launch merges pairs of runs. A line that fits in a block is one
+//! On GPUs, work-groups sort blocks in local memory, and then each launch merges pairs of runs. A line that fits in a block takes one
 //! launch. If only one or a few elements of a line are needed, backends select instead of sorting. Elements are compared by unsigned
-//! keys: NaN is greater than all numbers, as in PyTorch, and -0 equals 0. The gradient of a sort gathers through the inverse
-//! permutation.
+//! keys: NaN is greater than all numbers, as in PyTorch, and -0 equals 0. The gradient of a sort gathers through the inverse permutation.
 
 pub(crate) mod select;
 
@@ -41,7 +40,7 @@ impl Selected {
         Ok(Selected { values: Some(Tensor::empty_with_shape(dims, x.dtype, x.device())?), indices })
     }
 
-    /// Returns values and indices. Values that are missing are read from `x` along `dim`. Differentiable.
+    /// Returns values and indices. If the values were not computed, gathers them from `x` along `dim`. Differentiable.
     pub(crate) fn values_and_indices(self, x: &Tensor, dim: isize) -> Result<(Tensor, Tensor)> {
         let values = match self.values {
             Some(values) => record_read("gather", values, x, dim, &self.indices, false),
@@ -60,7 +59,7 @@ pub(crate) fn topk_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, de
     Ok(sort_detached(op, t, dim, descending)?.1.narrow(dim, 0, k)?.contiguous()?.into())
 }
 
-/// Returns the elements of these ranks from each line, keeping the dim with size 1. The tensor has at least one dim.
+/// Returns the elements with the given ranks from each line, and keeps the dim with size 1. The tensor has at least one dim.
 pub(crate) fn elements_of_ranks(
     op: &'static str,
     t: &Tensor,
@@ -82,7 +81,7 @@ pub(crate) fn elements_of_ranks(
     let taken = ranks.iter().map(|nth| {
         let indices = match *nth {
             RankQuery::Ranks(ranks) => order.gather(dim, ranks),
-            // NaN elements are at the end.
+            // NaN elements are last in the sorted order.
             RankQuery::OrNan(rank) if float => at(nans.gt(0.0).select(last + 1.0 - &nans, rank as f64)),
             RankQuery::NanMedian if float => at((last - &nans).max(0.0) / 2.0),
             RankQuery::Rank(rank) | RankQuery::OrNan(rank) => order.narrow(dim, rank, 1),
@@ -93,7 +92,7 @@ pub(crate) fn elements_of_ranks(
     taken.collect()
 }
 
-/// Counts the NaN elements of each line along `d`, as i64, keeping the dim with size 1. Outside the graph.
+/// Counts the NaN elements of each line along `d`, as i64, and keeps the dim with size 1. Outside the graph.
 pub(crate) fn count_nans(op: &'static str, x: &Tensor, d: usize) -> Result<Tensor> {
     static RULE: LazyLock<Rule> = LazyLock::new(|| Rule {
         combination: Combination::Add,
@@ -144,7 +143,7 @@ impl Tensor {
         Ok((values, indices))
     }
 
-    /// Returns the indices that sort `dim`, as i64 (PyTorch's `argsort`, always stable).
+    /// Returns the indices that sort the elements along `dim`, as i64 (PyTorch's `argsort`, always stable).
     #[track_caller]
     pub fn argsort(&self, dim: isize, descending: bool) -> Result<Tensor> {
         return_replacement!("argsort", [self], dim, descending);
@@ -161,8 +160,8 @@ impl Tensor {
     /// Returns the index at which each of `values` can be inserted in this tensor's sorted last dim to keep the order, as i64 (PyTorch's
     /// `searchsorted`).
     ///
-    /// The index is the number of elements below the value, or with `right` the number of elements not above it. NaN is inserted at the
-    /// end. Values of any shape may be looked up in a vector; otherwise all dims except the last are equal. Fails with
+    /// The index is the number of elements below the value, or with `right` the number of elements not above the value. NaN is inserted
+    /// at the end. If this tensor is a vector, `values` can have any shape; otherwise all dims except the last must be equal. Fails with
     /// [`Error::Invalid`] for a scalar.
     ///
     /// ```
@@ -179,9 +178,9 @@ impl Tensor {
         binary_search("searchsorted", self, values, right, DType::I64)
     }
 
-    /// Returns the bucket of each element between `boundaries`, a sorted vector, as i64 (PyTorch's `bucketize`). The bucket is the number of
-    /// boundaries below the element, or with `right` the number of boundaries not above it. Fails as [`Tensor::searchsorted`] does,
-    /// and with [`Error::Invalid`] if `boundaries` is not a vector.
+    /// Returns the bucket of each element between `boundaries`, a sorted vector, as i64 (PyTorch's `bucketize`). The bucket is the number
+    /// of boundaries below the element, or with `right` the number of boundaries not above the element. Fails as [`Tensor::searchsorted`]
+    /// does, and with [`Error::Invalid`] if `boundaries` is not a vector.
     #[track_caller]
     pub fn bucketize(&self, boundaries: &Tensor, right: bool) -> Result<Tensor> {
         return_replacement!(op = "bucketize", [self, boundaries], right);
@@ -189,7 +188,7 @@ impl Tensor {
         binary_search(op, boundaries, self, right, DType::I64)
     }
 
-    /// Returns whether each element is one of `test_elements`, of any shape, as bool (PyTorch's `isin`). NaN never is.
+    /// Returns whether each element is one of `test_elements`, of any shape, as bool (PyTorch's `isin`). False for NaN.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -213,7 +212,8 @@ impl Tensor {
     }
 }
 
-/// Returns the index of insertion of each value in `sorted`, as i64, or whether the value occurs in `sorted`, as bool.
+/// For each value, returns the index at which the value can be inserted in `sorted`, as i64, or whether the value occurs in `sorted`, as
+/// bool. `dtype` selects which.
 fn binary_search(op: &'static str, sorted: &Tensor, values: &Tensor, right: bool, dtype: DType) -> Result<Tensor> {
     same_device(op, &[sorted, values])?;
     same_dtype(op, &[sorted, values])?;
@@ -223,7 +223,7 @@ fn binary_search(op: &'static str, sorted: &Tensor, values: &Tensor, right: bool
     let of_values = values.shape().dims();
     mismatch!(op if !leading.is_empty() && of_values.split_last().is_none_or(|(_, of_values)| of_values != leading),
         sorted, values, "all dims except the last must be equal, or the sorted tensor must be a vector");
-    // The sorted line of each value: stride 0 along the dims that only the values have.
+    // The strides of the sorted line that each value is searched in: 0 along the dims that only the values have.
     let mut strides: Dims<isize> = Dims::from_elem(0, values.rank());
     strides.iter_mut().zip(&sorted.strides()[..leading.len()]).for_each(|(to, &stride)| *to = stride);
     let lines = Layout { shape: values.shape().clone(), strides, offset: sorted.layout.offset };

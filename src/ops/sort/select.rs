@@ -1,5 +1,6 @@
-//! Selection by order along a dim: top-k, k-th value, medians, quantiles, mode. Each computes indices and gathers the elements; the gather
-//! defines the gradient. If only one or a few elements of a line are needed, backends select instead of sorting.
+//! Selection by order along a dim: top-k, k-th value, medians, quantiles, mode. Each operation computes indices and gathers the elements
+//! at these indices; the gather defines the gradient. If only one or a few elements of a line are needed, backends select instead of
+//! sorting.
 
 use crate::backend::problem::select::{RankQuery, Selected};
 use crate::ops::dispatch::prelude::*;
@@ -18,8 +19,8 @@ operations! {
     min_dim(input: x, dim: int, keepdim: bool = false) "min": Reduction, All -> Same, differentiable;
 }
 
-/// Returns one element of every line of `t` along `dim`, and its index. `find` computes the index, for a tensor of at least one dim,
-/// and keeps the dim with size 1.
+/// Returns one element of every line of `t` along `dim`, and its index. `find` computes the indices of a tensor of at least one dim, and
+/// keeps the dim with size 1.
 fn select_elements(
     op: &'static str,
     t: &Tensor,
@@ -53,8 +54,8 @@ fn dim_size(t: &Tensor, dim: isize) -> Result<usize> {
 }
 
 impl Tensor {
-    /// Returns the `k` largest elements along `dim` in descending order, or with `largest` false the `k` smallest in ascending order, and
-    /// their indices (PyTorch's `topk`; always sorted). NaN is greater than all numbers. Differentiable. Fails with
+    /// Returns the `k` largest elements along `dim` in descending order, or if `largest` is false the `k` smallest in ascending order,
+    /// and their indices (PyTorch's `topk`; always sorted). NaN is greater than all numbers. Differentiable. Fails with
     /// [`Error::Invalid`] if the dim has fewer than `k` elements.
     #[track_caller]
     pub fn topk(&self, k: usize, dim: isize, largest: bool) -> Result<(Tensor, Tensor)> {
@@ -141,7 +142,7 @@ impl Tensor {
         let mut between = None;
         let (low, _) = select_elements(op, self, dim, keepdim, |x| {
             let nans = count_nans(op, x, x.shape().dim(op, dim)?)?.to_dtype(x.dtype.compute().dtype())?;
-            // Index 0 for a line that is all NaN.
+            // In a line in which all elements are NaN, index 0 is selected.
             let position = ((dim_size(x, dim)? - 1) as f64 - Expr::input(0)).max(0.0) * q;
             let exprs = [position.floor(), position.ceil(), &position - position.floor()];
             let dtypes = [DType::I64, DType::I64, nans.dtype];
@@ -156,8 +157,8 @@ impl Tensor {
         low.lerp_tensor(&high, &share)?.to_dtype(self.dtype)
     }
 
-    /// Returns the most frequent element along `dim`, the smallest of several, and the index of its last occurrence (PyTorch's `mode`).
-    /// Differentiable. Fails as [`Tensor::median`] does.
+    /// Returns the most frequent element along `dim` (the smallest if several are equally frequent), and the index of its last occurrence
+    /// (PyTorch's `mode`). Differentiable. Fails as [`Tensor::median`] does.
     #[track_caller]
     pub fn mode(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         return_replacement!(op = "mode", [self], dim, keepdim);
@@ -168,7 +169,8 @@ impl Tensor {
             let behind = x.rank() - 1 - x.shape().dim(op, dim)?;
             let position =
                 position.reshape(std::iter::once(n).chain(std::iter::repeat_n(1, behind)).collect::<Vec<_>>())?;
-            // The start of each element's run of equal elements. The longest run ends at the element that is furthest from the start of its run.
+            // For each element, the start of its run of equal elements. The longest run ends at the element that is furthest from the
+            // start of its run.
             let (position, scalars) = (
                 position.broadcast_to(x.shape().dims().iter().map(|&n| n as isize).collect::<Vec<_>>())?,
                 [Scalar::Int(0)],
@@ -189,8 +191,8 @@ impl Tensor {
         })
     }
 
-    /// Returns the maximum along `dim` and its index, as i64 (PyTorch's `max` with a dim): the first of equal elements, or the first NaN
-    /// if there is one. Differentiable. Fails as [`Tensor::median`] does.
+    /// Returns the maximum along `dim` and its index, as i64 (PyTorch's `max` with a dim): the first if several elements are equal, or
+    /// the first NaN if there is one. Differentiable. Fails as [`Tensor::median`] does.
     #[track_caller]
     pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         return_replacement!("max_dim", [self], dim, keepdim);

@@ -5,17 +5,18 @@ use std::cell::Cell;
 use crate::device::cpu::huge_pages::advise_huge;
 
 thread_local! {
-    /// The thread's scratch memory, kept so that its pages stay mapped, unless it is far larger than jobs should need.
+    /// The thread's scratch memory, kept between jobs so that its pages stay mapped, unless it has more than `MAX_KEPT_ELEMENTS`
+    /// elements.
     static SCRATCH: Cell<(Vec<f32>, Vec<isize>)> = const { Cell::new((Vec::new(), Vec::new())) };
 }
 
-/// The most elements that a thread keeps.
+/// The maximum number of elements that a thread keeps.
 pub(crate) const MAX_KEPT_ELEMENTS: usize = 1 << 24;
 
-/// Calls `f` with scratch slices of these lengths, each aligned to a cache line.
+/// Calls `f` with scratch slices of the lengths `rooms`, each aligned to a cache line.
 pub(crate) fn with_scratch<const N: usize>(rooms: [usize; N], f: impl FnOnce([&mut [f32]; N], &mut Vec<isize>)) {
     const LINE: usize = 16;
-    /// The number of elements in a huge page.
+    /// The number of f32 elements in a huge page.
     const HUGE: usize = 1 << 19;
     SCRATCH.with(|kept| {
         let (mut buffer, mut table) = kept.take();

@@ -1,7 +1,8 @@
 //! The im2col and col2im steps of one job of a convolution, in the cache of its core.
 //!
-//! A slab holds the elements that one column of taps reads in one channel, for each row of windows in turn. If windows are one row apart, the
-//! taps of a column read the same image rows, and a slab stores each row once: for a 3 x 3 kernel a third of the im2col matrix.
+//! A slab holds the elements that one column of kernel taps reads in one channel, for each row of windows in turn. If windows are one row
+//! apart, the taps of a column read the same image rows, and a slab stores each row once: for a 3 x 3 kernel, slabs take a third of the
+//! memory of the im2col matrix.
 //!
 //! The elements of slabs are f32, pairs of bf16 from neighbouring channels packed in 32 bits, or bf16.
 
@@ -14,7 +15,8 @@ use crate::Tensor;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::windows::Windows;
 
-/// A range of images, and the windows in each: some rows, or a part of the only row. With several images, all windows.
+/// A range of images, and a range of windows in each: some rows of windows, or a part of the only row. With several images, all windows
+/// of each.
 #[derive(Debug, Clone)]
 pub(crate) struct WindowPart {
     pub(crate) images: Range<usize>,
@@ -43,7 +45,7 @@ fn in_place<T>(x: &Tensor) -> bool {
     x.dtype.size() == size_of::<T>() && x.strides()[3] == 1
 }
 
-/// The table entry of a row in the padding.
+/// The value in the table of row offsets for a row in the padding.
 const PADDING_ROW: isize = isize::MIN;
 
 /// The slabs of a part of the windows, with elements of type T.
@@ -52,15 +54,16 @@ pub(crate) struct Slabs<'a, T> {
     part: WindowPart,
     /// The rows of each image that the windows read.
     image_rows: Range<usize>,
-    /// For each row of a slab, the offset of its source.
+    /// For each row of a slab, the offset in the image from which the row is copied.
     from: &'a [isize],
-    /// The step within a slab from one row of taps to the next; `stride` is the step between slabs.
+    /// The distance within a slab from the elements of one row of taps to those of the next; `stride` is the distance between slabs. Both
+    /// in elements.
     pub(crate) jump: usize,
     pub(crate) stride: usize,
     elements: PhantomData<T>,
 }
 
-/// True if a slab stores each image row once for all rows of taps, because that takes fewer rows.
+/// True if a slab stores each image row once for all rows of taps, because the slab then has fewer rows.
 fn shares_rows(w: &Windows, part: &WindowPart) -> bool {
     let rows = part.rows.len();
     part.images.len() == 1 && w.stride[0] == 1 && (w.kernel[0] - 1) * w.dilation[0] + rows <= w.kernel[0] * rows
@@ -73,13 +76,14 @@ fn slab_rows(w: &Windows, part: &WindowPart) -> usize {
     }
 }
 
-/// The step between slabs of a part, in elements of T: an odd number of cache lines, so that slabs do not evict one another.
+/// Returns the distance between slabs of a part, in elements of T: an odd number of cache lines, so that slabs do not evict one another
+/// from the cache.
 pub(crate) fn slab_stride<T>(w: &Windows, part: &WindowPart) -> usize {
     let line = 64 / size_of::<T>();
     (slab_rows(w, part) * part.columns.len()).div_ceil(line) / 2 * 2 * line + line
 }
 
-/// The number of elements for image rows that are not read in place.
+/// Returns the number of elements of the buffer for image rows that are not read in place.
 pub(crate) fn line_buffer_len(w: &Windows, part: &WindowPart) -> usize {
     let rows = (part.rows.len() - 1) * w.stride[0] + (w.kernel[0] - 1) * w.dilation[0] + 1;
     part.images.len() * rows.min(w.image[0]) * w.image[1]
@@ -170,7 +174,7 @@ struct InsideColumns {
 }
 
 impl InsideColumns {
-    /// Writes zeros to the columns outside the image, in all rows.
+    /// Writes zeros to the columns outside the image, in all rows of windows.
     #[inline(always)]
     fn clear<T: Pod>(self, rows: &mut [T]) {
         for column in (0..self.left).chain(self.right..self.width) {
@@ -216,7 +220,7 @@ vectorised! {
     }
 }
 
-/// Copies vectors, the last two of which may overlap. Faster than `memcpy` for short rows.
+/// Copies `from` in vectors; the last two vectors may overlap. For short rows, this is faster than `memcpy`.
 #[inline(always)]
 fn copy_vectors<T: Pod>(to: &mut [T], from: &[T]) {
     const LANES: usize = 16;
@@ -231,8 +235,8 @@ fn copy_vectors<T: Pod>(to: &mut [T], from: &[T]) {
     }
 }
 
-/// Adds the columns of one channel to the image elements that their windows read. The taps are `stride` elements apart in `columns`, and the
-/// images' planes are adjacent in `to`. Elements of `columns` outside the image may be overwritten.
+/// Adds the columns of one channel to the image elements that their windows read. The taps are `stride` elements apart in `columns`, and
+/// the images' planes are adjacent in `to`. Elements of `columns` for taps outside the image are scratch and may be overwritten.
 pub(crate) fn add_columns(w: &Windows, part: &WindowPart, columns: &mut [f32], stride: usize, to: &mut [f32]) {
     let (count, width) = (part.rows.len(), part.columns.len());
     let plane = w.image[0] * w.image[1];
@@ -261,7 +265,7 @@ pub(crate) fn add_columns(w: &Windows, part: &WindowPart, columns: &mut [f32], s
 }
 
 vectorised! {
-    /// Adds rows of columns to an image. `step` is the step between windows, and `line` the step between rows of windows.
+    /// Adds rows of columns to an image. In the image, windows are `step` elements apart, and rows of windows `line` elements apart.
     fn fold_rows<'a>(_simd: S, columns: &'a mut [f32], to: &'a mut [f32], inside: InsideColumns, step: usize, line: usize) {
         let InsideColumns { width, left, right } = inside;
         if step == 1 && line == width {

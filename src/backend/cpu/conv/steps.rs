@@ -1,4 +1,5 @@
-//! The operands of one multiplication step of the kernels: an f32, or a pair of bf16 packed in 32 bits, from neighbouring channels or windows.
+//! The operands of one multiplication step of the kernels: an f32, or two bf16 packed in 32 bits, from neighbouring channels or
+//! neighbouring windows.
 
 use bytemuck::Pod;
 
@@ -12,11 +13,11 @@ use crate::device::cpu::parallel;
 pub(crate) trait StepElement: Pod {
     /// The number of elements in a step.
     const ELEMENTS_PER_STEP: usize;
-    /// Returns a step of this element; a pair is completed with zero.
+    /// Returns a step that has this element; for a pair, the second element is zero.
     fn step(self) -> f32;
-    /// Views data as rows of a left operand.
+    /// Views `data` as rows of a left matrix; rows are `stride` elements apart.
     fn rows(data: &[Self], stride: usize) -> LeftMatrix<'_>;
-    /// Loads elements of a tensor from `start` on, `stride` apart.
+    /// Fills `to` with elements of a tensor, beginning at element `start` and `stride` elements apart.
     fn load(from: (&Tensor, &[u8]), start: usize, stride: isize, to: &mut [Self]);
 }
 
@@ -56,7 +57,8 @@ impl StepElement for u16 {
 /// The number of elements that a job of [`pair_rows`] writes.
 const PAIR_JOB_LEN: usize = 1 << 12;
 
-/// Loads pairs of elements, from `start` and from `next` on, each `stride` apart; the second element is 0 if `next` is None.
+/// Loads pairs: the first elements begin at `start`, the second elements at `next`, both `stride` apart. The second elements are 0 if
+/// `next` is `None`.
 pub(crate) fn load_pairs(from: &[u16], start: usize, next: Option<usize>, stride: isize, to: &mut [f32]) {
     let n = to.len();
     match (stride, next) {
@@ -89,7 +91,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// [`interleave`] for bf16 that were widened to f32.
+    /// Interleaves elements into pairs like [`interleave`], for bf16 that were widened to f32.
     fn interleave_wide<'a>(_simd: S, first: &'a [f32], second: &'a [f32], to: &'a mut [f32]) {
         to.iter_mut().zip(first).zip(second).for_each(|((to, first), second)| {
             *to = f32::from_bits(first.to_bits() >> 16 | second.to_bits());
@@ -97,8 +99,8 @@ vectorised! {
     }
 }
 
-/// Pairs neighbouring rows, in groups of `count` rows of `length` bf16 that were widened to f32. In a group with an odd number of rows, the last
-/// row is paired with zeros.
+/// Combines each two neighbouring rows into a row of pairs, in groups of `count` rows of `length` bf16 that were widened to f32. In a
+/// group with an odd number of rows, the last row is paired with zeros.
 pub(crate) fn pair_rows(from: &[f32], (count, length): (usize, usize)) -> Vec<f32> {
     let (zeros, pairs) = (vec![0.0; length], count.div_ceil(2));
     let mut to = vec![0.0; from.len() / (count * length) * pairs * length];

@@ -1,4 +1,4 @@
-//! The gradient of a convolution's weight. Every part of the windows has its own sums, which are added up in a fixed order.
+//! The gradient of a convolution's weight. Each part of the windows has separate sums; the sums of all parts are added in a fixed order.
 
 use crate::backend::cpu::conv::scratch::{MAX_KEPT_ELEMENTS, with_scratch};
 use crate::backend::cpu::conv::slab::{Images, Slabs};
@@ -13,14 +13,14 @@ use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
 use crate::{Result, Tensor};
 
-/// The number of steps of a product for which the right matrix stays in the L1 cache.
+/// The maximum number of steps of a product whose right matrix stays in the L1 cache.
 const PANEL_STEPS: usize = 256;
 /// The number of rows of the weight's gradient that are summed together.
 const SUMMED_ROWS: usize = 16;
 
 impl Conv {
-    /// Computes the gradient of the weight: every window's gradient times the image elements that the window reads, summed over all windows. Writes
-    /// to `out` if given, which is contiguous. `windows` is contiguous. Slabs have elements of T.
+    /// Computes the gradient of the weight: the gradient of every window times the image elements that the window reads, summed over all
+    /// windows. Writes to `out` if given, which is contiguous. `windows` is contiguous. Slabs have elements of T.
     pub(crate) fn sum_weight_gradient<T: StepElement>(
         &self,
         x: &Tensor,
@@ -33,7 +33,7 @@ impl Conv {
             Some(out) => out,
             None => Tensor::empty_with_shape([self.groups * self.outer, self.inner, kh, kw], dtype, x.device())?,
         };
-        // A block is the channels whose sums stay in the cache. Each part of the windows has its own sums.
+        // A block is a number of channels whose sums fit in the cache. Each part of the windows has separate sums.
         let block = even_size(self.inner, SLAB_ELEMENTS / (taps * self.outer));
         let blocks = self.inner.div_ceil(block);
         let parts = (2 * threads()).div_ceil(self.groups * blocks);
@@ -50,7 +50,8 @@ impl Conv {
         with_host(&[&x.storage, &windows.storage], &[&out.storage], |reads, writes| {
             let images = Images { t: x, bytes: reads[0] };
             let from = Floats::new(dtype, reads[1]);
-            // Computes the sums of a block: for each row of taps, channel and column of taps, the sums for all channels of the windows.
+            // Computes the sums of a block, ordered by row of taps, then channel, then column of taps; each has the sums for all channels
+            // of the windows.
             let job = |i: usize, sums: &mut [f32]| {
                 let (range, rest) = (i / (self.groups * blocks), i % (self.groups * blocks));
                 let (group, first) = (rest / blocks, rest % blocks * block);
@@ -64,7 +65,8 @@ impl Conv {
                     let part = self.window_part(job_windows, image, piece);
                     let (count, of_image) = (part.count(), part.windows_per_image());
                     let of_panel = self.serial_gemm.packed_len(panel, count);
-                    // If the last step of an image would include the first window of the next, the images are copied into one sequence.
+                    // If the last step of an image would include the first window of the next image, the windows of all images are copied
+                    // into one sequence.
                     let copies_images = of_image % T::ELEMENTS_PER_STEP > 0 && part.images.len() > 1;
                     let rooms = [
                         kw * channels * slab::slab_stride::<T>(&self.w, &part) + READ_SLACK,
@@ -137,7 +139,8 @@ impl Conv {
                                         );
                                     }
                                 }
-                                // A last window without a neighbour gets its own product: a zero as its neighbour could produce NaN.
+                                // If the number of windows is odd, the last window gets a separate product: padding the pair with a zero
+                                // could produce NaN.
                                 for row in 0..if count > whole * T::ELEMENTS_PER_STEP { kh } else { 0 } {
                                     let last = slabs[row * from.jump + count - 1..].iter().step_by(from.stride);
                                     rests.iter_mut().zip(last).for_each(|(to, x)| *to = x.step());
@@ -151,7 +154,7 @@ impl Conv {
             let of_part = self.groups * blocks * of_block;
             with_buffer(Content::Sums, MAX_KEPT_ELEMENTS, |sums| {
                 if sums.len() < parts * of_part {
-                    *sums = Vec::new(); // freed before the larger memory is allocated
+                    *sums = Vec::new(); // frees the buffer before a larger one is allocated
                     *sums = vec![0.0; parts * of_part];
                 }
                 let used = &mut sums[..parts * of_part];
@@ -161,14 +164,14 @@ impl Conv {
                     parallel::for_each_chunk(used, of_block, job);
                 }
                 let used = &*used;
-                // Sums some channels of the windows at a time, which are rows of the weight.
+                // Sums over the parts for a few channels of the windows (rows of the weight) at a time.
                 let piece = |i: usize, to: &mut [u8]| {
                     with_scratch([SUMMED_ROWS * self.inner * taps], |[values], _| {
                         let (first, count) = (i * SUMMED_ROWS, to.len() / (self.inner * taps * size));
                         for row in 0..self.inner * taps {
                             let (c, tap) = (row / taps, row % taps);
                             let place = (tap / kw * block + c % block) * kw + tap % kw;
-                            // A piece may span the channels of several groups.
+                            // A piece can contain channels of several groups.
                             let mut lane = 0;
                             while lane < count {
                                 let (group, o) = ((first + lane) / self.outer, (first + lane) % self.outer);

@@ -1,4 +1,4 @@
-//! Copies, conversions and formulas between views of every kind, compared with plain loops over the elements.
+//! Compares copies, conversions and formulas between views of every kind with plain loops over the elements.
 
 use crate::{DType, Device, Expr, PadMode, Result, Tensor};
 
@@ -7,7 +7,7 @@ use crate::{DType, Device, Expr, PadMode, Result, Tensor};
 struct View(usize, Vec<(usize, isize)>);
 
 impl View {
-    /// The storage index of each element, in row-major order.
+    /// Returns the storage index of each element, in row-major order.
     fn places(&self) -> Vec<usize> {
         self.1.iter().fold(vec![self.0], |places, &(n, stride)| {
             places.iter().flat_map(|&p| (0..n as isize).map(move |i| p.wrapping_add_signed(i * stride))).collect()
@@ -23,7 +23,7 @@ impl View {
     }
 }
 
-/// Numbers that every dtype can hold; for bool, their lowest bit.
+/// Returns a number that every dtype can hold; bool holds only its lowest bit.
 fn number(i: usize, seed: usize) -> f64 {
     ((i * 31 + seed) % 120) as f64
 }
@@ -41,7 +41,7 @@ fn values(t: &Tensor) -> Result<Vec<f64>> {
     t.to_dtype(DType::F64)?.to_vec()
 }
 
-/// Views with `rows` x `columns` elements that do not overlap themselves, and the storage size that all of them need.
+/// Returns the minimum storage size, and views of `rows` x `columns` elements that fit in it. No view has two elements at one address.
 fn views(rows: usize, columns: usize) -> (usize, Vec<View>) {
     let (r, c) = (rows as isize, columns as isize);
     let room = 3 * (rows + 2) * (columns + 9);
@@ -92,7 +92,7 @@ fn copies_between_views_of_every_kind() -> Result<()> {
         let n = views.len();
         for i in 0..n * n {
             let (from, to) = (&views[i / n], &views[i % n]);
-            // The dtypes vary from view to view: pairs of the same size and of different sizes.
+            // The dtypes vary from view to view, so pairs of dtypes of the same size and of different sizes are tested.
             let dtypes = [(0, 0), (1, 1), (5, 5), (3, 3), (0, 1), (1, 0), (2, 0), (0, 4), (4, 6), (8, 8), (1, 2)];
             let (a, b) = dtypes[(i + i / n) % dtypes.len()];
             let (a, b) = (DType::ALL[a % DType::ALL.len()], DType::ALL[b % DType::ALL.len()]);
@@ -119,7 +119,7 @@ fn formulas_of_views_into_views() -> Result<()> {
                 let other = &views[(i + 2 * k + 1) % views.len()];
                 let row = whole(columns, 5, dtype)?;
                 let (xs, ys) = (values(&x)?, values(&y)?);
-                // A new result, in place of one operand, and two results of one launch.
+                // The sum goes to a new result, over one operand, and to two results of one launch.
                 let sum = values(&from.of(&x).sub(&other.of(&y))?)?;
                 let places = || from.places().into_iter().zip(other.places());
                 assert!(sum.iter().zip(places()).all(|(&s, (f, o))| s == xs[f] - ys[o]), "{dtype} {from:?} {other:?}");
@@ -207,7 +207,7 @@ fn broadcast_and_large_copies() -> Result<()> {
     assert!((0..all.len()).all(|i| f64::from(all[i]) == want(i)));
     let joined = Tensor::cat(&[&wide, &row.reshape([1, columns])?.expand([rows, columns])?], 1)?.to_vec::<f32>()?;
     assert!((0..joined.len()).all(|i| f64::from(joined[i]) == number(i % columns, 1)));
-    // A reversed row.
+    // A copy of one row in reverse order.
     let back = View(columns - 1, vec![(2, 0), (columns, -1)]).of(&row).contiguous()?.to_vec::<f32>()?;
     assert!((0..back.len()).all(|i| f64::from(back[i]) == number(columns - 1 - i % columns, 1)));
     let column = whole(300, 1, DType::F16)?.reshape([300, 1])?.expand([300, 70])?.contiguous()?;
@@ -215,7 +215,7 @@ fn broadcast_and_large_copies() -> Result<()> {
     Ok(())
 }
 
-/// Transposed copies whose rows are shorter than a block: every element size, runs of columns, and copies stored past the cache.
+/// Transposed copies whose rows are shorter than a block, for every element size, with runs of columns, and with non-temporal stores.
 #[test]
 fn transposed_copies_with_short_rows() -> Result<()> {
     for (dtype, shape) in [

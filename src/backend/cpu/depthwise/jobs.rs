@@ -6,7 +6,7 @@ use crate::backend::cpu::depthwise::{Depthwise, READ_SLACK, SLICE_WINDOWS, are_f
 use crate::backend::cpu::vectorised::vectorised;
 
 vectorised! {
-    /// Computes windows from images, from element `first` of each channel on.
+    /// Computes windows from images, beginning with element `first` of each channel.
     pub(crate) fn windows<'a, C: VectorFloat>(
         simd: S, d: &'a Depthwise, x: Planes<'a, C>, weights: &'a [C], starts: &'a [C], first: usize, made: JobOutput<'a, C>
     ) {
@@ -39,17 +39,17 @@ vectorised! {
 
 /// The taps that contribute to one phase of the images.
 pub(crate) struct Phase<C> {
-    /// For each tap that reads the phase, its offset from the window's position.
+    /// For each tap that reads the phase, the tap's offset from the window's position.
     pub(crate) shifts: Vec<[usize; 2]>,
     pub(crate) weights: Vec<C>,
 }
 
-/// Images to compute from windows, from element `first` of each channel on.
+/// A job that computes images from windows, beginning with element `first` of each channel.
 pub(crate) struct ImagesJob<'a, C> {
     pub(crate) d: &'a Depthwise,
     pub(crate) y: Planes<'a, C>,
     pub(crate) phases: &'a [Phase<C>],
-    /// For each group, whether all its weights are finite.
+    /// For each group, whether all weights of the group are finite.
     pub(crate) finite: &'a [bool],
     pub(crate) starts: &'a [C],
     pub(crate) first: usize,
@@ -57,13 +57,14 @@ pub(crate) struct ImagesJob<'a, C> {
 }
 
 impl<C: VectorFloat> ImagesJob<'_, C> {
-    /// The range of phase elements that a part covers: starts and sizes.
+    /// Returns the range of phase elements that a part covers: the starts and the sizes along both dims.
     fn span(&self, part: &PlanePart) -> [[usize; 2]; 2] {
         let [rows, columns] = [0, 1].map(|d| self.d.axes[d].span(part.first[d], part.size[d]));
         [[rows.0, columns.0], [rows.1, columns.1]]
     }
 
-    /// Copies the windows that contribute to these elements, for each channel of the group; each copy begins `reach` elements early.
+    /// Copies the windows that contribute to the phase elements `first..first + size`, for each channel of the group. Each copy begins
+    /// `reach` elements before the range.
     #[inline(always)]
     fn load_windows(&self, [n, group]: [usize; 2], [first, size]: [[usize; 2]; 2], is_new: bool, to: &mut Vec<C>) {
         let (d, [high, pitch]) = (self.d, self.d.phase_size(size));
@@ -77,7 +78,7 @@ impl<C: VectorFloat> ImagesJob<'_, C> {
         }
     }
 
-    /// Recomputes the sums of a phase without padding, because a weight that is not finite times 0 would give NaN.
+    /// Recomputes the sums of a phase without the zeros of the padding, because a weight that is not finite times 0 would give NaN.
     fn sum_without_padding(
         &self,
         phase: &Phase<C>,
@@ -136,13 +137,14 @@ vectorised! {
                 last = [part.first, part.size];
                 sums.resize(d.phases() * inner * len, zero);
                 line.resize(part.size[1], zero);
-                // The start of each row's sums, in the first phase of columns and the first channel; None if no tap reads the row.
+                // For each row, the start of its sums in the first phase of columns and the first channel; `None` if no tap reads the
+                // row.
                 lines.clear();
                 lines.extend((part.first[0] + rows.padding..).take(part.size[0]).map(|at| {
                     let phase = rows.phases.iter().position(|&phase| phase == at % rows.stride)?;
                     Some(phase * columns.phases.len() * inner * len + (at / rows.stride - first[0]) * pitch)
                 }));
-                // For each phase of columns, its first element in a row, and the position of that element in the sums.
+                // For each phase of columns: the column of the phase's first element in a row, and the index of that element in the sums.
                 let from = part.first[1] + columns.padding;
                 skips.clear();
                 skips.extend(columns.phases.iter().map(|phase| {
@@ -171,7 +173,7 @@ vectorised! {
                 let plane = (part.plane * inner + channel) * image[0] * image[1];
                 for (row, at) in (part.first[0]..).zip(&lines) {
                     let to = plane + row * image[1] + part.first[1] - job.first * inner;
-                    // A row of a phase of columns, from its first element in the line on.
+                    // Returns the sums of a row for one phase of columns, beginning with the phase's first element in the row.
                     let of = |column: usize| Some(&sums[(*at)? + (column * inner + channel) * len + skips[column].1..]);
                     if let (1, Some(sums)) = (columns.stride, of(0)) {
                         job.made.store(to, &sums[..part.size[1]]);
@@ -197,7 +199,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Sums products of images and windows for each pair of group and slice, from the `first` pair on.
+    /// Sums products of images and windows for pairs of a group and a slice, beginning with pair `first`.
     pub(crate) fn weight<'a, C: VectorFloat>(
         simd: S, d: &'a Depthwise, x: Planes<'a, C>, y: Planes<'a, C>, slices: usize, first: usize, sums: &'a mut [C]
     ) {
@@ -219,7 +221,8 @@ vectorised! {
                     with.clear();
                     with.resize(d.outer * len, zero);
                 }
-                // The elements between rows and behind the last row are 0, because `dots` also multiplies image elements that belong to no window.
+                // The elements between rows and after the last row are 0, because `dots` also multiplies image elements that belong to no
+                // window.
                 for (channel, with) in (group * d.outer..).zip(with.chunks_exact_mut(len)) {
                     let place = part.first.map(|first| first as isize);
                     y.copy([n, channel], place, [1, 1], (wide, pitch), &mut with[..high * pitch]);
@@ -235,7 +238,7 @@ vectorised! {
     }
 }
 
-/// [`dots`] over the rows only: if an element is not finite, its product with the zeros between rows would not be 0.
+/// Computes [`dots`] over the rows only, without the zeros between rows: a non-finite element times 0 would give NaN.
 fn dot_rows<C: VectorFloat>(
     with: &[C],
     [high, wide, pitch, len]: [usize; 4],

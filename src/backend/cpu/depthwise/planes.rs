@@ -7,12 +7,12 @@ use crate::backend::cpu::depthwise::vectors::{VectorFloat, copy_row, copy_stride
 use crate::backend::problem::windows::sizes_4d;
 use crate::{DType, Tensor};
 
-/// Planes in memory, `[N, C, rows, columns]`.
+/// A tensor `[N, C, rows, columns]`, whose planes a job reads.
 #[derive(Clone, Copy)]
 pub(crate) struct Planes<'a, C> {
     t: &'a Tensor,
     bytes: &'a [u8],
-    /// The storage's elements, if they have the compute type; else empty.
+    /// The storage's elements if they have the compute type, otherwise empty.
     elements: &'a [C],
 }
 
@@ -22,8 +22,8 @@ impl<'a, C: VectorFloat> Planes<'a, C> {
         Planes { t, bytes, elements }
     }
 
-    /// Copies every `step`th element of a plane from `first` on: `width` elements into each row of `pitch` elements, until `to` ends. Elements
-    /// outside the plane leave `to` unchanged.
+    /// Copies every `step`th element of a plane, beginning at `first`, into the rows of `to`: `width` elements into each row of `pitch`
+    /// elements, until `to` ends. Where the source position is outside the plane, `to` is left unchanged.
     #[inline(always)]
     pub(crate) fn copy(
         &self,
@@ -50,7 +50,7 @@ impl<'a, C: VectorFloat> Planes<'a, C> {
         }
     }
 
-    /// Like [`copy`](Self::copy), with even columns into `even` and odd columns into `odd`, in rows of `pitch` elements.
+    /// Copies elements like [`copy`](Self::copy), but even columns into `even` and odd columns into `odd`, in rows of `pitch` elements.
     #[inline(always)]
     pub(crate) fn copy_even_odd(
         &self,
@@ -85,10 +85,10 @@ impl<'a, C: VectorFloat> Planes<'a, C> {
         }
     }
 
-    /// Takes `count` elements, `step` apart from `first` on; returns the range that is inside the plane along dim `d`.
+    /// Returns the index range of the positions inside the plane, among the `count` positions `first`, `first + step`, ... along dim `d`.
     #[inline(always)]
     fn inside_range(&self, d: usize, first: isize, step: usize, count: usize) -> [usize; 2] {
-        // Avoids a division, which takes as long as a short row.
+        // A division takes as long as copying a short row, so it is avoided for step 1.
         let steps = |n: usize| if step == 1 { n } else { n.div_ceil(step) };
         [-first, sizes_4d(self.t)[2 + d] as isize - first].map(|end| steps(end.max(0) as usize).min(count))
     }
@@ -103,7 +103,7 @@ impl<'a, C: VectorFloat> Planes<'a, C> {
     }
 }
 
-/// The memory for a job's results: elements of the compute type, or bytes to convert to.
+/// The memory for a job's results: elements of the compute type, or bytes of another dtype to which results are converted.
 pub(crate) enum JobOutput<'a, C> {
     Elements(&'a mut [C]),
     Bytes(&'a mut [u8], DType),
@@ -140,10 +140,10 @@ pub(crate) struct PlanePart {
     pub(crate) size: [usize; 2],
 }
 
-/// Divides a range of elements, over all planes in turn, into parts.
+/// An iterator that divides a range of elements of consecutive planes into parts.
 pub(crate) struct PlaneParts {
     dims: [usize; 2],
-    /// The most rows and columns in a part.
+    /// The maximum numbers of rows and columns in a part.
     pub(crate) most: [usize; 2],
     /// The plane and position of the next part, and the number of elements left.
     plane: usize,

@@ -5,7 +5,7 @@ use pulp::Simd;
 
 use crate::backend::cpu::scalar::Number;
 
-/// A float type with vectors.
+/// A float type that has SIMD vectors.
 pub(crate) trait VectorFloat: Number {
     type V<S: Simd>: Copy;
 
@@ -48,12 +48,12 @@ macro_rules! real {
 real!(f32, f32s, splat_f32s, as_simd_f32s, as_mut_simd_f32s, mul_add_e_f32s, reduce_sum_f32s);
 real!(f64, f64s, splat_f64s, as_simd_f64s, as_mut_simd_f64s, mul_add_e_f64s, reduce_sum_f64s);
 
-/// The number of elements in a vector.
+/// Returns the number of elements in a vector.
 pub(crate) const fn lanes<C: VectorFloat, S: Simd>() -> usize {
     size_of::<C::V<S>>() / size_of::<C>()
 }
 
-/// The number of channels to compute together, out of `channels` remaining ones.
+/// Returns the number of channels to compute together if `channels` channels remain.
 pub(crate) fn channel_block(channels: usize) -> usize {
     match channels {
         4.. => 4,
@@ -72,8 +72,8 @@ pub(crate) fn pack_weights<C>(channels: usize, taps: usize, to: &mut Vec<C>, wei
     }
 }
 
-/// Computes element i of each channel of `to` as the channel's start plus, for every tap, the channel's weight times element i of `from` after
-/// the tap's offset. Channels have `len` elements, a multiple of [`lanes`].
+/// Computes element i of each channel of `to`: the channel's start value plus, for every tap, the channel's weight times the element of
+/// `from` at the tap's offset + i. Channels have `len` elements, a multiple of [`lanes`].
 #[inline(always)]
 pub(crate) fn correlate<C: VectorFloat, S: Simd>(
     simd: S,
@@ -95,7 +95,7 @@ pub(crate) fn correlate<C: VectorFloat, S: Simd>(
     }
 }
 
-/// Computes `M` channels, `N` vectors of each at a time.
+/// Computes `M` channels, in steps of `N` vectors per channel.
 #[inline(always)]
 fn correlate_channels<C: VectorFloat, S: Simd, const M: usize, const N: usize>(
     simd: S,
@@ -143,8 +143,8 @@ fn correlate_block<C: VectorFloat, S: Simd, const M: usize, const N: usize>(
     }
 }
 
-/// Computes, for each channel and tap, the dot product of the channel's first `count` elements, a multiple of [`lanes`], with the elements
-/// of `from` after the tap's offset. The channels of `with` are `len` elements apart.
+/// Computes, for each channel and tap, the dot product of the channel's first `count` elements (a multiple of [`lanes`]) with the
+/// elements of `from` that begin at the tap's offset. The channels of `with` are `len` elements apart.
 #[inline(always)]
 pub(crate) fn dots<C: VectorFloat, S: Simd>(
     simd: S,
@@ -166,7 +166,7 @@ pub(crate) fn dots<C: VectorFloat, S: Simd>(
     }
 }
 
-/// Computes `M` channels, with up to `N` taps at a time, divided evenly.
+/// Computes `M` channels, with the taps divided evenly into groups of at most `N` taps.
 #[inline(always)]
 fn dot_taps<C: VectorFloat, S: Simd, const M: usize, const N: usize>(
     simd: S,
@@ -215,7 +215,7 @@ fn dot_block<C: VectorFloat, S: Simd, const M: usize, const N: usize>(
     }
 }
 
-/// `to.copy_from_slice(from)` for short rows, for which a call of `memcpy` would take longer.
+/// Copies `from` to `to` of the same length. For short rows, this is faster than `copy_from_slice`, which calls `memcpy`.
 #[inline(always)]
 pub(crate) fn copy_row<C: Copy>(to: &mut [C], from: &[C]) {
     match to.len() {
@@ -226,7 +226,7 @@ pub(crate) fn copy_row<C: Copy>(to: &mut [C], from: &[C]) {
     }
 }
 
-/// Copies `N` elements at a time; the last copy may overlap. There are at least `N` elements.
+/// Copies at least `N` elements, `N` at a time; the last copy may overlap the previous one.
 #[inline(always)]
 fn copy_parts<C: Copy, const N: usize>(to: &mut [C], from: &[C]) {
     let from = &from[..to.len()];
@@ -236,7 +236,7 @@ fn copy_parts<C: Copy, const N: usize>(to: &mut [C], from: &[C]) {
     }
 }
 
-/// Copies every `step`th element of `from`, which may end with the last copied element.
+/// Copies elements 0, `step`, 2 `step`, ... of `from`, which may end right after the last copied element.
 #[inline(always)]
 pub(crate) fn copy_strided<C: Copy>(to: &mut [C], from: &[C], step: usize) {
     match step {
@@ -246,7 +246,7 @@ pub(crate) fn copy_strided<C: Copy>(to: &mut [C], from: &[C], step: usize) {
             for (to, from) in parts.iter_mut().zip(from.as_chunks::<16>().0) {
                 *to = std::array::from_fn(|i| from[2 * i]);
             }
-            // The last elements; some are copied again.
+            // The last 8 elements are copied together, so some elements may be copied twice.
             if let (Some(to), Some(from)) = (to.last_chunk_mut::<8>(), from[..2 * all - 1].last_chunk::<16>()) {
                 *to = std::array::from_fn(|i| from[2 * i + 1]);
             }
@@ -255,7 +255,7 @@ pub(crate) fn copy_strided<C: Copy>(to: &mut [C], from: &[C], step: usize) {
     }
 }
 
-/// Fills `to` with the elements of `even` and `odd` in turn.
+/// Fills `to` with elements taken alternately from `even` and `odd`.
 #[inline(always)]
 pub(crate) fn interleave<C: Copy>(to: &mut [C], even: &[C], odd: &[C]) {
     let (pairs, last) = to.as_chunks_mut::<2>();
@@ -269,14 +269,14 @@ pub(crate) fn interleave<C: Copy>(to: &mut [C], even: &[C], odd: &[C]) {
     last.iter_mut().zip(&even[done + rest.len()..]).for_each(|(to, x)| *to = *x);
 }
 
-/// Distributes the elements of `from` to `even` and `odd` in turn.
+/// Distributes the elements of `from` alternately to `even` and `odd`.
 #[inline(always)]
 pub(crate) fn deinterleave<C: Copy>(even: &mut [C], odd: &mut [C], from: &[C]) {
     let parts = even.as_chunks_mut::<8>().0.iter_mut().zip(odd.as_chunks_mut::<8>().0);
     for ((even, odd), from) in parts.zip(from.as_chunks::<16>().0) {
         (*even, *odd) = (std::array::from_fn(|i| from[2 * i]), std::array::from_fn(|i| from[2 * i + 1]));
     }
-    // The last elements; some are copied again.
+    // The last elements are copied together, so some elements may be copied twice.
     match (even.last_chunk_mut::<8>(), odd.last_chunk_mut::<8>(), from.last_chunk::<16>()) {
         (Some(even), Some(odd), Some(from)) => {
             (*even, *odd) = (std::array::from_fn(|i| from[2 * i]), std::array::from_fn(|i| from[2 * i + 1]));

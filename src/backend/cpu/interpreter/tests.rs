@@ -1,7 +1,8 @@
 use crate::backend::cpu::interpreter::*;
 use crate::ops::Expr;
 
-/// Evaluates formulas over columns of inputs, tile by tile; returns the results and whether an integer was divided by zero.
+/// Evaluates formulas tile by tile; each slice of `inputs` has the elements of one operand. Returns the results and whether an integer
+/// was divided by zero.
 fn run<C: Number>(exprs: &[Expr], inputs: &[&[C]], scalars: &[Scalar], seeds: &[Seed]) -> (Vec<Vec<C>>, bool) {
     let program = Program::new(exprs);
     let len = inputs.first().map_or(1000, |x| x.len());
@@ -132,7 +133,8 @@ fn results_may_overwrite_operands() {
     let momentum = &m * 0.5 + &g;
     let two = |w: Expr, m: Expr| [w, m];
     let programs = [
-        // In place from either side and with numbers; through a copy; the same operand twice; not by a single step.
+        // Formulas that overwrite either operand in place, with tensors and with numbers; that need a copy; that use an operand twice;
+        // and that take several steps.
         two(&w - &momentum * 0.25, momentum.clone()),
         two(&g - &w, &g * &m),
         two(&w + 2.0, 3.0 - &m),
@@ -188,7 +190,7 @@ fn multiply_add_accepts_every_operand_form() {
                 _ => (i * 7919 + k * 31) as f32 % 1.7 - 0.8,
             };
             let columns: [Vec<f32>; 3] = [0, 1, 2].map(|k| (0..len).map(|i| value(k, i)).collect());
-            // Each operand is a slice or a number, and at most one is the old contents of the result.
+            // In each form, every operand is a slice or a number, and at most one operand is the old contents of the result.
             for form in 0..32 {
                 let (numbers, own) = (form % 8, form / 8);
                 let one = |k: usize| numbers >> k & 1 == 1 && own != k + 1;

@@ -2,19 +2,19 @@
 
 use std::cell::Cell;
 
-/// The content of a kept buffer.
+/// The contents for which each thread keeps a buffer.
 #[derive(Clone, Copy)]
 pub(crate) enum Content {
-    /// The panels of a product.
+    /// The packed panels of a matrix product.
     Panels,
-    /// A group of a product that is passed on.
+    /// A piece of a product that is passed to a callback.
     Piece,
-    /// The sums of the parts of a gradient.
+    /// The partial sums of a convolution's weight gradient.
     Sums,
 }
 
-/// Calls `f` with this thread's buffer, and keeps the buffer unless it has more than `most` elements. Within `f`, the buffer for the same content
-/// is a new one.
+/// Calls `f` with this thread's buffer for `content`, and keeps the buffer unless it has more than `most` elements. A nested call for the
+/// same content gets a new buffer.
 pub(crate) fn with_buffer<R>(content: Content, most: usize, f: impl FnOnce(&mut Vec<f32>) -> R) -> R {
     thread_local!(static KEPT: [Cell<Vec<f32>>; 3] = const { [const { Cell::new(Vec::new()) }; 3] });
     KEPT.with(|kept| {

@@ -3,7 +3,8 @@
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
-/// Defines a conversion of slices of equal length: by vectors of 16 or 8 elements if the processor can, the rest one by one.
+/// Defines a conversion of slices of equal length, in vectors of 16 or 8 elements if the processor supports them. The remaining elements
+/// are converted one by one.
 macro_rules! conversion {
     ($(#[$doc:meta])* $name:ident($A:ty => $B:ty), $by_16:ident, $by_8:ident, |$from:ident, $to:ident| $rest:expr) => {
         $(#[$doc])*
@@ -17,7 +18,7 @@ macro_rules! conversion {
                 return $rest;
             } else if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
                 let ((from, $from), (to, $to)) = ($from.as_chunks(), $to.as_chunks_mut());
-                // SAFETY: likewise.
+                // SAFETY: the processor has the instructions.
                 unsafe { x86::$by_8(from, to) };
                 return $rest;
             }
@@ -65,7 +66,7 @@ mod x86 {
 
     use half::f16;
 
-    /// Defines a function that converts a vector at a time; neither slice need be aligned.
+    /// Defines a function that converts a vector at a time. Neither slice has to be aligned to vectors.
     macro_rules! by_vectors {
         ($name:ident, $feature:literal, [$A:ty] -> [$B:ty; $n:literal], $load:ident, $store:ident, $convert:expr) => {
             #[target_feature(enable = $feature)]
@@ -85,7 +86,7 @@ mod x86 {
     by_vectors!(narrow_16, "avx512f", [f32] -> [f16; 16], _mm512_loadu_ps, _mm256_storeu_si256, _mm512_cvtps_ph::<NEAREST>);
     by_vectors!(narrow_8, "avx,f16c", [f32] -> [f16; 8], _mm256_loadu_ps, _mm_storeu_si128, _mm256_cvtps_ph::<NEAREST>);
 
-    /// Converts by vectors. The instruction itself converts values below the range to i64::MIN.
+    /// Converts vectors of 8 elements. The conversion instruction already gives i64::MIN for values below the range.
     #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
     pub(super) fn truncate(from: &[[f32; 8]], to: &mut [[i64; 8]]) {
         let (limit, most) = (_mm256_set1_ps(-(i64::MIN as f32)), _mm512_set1_epi64(i64::MAX));
@@ -94,7 +95,7 @@ mod x86 {
             let x = unsafe { _mm256_loadu_ps(from.as_ptr()) };
             let whole = _mm512_maskz_cvttps_epi64(_mm256_cmp_ps_mask::<_CMP_ORD_Q>(x, x), x);
             let whole = _mm512_mask_mov_epi64(whole, _mm256_cmp_ps_mask::<_CMP_GE_OQ>(x, limit), most);
-            // SAFETY: likewise.
+            // SAFETY: the array has as many bytes as the vector, which need not be aligned.
             unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), whole) };
         }
     }
@@ -113,7 +114,7 @@ mod tests {
             let want = half.to_f32();
             assert!(single == want || (single.is_nan() && want.is_nan()), "{half:?}: {single}");
         }
-        // also values between two adjacent halves
+        // The samples include values halfway between two adjacent halves, which round to even.
         let singles: Vec<f32> =
             wide.iter().flat_map(|&x| [-1i32, 0, 1, 0xFFF, 0x1000, 0x1001].map(|d| beside(x, d))).collect();
         for n in [0, 1, 7, 8, 9, 63, 64, 65, singles.len()] {

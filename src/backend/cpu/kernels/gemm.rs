@@ -5,8 +5,8 @@
 //! - Products with few rows or columns have kernels of their own.
 //! - [`gemm`] is a safe interface to the crates gemm-f32 and gemm-f64, for all other products.
 //!
-//! Sums are f32. For two matrices of bf16, a processor with AVX512-BF16 or AMX adds pairs of products. These instructions treat
-//! inputs and results below the smallest normal number, 1.2e-38, as zeros, and round to nearest even.
+//! Sums are computed in f32. For two bf16 matrices, a processor with AVX512-BF16 or AMX adds two products per instruction and lane. These
+//! instructions treat inputs and results below the smallest normal number, 1.2e-38, as zeros, and round to nearest even.
 
 use std::ops::Range;
 
@@ -14,13 +14,13 @@ use gemm_common::Parallelism;
 #[cfg(target_arch = "x86_64")]
 use smallvec::SmallVec;
 
-/// Defines methods of a trait that are inlined and whose safety is their caller's promise.
+/// Defines inlined `unsafe` methods of a trait; the caller of a method guarantees its safety.
 #[cfg(target_arch = "x86_64")]
 macro_rules! unsafe_methods {
     ($($method:ident($($args:tt)*) -> $out:ty = $made:expr;)*) => { $(
         #[inline(always)]
         unsafe fn $method($($args)*) -> $out {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees the requirements of this function.
             unsafe { $made }
         }
     )* };
@@ -55,7 +55,7 @@ pub(crate) use integers::gemm_integers;
 #[cfg(target_arch = "x86_64")]
 use kernel::Kernels;
 
-/// The maximum number of multiplications that one thread completes before other threads would have woken up.
+/// The maximum number of multiplications of a product that one thread computes alone: other threads would take longer to wake up.
 const SERIAL_MAX_PRODUCTS: usize = 80 * 80 * 80;
 
 /// True if one thread should compute the product.
@@ -63,7 +63,7 @@ fn is_serial((m, n, k): (usize, usize, usize)) -> bool {
     m.saturating_mul(n).saturating_mul(k) <= SERIAL_MAX_PRODUCTS
 }
 
-/// The boundaries of pieces are multiples of this number of rows or columns, so that few tiles and vectors are incomplete.
+/// Pieces start at multiples of this number of rows or columns, so that few tiles and vectors are incomplete.
 const PIECE_STEP: usize = 8;
 
 /// The layout of a matrix in a slice: element (i, j) is at `offset + i * row + j * col`.
@@ -118,19 +118,19 @@ impl MatrixLayout {
     }
 }
 
-/// The arguments of [`Real::product`]: the sizes m, n and k; the result with its column and row strides and whether its elements are
-/// added; the left and the right matrix with theirs; the factors of the result's elements and of the product; three flags of
-/// complex numbers.
+/// The arguments of [`Real::product`]: the sizes m, n and k; the result, its column stride, its row stride, and whether the product is
+/// added to its elements; the left and the right matrix, each with its strides; the factors of the old result and of the product; three
+/// flags for complex numbers.
 #[rustfmt::skip]
 type Product<T> = unsafe fn(
     usize, usize, usize, *mut T, isize, isize, bool, *const T, isize, isize, *const T, isize, isize, T, T, bool, bool, bool, Parallelism,
 );
 
-/// The element types that the crates gemm-f32 and gemm-f64 multiply here.
+/// An element type for which this crate calls the crates gemm-f32 or gemm-f64.
 pub(crate) trait Real: bytemuck::Pod + Send + Sync {
     const ZERO: Self;
     const ONE: Self;
-    /// Returns the crate's function for this processor.
+    /// Returns the product function of gemm-f32 or gemm-f64 for this processor.
     fn product() -> Product<Self>;
 }
 impl Real for f32 {
@@ -148,31 +148,33 @@ impl Real for f64 {
     }
 }
 
-/// Returns the grid of pieces (rows, columns), one piece per thread, that minimises the reads of the operands. Per step of k, each
-/// column of the grid reads `a` elements of the left matrix, and each row of a grid with `rows` rows reads `b(rows)` elements of the right.
+/// Returns the grid of pieces (rows, columns), one piece per thread, that minimises reads of the operands. Per step of k, each column of
+/// the grid reads `a` elements of the left matrix, and each row of the grid reads `b(rows)` elements of the right matrix, where `rows` is
+/// the number of rows of the grid.
 fn partition(size: (usize, usize, usize), a: usize, b: impl Fn(usize) -> usize) -> (usize, usize) {
     if is_serial(size) { (1, 1) } else { partition_for(threads(), (size.0, size.1), a, b) }
 }
 
-/// Computes [`partition`] for a number of threads.
+/// Returns the grid of [`partition`] for the given number of threads.
 fn partition_for(threads: usize, (m, n): (usize, usize), a: usize, b: impl Fn(usize) -> usize) -> (usize, usize) {
     let read = |rows: usize| rows * b(rows) + threads / rows * a;
     let (down, across) = (|rows: usize| m / rows >= 2 * PIECE_STEP, |columns: usize| n / columns >= 4 * PIECE_STEP);
     let high = |rows: usize| rows == 1 || down(rows);
     let wide = |rows: usize| rows == threads || across(threads / rows);
     let possible = (1..=threads).filter(|rows| threads.is_multiple_of(*rows) && high(*rows));
-    // If many threads share a small product, pieces may be narrower than a tile.
+    // If many threads compute a small product, pieces may have to be narrower than a tile.
     let tiles = possible.clone().filter(|&rows| wide(rows)).min_by_key(|&rows| read(rows));
     let rows = tiles.or_else(|| possible.min_by_key(|&rows| read(rows))).unwrap_or(1);
     (rows, threads / rows)
 }
 
-/// Returns the start of piece `i` of `pieces` pieces of `n` rows or columns; the end of the last piece is `n`.
+/// Returns the start of piece `i` if `n` rows or columns are divided into `pieces` pieces. For `i == pieces`, returns `n`.
 fn piece_start(n: usize, pieces: usize, i: usize) -> usize {
     (n.div_ceil(PIECE_STEP) * i / pieces * PIECE_STEP).min(n)
 }
 
-/// Calls `piece` with the rows and columns of each of `rows` times `columns` pieces of an `m` x `n` result, one per thread.
+/// Divides an `m` x `n` result into `rows` times `columns` pieces, and calls `piece` with the row range and column range of each, one
+/// piece per thread.
 fn for_each_piece(
     (m, n): (usize, usize),
     (rows, columns): (usize, usize),
@@ -188,7 +190,7 @@ fn for_each_piece(
     });
 }
 
-/// Returns the kernels for products of this size and these types, if any. Products of a few rows have other kernels, in [`few`].
+/// Returns the kernels for products of this size and these types, or `None`. Products with few rows have other kernels, in [`few`].
 #[cfg(target_arch = "x86_64")]
 fn select_kernels((m, n, k): (usize, usize, usize), a: Floats, b: Floats) -> Option<&'static Kernels> {
     const MIN_SIZE: usize = 8;
@@ -199,11 +201,12 @@ fn select_kernels((m, n, k): (usize, usize, usize), a: Floats, b: Floats) -> Opt
     for_pairs.or_else(|| Kernels::get(false)).filter(|_| m.min(n).min(k) >= MIN_SIZE)
 }
 
-/// Computes a product with kernels of this crate, and an epilogue, whose columns must be one element apart. Also computes the sums of the rows of
-/// `a`, into `out` from `sums` on, and returns true, if the result is contiguous, the kernels pack `a`, and the sums do not overlap the result.
+/// Computes a product with kernels of this crate, and applies an epilogue, which requires columns that are one element apart. If the
+/// result is contiguous, the kernels pack `a`, and the sums do not overlap the result, also writes the sums of a's rows to `out` at index
+/// `sums`, and returns true.
 ///
 /// # Errors
-/// The errors of [`gemm`], and an epilogue operand of another size.
+/// Returns the errors of [`gemm`], and an error for an epilogue operand of another size.
 #[cfg(target_arch = "x86_64")]
 fn multiply_with(
     kernels: &'static Kernels,
@@ -227,16 +230,16 @@ fn multiply_with(
     let start = out.as_mut_ptr();
     let sums =
         sums.filter(|&sums| contiguous && is_apart(sums) && sums + m <= out.len()).map(|at| start.wrapping_add(at));
-    // Other elements may come before the first one.
+    // With negative strides, other elements come before the first element.
     let to = matrix::Matrix { start: start.wrapping_add(layout.offset), row: layout.row, col: layout.col };
     let to = blocks::Destination::Memory(to, finish.map(<[f32]>::as_ptr, <[f32]>::as_ptr));
-    // SAFETY: none of the sizes is 0. All three matrices are in their slices (`check_layouts`), which are initialised and live through the
-    // call. `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct; the sums are in `out`, and none of
-    // them is an element of the result. The epilogue's operand is borrowed and has the size that the kernels read.
+    // SAFETY: none of the sizes is 0. All three matrices are in their slices (`check_layouts`), which are initialised and stay valid
+    // during the call. `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct; the sums are in `out`,
+    // and none of them is an element of the result. The epilogue's operand is borrowed and has the size that the kernels read.
     Ok(unsafe { blocks::product(kernels, (m, n, k), to, a.matrix(layout_a), b.matrix(layout_b), sums) })
 }
 
-/// Computes a product for each layout of a, b and the result in `layouts`. Errors are those of [`gemm`].
+/// Computes one product for each entry of `layouts`, which has the layouts of a, b and the result. Returns the errors of [`gemm`].
 pub(crate) fn gemm_f32(
     size: (usize, usize, usize),
     out: &mut [f32],
@@ -273,8 +276,8 @@ pub(crate) fn gemm_f32(
     })
 }
 
-/// Computes one product like [`gemm_f32`], and in the same pass the sums of the rows of `a`, into `out` from `sums` on. Returns
-/// false without sums unless the result is contiguous, the kernels pack `a`, and the sums do not overlap the result.
+/// Computes one product like [`gemm_f32`], and in the same pass the sums of the rows of `a`, which are written to `out` at index `sums`.
+/// Computes no sums and returns false unless the result is contiguous, the kernels pack `a`, and the sums do not overlap the result.
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub(crate) fn gemm_with_row_sums(
     size: (usize, usize, usize),
@@ -302,13 +305,14 @@ pub(crate) enum KernelEpilogue<S> {
     Add(S),
     /// Adds a row of `n` elements to every row, then applies ReLU.
     AddRelu(S),
-    /// Multiplies by ReLU's gradient at the operand of `m * n` elements: by 0 where its element is at most 0, else by 1.
+    /// Multiplies by the gradient of ReLU, given an operand of `m * n` elements: by 0 where the operand's element is at most 0, else by
+    /// 1.
     ReluGrad(S),
 }
 
 impl<S> KernelEpilogue<S> {
     #[cfg(target_arch = "x86_64")]
-    /// Converts the operand: a row by `row`, an operand of the result's size by `elements`.
+    /// Converts the operand: `row` converts a row of `n` elements, `elements` an operand of the result's size.
     fn map<T>(self, row: impl FnOnce(S) -> T, elements: impl FnOnce(S) -> T) -> KernelEpilogue<T> {
         match self {
             KernelEpilogue::Nothing => KernelEpilogue::Nothing,
@@ -319,11 +323,11 @@ impl<S> KernelEpilogue<S> {
     }
 }
 
-/// Computes one contiguous product like [`gemm_f32`], and applies an epilogue in registers, so that the result is written once.
-/// Returns false if there are no kernels for the product.
+/// Computes one contiguous product like [`gemm_f32`], and applies an epilogue in registers, so that the result is written once. Returns
+/// false, without writing anything, if there are no kernels for the product.
 ///
 /// # Errors
-/// The errors of [`gemm`], and an epilogue operand of another size.
+/// Returns the errors of [`gemm`], and an error for an epilogue operand of another size.
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub(crate) fn gemm_with_epilogue(
     size: (usize, usize, usize),
@@ -341,7 +345,7 @@ pub(crate) fn gemm_with_epilogue(
     Ok(false)
 }
 
-/// True if [`gemm_into`] can compute products of this size: if there are kernels, and `k` is at most the packed depth.
+/// True if [`gemm_into`] can compute products of this size: the processor has kernels, and `k` is at most the packed depth.
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub(crate) fn supports_pieces(size: (usize, usize, usize)) -> bool {
     #[cfg(target_arch = "x86_64")]
@@ -351,10 +355,11 @@ pub(crate) fn supports_pieces(size: (usize, usize, usize)) -> bool {
 }
 
 /// Computes a product of f32 or halves, and passes its elements to `each`, which writes one or several contiguous `m` x `n` results.
-/// `each(first, product, outs)` gets cached elements of the product from index `first` on, and the same elements of each result.
+/// `each(first, product, outs)` gets elements of the product, beginning at index `first` and still in the cache, and the corresponding
+/// elements of each result.
 ///
 /// # Errors
-/// The errors of [`gemm`], and sizes for which [`supports_pieces`] is false.
+/// Returns the errors of [`gemm`], and an error for sizes for which [`supports_pieces`] is false.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn gemm_into<T: Send + Sync>(
     size: (usize, usize, usize),
@@ -373,8 +378,8 @@ pub(crate) fn gemm_into<T: Send + Sync>(
     }
     let starts: SmallVec<[SharedPtr<T>; 2]> = outs.iter_mut().map(|out| SharedPtr(out.as_mut_ptr())).collect();
     let pass_on = |first: usize, product: &[f32]| {
-        // SAFETY: the elements belong to the results, which are borrowed exclusively through the call; every element is
-        // handed over once, so no other thread accesses these.
+        // SAFETY: the elements belong to the results, which are borrowed exclusively during the call; every element is passed to `each`
+        // once, so no other thread accesses it.
         let outs = starts.iter().map(|s| unsafe { std::slice::from_raw_parts_mut(s.0.add(first), product.len()) });
         each(first, product, &mut outs.collect::<SmallVec<[&mut [T]; 2]>>());
     };
@@ -386,13 +391,13 @@ pub(crate) fn gemm_into<T: Send + Sync>(
         }
     };
     let to = blocks::Destination::Pieces(&hand_over);
-    // SAFETY: none of the sizes is 0. Both matrices are in their slices (`check_layouts`), which are initialised and live through
+    // SAFETY: none of the sizes is 0. Both matrices are in their slices (`check_layouts`), which are initialised and stay valid during
     // the call.
     unsafe { blocks::product(kernels, size, to, a.matrix(layout_a), b.matrix(layout_b), None) };
     Ok(())
 }
 
-/// Other processors have no kernels, so [`supports_pieces`] is false.
+/// Returns no result: other processors have no kernels, so [`supports_pieces`] is always false.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn gemm_into<T>(
     _: (usize, usize, usize),
@@ -424,7 +429,7 @@ fn check_layouts(
 /// Computes `out = a b` for an `m` x `k` and a `k` x `n` matrix, with several threads if the product is large enough.
 ///
 /// # Errors
-/// [`Error::Invalid`] if a matrix exceeds its slice or elements of `out` coincide: a bug of the caller.
+/// [`Error::Invalid`] if a matrix exceeds its slice or two elements of `out` have the same address, which is a bug of the caller.
 pub(crate) fn gemm<T: Real>(
     size: (usize, usize, usize),
     out: (&mut [T], MatrixLayout),
@@ -434,7 +439,7 @@ pub(crate) fn gemm<T: Real>(
     gemm_accumulate(size, out, a, b, false)
 }
 
-/// Computes [`gemm`], or adds the product to `out` if `add`.
+/// Computes the product like [`gemm`]; with `add`, adds the product to `out` instead of overwriting `out`.
 fn gemm_accumulate<T: Real>(
     (m, n, k): (usize, usize, usize),
     out: (&mut [T], MatrixLayout),
@@ -457,7 +462,7 @@ fn gemm_accumulate<T: Real>(
         let mut out = MatrixLayout { offset: out.1.index_of(down.start, across.start), ..out.1 };
         let mut left = (a.0, MatrixLayout { offset: a.1.index_of(down.start, 0), ..a.1 });
         let mut right = (b.0, MatrixLayout { offset: b.1.index_of(0, across.start), ..b.1 });
-        // The crates prefer the smaller stride between the rows of the result, and need these positive strides.
+        // The gemm crates are faster if the result's row stride is its smaller stride, and require that both of its strides are positive.
         if out.col.abs() < out.row.abs() {
             size = (size.1, size.0);
             out = out.transposed();
@@ -473,10 +478,10 @@ fn gemm_accumulate<T: Real>(
         if left.1.col < 0 {
             (left.1, right.1) = (left.1.with_columns_reversed(k), right.1.with_rows_reversed(k));
         }
-        // SAFETY: all three matrices are in their slices (`check_layouts`, above), which are initialised and live through the
-        // call. Each piece is a non-empty part of them, so its first element is one of theirs, also after rows or columns were
-        // reversed. `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct, so pieces
-        // without a common element are in different memory.
+        // SAFETY: all three matrices are in their slices (`check_layouts`, above), which are initialised and stay valid during the call.
+        // Each piece is a non-empty part of the matrices, so its first element is in its slice, also after rows or columns were reversed.
+        // `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct, so pieces without a common element
+        // are in different memory.
         unsafe {
             T::product()(
                 m,

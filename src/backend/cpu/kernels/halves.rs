@@ -5,7 +5,7 @@ use half::f16;
 use crate::backend::cpu::kernels::convert::bf16_bits;
 use crate::backend::cpu::vectorised::{Function, vectorised};
 
-/// An operand, as bits of f16 or bf16, or as a number.
+/// An operand: f16 or bf16 elements given by their bits, or one number.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum HalfOperand<'a> {
     /// One element per result.
@@ -14,7 +14,7 @@ pub(crate) enum HalfOperand<'a> {
     One(f32),
 }
 
-/// The operands that have one element per result; `number` replaces the other operand.
+/// Which of the two operands have one element per result; `number` replaces an operand that does not.
 trait Form {
     fn call<F: Function<(f32, f32), f32>>(x: f32, y: f32, number: f32) -> f32;
 }
@@ -83,7 +83,7 @@ fn map_f16_form<F: Function<(f32, f32), f32>, P: Form>(a: &[u16], b: &[u16], num
         return map_f16_scalar::<F, P>(a_rest, b_rest, number, to_rest);
     } else if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
         let ((a, a_rest), (b, b_rest), (to, to_rest)) = (a.as_chunks(), b.as_chunks(), to.as_chunks_mut());
-        // SAFETY: likewise.
+        // SAFETY: the processor has the instructions.
         unsafe { x86::map_8::<F, P>(a, b, number, to) };
         return map_f16_scalar::<F, P>(a_rest, b_rest, number, to_rest);
     }
@@ -105,7 +105,7 @@ mod x86 {
 
     use super::{Form, Function};
 
-    /// Defines a function that computes a vector at a time; no slice need be aligned.
+    /// Defines a function that computes a vector at a time. No slice has to be aligned to vectors.
     macro_rules! by_vectors {
         ($name:ident, $feature:literal, $Vector:ident = [f32; $n:literal], $load:ident, $widen:ident, $narrow:expr, $store:ident) => {
             #[target_feature(enable = $feature)]
@@ -116,13 +116,14 @@ mod x86 {
                 to: &mut [[u16; $n]],
             ) {
                 let wide = |side: &[u16; $n]| {
-                    // SAFETY: reads as many bytes as the vector has, for which any bits are valid; the vector has the layout of the array.
+                    // SAFETY: the load reads the bytes of one vector, for which any bits are valid; the vector has the layout of the
+                    // array.
                     unsafe { transmute::<$Vector, [f32; $n]>($widen($load(side.as_ptr().cast()))) }
                 };
                 for ((to, a), b) in to.iter_mut().zip(a).zip(b) {
                     let (x, y) = (wide(a), wide(b));
                     let made: [f32; $n] = std::array::from_fn(|i| P::call::<F>(x[i], y[i], number));
-                    // SAFETY: likewise.
+                    // SAFETY: the store writes the bytes of one vector; the array has the layout of the vector.
                     unsafe { $store(to.as_mut_ptr().cast(), $narrow(transmute::<[f32; $n], $Vector>(made))) };
                 }
             }
@@ -164,7 +165,7 @@ mod tests {
         }
     }
 
-    /// Returns all bit patterns of halves in another order.
+    /// Returns all 16-bit patterns, in an order that depends on `seed`.
     fn halves(seed: usize) -> Vec<u16> {
         (0..1 << 16).map(|i| (i * 40_503 + seed) as u16).collect()
     }

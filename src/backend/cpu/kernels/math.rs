@@ -19,15 +19,15 @@ use crate::expr::polynomials::{cos_small, log_near_one, log_tail, poly, sin_smal
 
 pub(crate) use exponential::{Erf, Exp, Exp64, Gelu, GeluTanh, Sigmoid, Silu, Tanh, TwoStage, map_in_place, map_into};
 
-/// Adding and subtracting this rounds an f32 below 2²² to an integer. The low bits of the sum are then the integer plus 254, which is
-/// twice the exponent bias.
+/// A constant that rounds an f32 of magnitude below 2²² to an integer, by adding and subtracting the constant. The low bits of the sum
+/// hold the integer plus 254, which is twice the exponent bias.
 const ROUND: f32 = 12_582_912.0 + 254.0; // 1.5 * 2^23
-/// The high part of ln 2, 16 bits: the product with an exponent is exact.
+/// The high part of ln 2, with 16 bits, so that the product with an exponent is exact.
 const LN2_HI: f32 = 0.693_145_75;
-/// The low part of ln 2.
+/// The low part of ln 2: ln 2 minus `LN2_HI`.
 const LN2_LO: f32 = 1.428_606_8e-6;
 
-/// 2 to the power of n, for n in -126..=127.
+/// Returns 2^n, for n in -126..=127.
 #[inline(always)]
 fn power_of_two(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
@@ -48,7 +48,7 @@ fn reduce_exp(x: f32) -> (u32, f32) {
     (t.to_bits(), (x - n * LN2_HI) - n * LN2_LO)
 }
 
-/// `e^x - 1`
+/// Returns `e^x - 1`.
 #[inline(always)]
 pub(crate) fn expm1(x: f32) -> f32 {
     const C: [f32; 6] = [0.5, 0.166_666_657, 0.041_666_485_4, 0.008_333_541_45, 0.001_393_322_83, 0.000_197_669_942];
@@ -71,14 +71,14 @@ fn split_exponent(x: f32) -> (f32, f32) {
     (e, f32::from_bits((bits & 0x007F_FFFF).wrapping_add(0x3F40_0000) as u32) - 1.0)
 }
 
-/// `log(x) + correction` for x not negative and finite; callers handle infinities.
+/// Returns `log(x) + correction` for positive finite x. Callers handle infinity, zero and negative x.
 #[inline(always)]
 fn log_plus(x: f32, correction: f32) -> f32 {
     let (e, z) = split_exponent(x);
     e * LN2_HI + (z + (log_tail(z) - 0.5 * z * z + (e * LN2_LO + correction)))
 }
 
-/// Returns `y`, a logarithm for positive finite x, or the special values: -inf at 0, NaN below, infinity at infinity.
+/// Returns the logarithm `y` for positive finite x, and the special values for other x: -inf at 0, NaN below 0, infinity at infinity.
 #[inline(always)]
 fn with_log_special_values(x: f32, y: f32) -> f32 {
     let y = if x == 0.0 { f32::NEG_INFINITY } else { y };
@@ -86,20 +86,21 @@ fn with_log_special_values(x: f32, y: f32) -> f32 {
     if x < f32::INFINITY { y } else { x } // NaN and infinity
 }
 
-/// The natural logarithm: -inf at 0, NaN below.
+/// Returns the natural logarithm: -inf at 0, NaN below 0.
 #[inline(always)]
 pub(crate) fn log(x: f32) -> f32 {
     with_log_special_values(x, log_plus(x, 0.0))
 }
 
-/// The logarithm to base 2, exact for powers of 2.
+/// Returns the logarithm to base 2, exact for powers of 2.
 #[inline(always)]
 pub(crate) fn log2(x: f32) -> f32 {
     let (e, z) = split_exponent(x);
     with_log_special_values(x, (f64::from(e) + f64::from(log_near_one(z)) * std::f64::consts::LOG2_E) as f32)
 }
 
-/// The logarithm to base 10, exact for powers of 10: in f64, the error of `log_near_one` is below half a unit of the sum.
+/// Returns the logarithm to base 10, exact for powers of 10: computed in f64, the error of `log_near_one` is below half a unit of the
+/// sum.
 #[inline(always)]
 pub(crate) fn log10(x: f32) -> f32 {
     use std::f64::consts::{LOG10_2, LOG10_E};
@@ -107,7 +108,7 @@ pub(crate) fn log10(x: f32) -> f32 {
     with_log_special_values(x, (f64::from(e) * LOG10_2 + f64::from(log_near_one(z)) * LOG10_E) as f32)
 }
 
-/// `log(1 + x)`: -inf at -1, NaN below.
+/// Returns `log(1 + x)`: -inf at -1, NaN below -1.
 #[inline(always)]
 pub(crate) fn log1p(x: f32) -> f32 {
     let u = 1.0 + x;
@@ -119,10 +120,11 @@ pub(crate) fn log1p(x: f32) -> f32 {
     if x < f32::INFINITY { y } else { x }
 }
 
-/// The bound on the argument of [`sin`] and [`cos`]. Beyond the bound, use f64's functions, because the reduction needs more digits of pi.
+/// Maximum magnitude of an argument of [`sin`] and [`cos`]. Larger arguments need the f64 functions, because the range reduction needs
+/// more digits of pi.
 pub(crate) const TRIG_LIMIT: f32 = 1e6;
 
-/// Splits x = q pi/2 + r with |r| <= pi/4. Returns the sine and cosine of r, and q. Computed in f64, so that r is exact enough.
+/// Splits x = q pi/2 + r with |r| <= pi/4, in f64 so that r is exact enough. Returns the sine and cosine of r, and q.
 #[inline(always)]
 fn sin_cos(x: f32) -> (f32, f32, i32) {
     const ROUND: f64 = 6_755_399_441_055_744.0; // 1.5 * 2^52
@@ -135,7 +137,7 @@ fn sin_cos(x: f32) -> (f32, f32, i32) {
     (sin_small(r), cos_small(r), t.to_bits() as i32)
 }
 
-/// The sine of x in radians, |x| <= [`TRIG_LIMIT`].
+/// Returns the sine of x in radians, |x| <= [`TRIG_LIMIT`].
 #[inline(always)]
 pub(crate) fn sin(x: f32) -> f32 {
     let (s, c, q) = sin_cos(x);
@@ -144,7 +146,7 @@ pub(crate) fn sin(x: f32) -> f32 {
     if x == 0.0 { x } else { y } // keeps -0
 }
 
-/// The cosine of x in radians, |x| <= [`TRIG_LIMIT`].
+/// Returns the cosine of x in radians, |x| <= [`TRIG_LIMIT`].
 #[inline(always)]
 pub(crate) fn cos(x: f32) -> f32 {
     let (s, c, q) = sin_cos(x);
@@ -175,7 +177,7 @@ pub(crate) fn atan(x: f32) -> f32 {
     y.copysign(x)
 }
 
-/// a to the power of b, through f64.
+/// Returns a^b, computed in f64.
 #[inline(always)]
 pub(crate) fn pow(a: f32, b: f32) -> f32 {
     const ROUND: f64 = 6_755_399_441_055_744.0; // 1.5 * 2^52
@@ -190,7 +192,7 @@ pub(crate) fn pow(a: f32, b: f32) -> f32 {
     let log2 = if magnitude == 0.0 { f64::NEG_INFINITY } else { log2 };
     let log2 = if magnitude < f32::INFINITY { log2 } else { f64::from(magnitude) };
 
-    // exp2 of b log2(a)
+    // exp2 of t = b log2(a)
     let t = f64::from(b) * log2;
     let t = if t < -200.0 { -200.0 } else { t };
     let t = if t > 200.0 { 200.0 } else { t };
@@ -202,7 +204,7 @@ pub(crate) fn pow(a: f32, b: f32) -> f32 {
         1.0 / 40320.0, 1.0 / 362880.0]);
     let y = (e_r * scale) as f32;
 
-    // the special cases of C99
+    // the special cases of C99's `pow`
     let integer = b.trunc() == b;
     let odd = integer && (b * 0.5).trunc() * 2.0 != b;
     let y = if a.is_sign_negative() && odd { -y } else { y };
@@ -215,14 +217,14 @@ pub(crate) fn pow(a: f32, b: f32) -> f32 {
 mod tests {
     use super::*;
 
-    /// The distance of `got` from the right value, in units in the last place of the nearest f32.
+    /// Returns the difference between `got` and the correct value, in units in the last place of the f32 nearest to the correct value.
     pub(super) fn ulps(got: f32, right: f64) -> f64 {
         let nearest = right as f32;
         if got.is_nan() || nearest.is_nan() {
             return if got.is_nan() && nearest.is_nan() { 0.0 } else { f64::INFINITY };
         }
         if got.is_infinite() || nearest.is_infinite() {
-            // a result rounded just beyond the largest number is one unit away from it
+            // A result that overflowed to infinity by rounding is one unit away from the largest finite number.
             let bits = |x: f32| i64::from(x.to_bits());
             return if got == nearest { 0.0 } else { (bits(got) - bits(nearest)).abs() as f64 };
         }

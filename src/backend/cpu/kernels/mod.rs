@@ -1,7 +1,7 @@
 //! The vector loops of the CPU backend: matrix products, conversions, functions of floats, and transposition. This is the only folder
 //! of the backend that may contain `unsafe`.
 
-#[cfg(target_arch = "x86_64")] // as the products that need buffers
+#[cfg(target_arch = "x86_64")] // only the x86-64 product kernels need buffers
 pub(crate) mod buffers;
 pub(crate) mod convert;
 pub(crate) mod gemm;

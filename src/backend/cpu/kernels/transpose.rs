@@ -2,7 +2,8 @@
 
 use bytemuck::Pod;
 
-/// Transposes `width` lines of `height` elements: writes element `i` of line `j` to `to[i * pitch + j]`. `N` elements are 16 bytes.
+/// Transposes `width` lines of `height` elements: writes element `i` of line `j` to `to[i * pitch + j]`. `N` elements of type T occupy 16
+/// bytes.
 #[inline]
 pub(crate) fn transpose_lines<'a, T: Pod, const N: usize>(
     line: impl Fn(usize) -> &'a [T],
@@ -43,7 +44,8 @@ fn transpose_square<T: Pod, const N: usize>(lines: [&[T]; N], to: &mut [T], pitc
         }
     };
     let mut rows: [__m128i; N] = lines.map(|line| bytemuck::pod_read_unaligned(bytemuck::cast_slice(&line[..N])));
-    // Each round interleaves the first half of the rows with the second, which rotates the bits of the elements' positions.
+    // Each round interleaves the first half of the rows with the second half. This rotates the bits of the elements' indices by one, so
+    // `log2(N)` rounds swap row and column.
     for _ in 0..N.ilog2() {
         let before = rows;
         for k in 0..N / 2 {

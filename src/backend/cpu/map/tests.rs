@@ -9,7 +9,7 @@ fn number(i: usize, seed: usize) -> f32 {
     (i * 7919 + seed) as f32 % 201.0 - 100.0
 }
 
-/// `number(i, seed)` for every i, in memory that is not aligned to vectors.
+/// Returns a tensor of `number(i, seed)` for every index i, in memory that is not aligned to vectors.
 fn tensor(n: usize, seed: usize) -> Tensor {
     let all: Vec<f32> = std::iter::once(f32::NAN).chain((0..n).map(|i| number(i, seed))).collect();
     Tensor::from_slice(&all, n + 1, Device::Cpu).unwrap().narrow(0, 1, n).unwrap()

@@ -6,7 +6,7 @@ use crate::device::opencl;
 use crate::ops::elementwise::map::*;
 use crate::{Device, backend::Backend};
 
-/// Returns formulas of two inputs and two numbers for one launch.
+/// Returns formulas of two inputs and the two numbers `a` and `b`, to be computed in one launch.
 fn formulas(e: &[Expr], a: f64, b: f64) -> Vec<Expr> {
     let (x, y) = (&e[0], &e[1]);
     vec![
@@ -59,7 +59,7 @@ fn constants_as_arguments_give_the_bits_of_literals() -> Result<()> {
                 for (i, (right, got)) in literal.iter().zip(&lifted).enumerate() {
                     assert_eq!(bits(got)?, bits(right)?, "formula {i} of {a} and {b}, {dtype} on {device}");
                 }
-                // Each formula alone, which the CPU computes with its specialised functions.
+                // Each formula is also computed alone, because the CPU then uses specialised functions.
                 for i in (0..exprs.len()).filter(|_| device == Device::Cpu) {
                     let one = Tensor::map(&[&x, &y], |e| formulas(e, a, b).remove(i))?;
                     assert_eq!(bits(&one)?, bits(&literal[i])?, "formula {i} of {a} and {b}, {dtype} alone");

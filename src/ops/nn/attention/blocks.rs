@@ -1,7 +1,7 @@
 //! Attention in blocks of queries, for devices without a fused kernel.
 //!
-//! Only the scores of one block exist at a time, so memory grows with the lengths and not with their product. The backward pass
-//! computes the scores again (Rabe and Staats 2021, "Self-attention does not need O(n²) memory"; Dao et al. 2022,
+//! Only the scores of one block exist at a time, so memory grows with the number of queries and of keys, not with their product. The
+//! backward pass computes the scores again (Rabe and Staats 2021, "Self-attention does not need O(n²) memory"; Dao et al. 2022,
 //! "FlashAttention"). With `is_causal`, keys that no query of a block attends to are skipped.
 
 use std::ops::Range;
@@ -14,8 +14,8 @@ use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
 
 /// Returns the limits of blocks on `device`.
 ///
-/// `cheap` blocks take no more time than all scores at once, because causal keys are skipped or there is no backward pass. On the
-/// CPU such blocks fit in the caches of the threads. All other blocks only save memory.
+/// With `cheap`, blocks take no more time than computing all scores at once, because causal keys are skipped or there is no backward
+/// pass. On the CPU, such blocks fit in the caches of the threads. Without `cheap`, blocks only save memory, and are larger.
 fn block_limits(device: Device, cheap: bool) -> Result<Blocking> {
     #[cfg(test)]
     if let Some(limits) = crate::ops::nn::attention::tests::BLOCK_LIMITS.get() {
@@ -37,18 +37,18 @@ pub(crate) struct BlockedAttention {
     scale: Scalar,
 }
 
-/// One block: a range in each dim, and its keys.
+/// One block: a range in each dim of the scores, and the keys that it needs.
 struct Block {
     /// The range in each dim of [`BlockedAttention::sizes`].
     ranges: Dims<Range<usize>>,
-    /// The keys that queries of this block may attend to.
+    /// The keys to which queries of this block can attend.
     keys: Range<usize>,
 }
 
 impl BlockedAttention {
     /// Partitions an attention. `options.scale` is set; `backward` says whether gradients will be needed.
     ///
-    /// Returns `None` if all scores should be computed at once, and for shapes that do not match, which the unblocked code reports.
+    /// Returns `None` if all scores should be computed at once, and if the shapes do not match: the unblocked code then returns the error.
     pub(crate) fn new([q, k, v]: [&Tensor; 3], options: &Attention<'_>, backward: bool) -> Option<BlockedAttention> {
         let Attention { attn_mask: mask, is_causal: causal, dropout_p, scale, .. } = *options;
         if dropout_p != 0.0 || mask.is_some_and(|mask| autograd::is_tracked(&[mask])) {
@@ -59,7 +59,7 @@ impl BlockedAttention {
         else {
             return None;
         };
-        // Then the scores need no more memory than the keys.
+        // In this case the scores need no more memory than the keys.
         if queries <= width {
             return None;
         }
@@ -110,8 +110,8 @@ impl BlockedAttention {
         Ok(())
     }
 
-    /// Returns true if every element of `t` belongs to exactly one block, so that blocks write the element instead of adding to it.
-    /// `of_queries` says whether the dim before the last of `t` is the queries; otherwise it is the keys.
+    /// Returns true if every element of `t` belongs to exactly one block, so that blocks can write to `t` instead of adding to it.
+    /// With `of_queries`, the second-to-last dim of `t` contains the queries, otherwise the keys.
     fn is_partitioned(&self, t: &Tensor, of_queries: bool) -> bool {
         let (batch, length) = self.sizes.split_at(self.sizes.len() - 1);
         let all_keys = self.block_size[batch.len()] == length[0] && (!self.causal || self.keys <= length[0]);
@@ -142,7 +142,7 @@ impl BlockedAttention {
         Ok(out)
     }
 
-    /// Computes the gradients of the wanted inputs outside the graph.
+    /// Computes the gradients of the inputs that need one, outside the graph.
     pub(super) fn backward(&self, pass: BackwardPass) -> Result<[Option<Tensor>; 3]> {
         let BackwardPass { op, inputs, mask, grad, slots, wanted } = pass;
         let [q, k, v] = inputs.map(Tensor::detach);
@@ -178,17 +178,17 @@ impl BlockedAttention {
 }
 
 impl Block {
-    /// Returns this block's part of `t`, `[batch.., L, ..]`.
+    /// Returns this block's part of `t`, which has dims `[batch.., L, ..]`.
     fn queries(&self, t: &Tensor) -> Result<Tensor> {
         self.part(t, &self.ranges[self.ranges.len() - 1], None)
     }
 
-    /// Returns this block's part of `t`, `[batch.., S, ..]`.
+    /// Returns this block's part of `t`, which has dims `[batch.., S, ..]`.
     fn keys(&self, t: &Tensor) -> Result<Tensor> {
         self.part(t, &self.keys, None)
     }
 
-    /// Returns this block's part of `t`, `[batch.., L, S]`.
+    /// Returns this block's part of `t`, which has dims `[batch.., L, S]`.
     fn scores(&self, t: &Tensor) -> Result<Tensor> {
         self.part(t, &self.ranges[self.ranges.len() - 1], Some(&self.keys))
     }
@@ -210,7 +210,7 @@ impl Block {
 /// Computes `alpha a b` into `out`, which may have any strides.
 fn write_product(op: &'static str, out: &Tensor, a: &Tensor, b: &Tensor, alpha: Scalar) -> Result<()> {
     let made = scaled_product_into(op, Some(out.shallow_clone()), None, a, b, alpha)?;
-    // The product allocates its own result if it cannot write to `out`.
+    // If the product cannot be written to `out` directly, it is in a new tensor and is copied here.
     if !made.shares_storage(out) {
         out.copy_(&made)?;
     }
@@ -219,9 +219,9 @@ fn write_product(op: &'static str, out: &Tensor, a: &Tensor, b: &Tensor, alpha: 
 
 /// A gradient that is assembled from the contributions of blocks.
 struct GradientSum {
-    /// The tensor that the caller wants the gradient in, if any.
+    /// The tensor to which the caller wants the gradient written; `None` to allocate a tensor.
     slot: Option<Tensor>,
-    /// The tensor that blocks write to if `partitioned`, otherwise add to, in the dtype of the accumulator.
+    /// The tensor to which blocks write if `partitioned`, and otherwise add, in the accumulator's dtype.
     total: Tensor,
     dtype: DType,
     /// Whether every element is written exactly once.
@@ -239,7 +239,7 @@ impl GradientSum {
         Ok(GradientSum { slot, total, dtype, partitioned })
     }
 
-    /// Adds `alpha a b`, summed over broadcast dims, to the part of a block.
+    /// Adds `alpha a b`, summed over broadcast dims, to the part of the gradient that belongs to a block.
     fn add(
         &self,
         op: &'static str,

@@ -1,4 +1,5 @@
-//! Attention in one kernel, on devices with such a kernel. The kernel stores the result and one number for each query, but no scores.
+//! Attention in one kernel, on devices that have a fused kernel. The kernel stores the result and one number for each query, but no
+//! scores.
 
 use crate::autograd::rng_replay::RandomSource;
 use crate::backend::problem::attention::{AttentionBackward, FusedAttention};
@@ -17,27 +18,27 @@ pub(crate) struct Fused {
 
 /// The parameters of a fused attention, without its tensors.
 struct FusedParams {
-    /// The dims of the scores before the last two. All operands are broadcast to them.
+    /// The dims of the scores before the last two. All operands are broadcast to these dims.
     batch: Shape,
-    /// Whether the last batch dim is heads that share keys and values.
+    /// Whether the last batch dim contains heads that share keys and values.
     grouped: bool,
     causal: bool,
     scale: f64,
     dropout: Option<(f64, Seed)>,
 }
 
-/// The operands as views of the shapes that the kernel expects.
+/// The operands as views with the shapes that the kernel expects.
 struct Views {
     inputs: [Tensor; 3],
     mask: Option<Tensor>,
 }
 
 impl Fused {
-    /// Computes the result outside the graph, and keeps the data for the backward pass. `options.scale` is set; grouped heads are a
-    /// dim of their own.
+    /// Computes the result outside the graph, and keeps the data for the backward pass. `options.scale` is set. With grouped heads, the
+    /// heads that share keys are a separate dim.
     ///
-    /// Returns `None` if the device has no such kernel, if the gradient of the mask is needed, and for operands that do not match,
-    /// which the other code path reports.
+    /// Returns `None` if the device has no fused kernel, if the gradient of the mask is needed, and if the operands do not match, in
+    /// which case the code without a fused kernel returns the error.
     pub(crate) fn forward(
         op: &'static str,
         inputs: [&Tensor; 3],
@@ -67,14 +68,14 @@ impl Fused {
         Ok(Some((out, Fused { call, out: saved, logsumexp })))
     }
 
-    /// Computes the gradients of the wanted inputs outside the graph.
+    /// Computes the gradients of the inputs that need one, outside the graph.
     pub(super) fn backward(&self, pass: BackwardPass) -> Result<[Option<Tensor>; 3]> {
         let BackwardPass { op, inputs, mask, grad, slots, wanted } = pass;
         let call = &self.call;
         let views = call.views(inputs, mask);
         let a = call.problem(&views);
         let (out, grad) = (call.view(self.out.get(op)?, false), call.view(grad, false));
-        // For a broadcast operand, the kernel writes one gradient for each copy. The sum of these is the gradient of the operand.
+        // For a broadcast operand, the kernel writes one gradient per copy. The operand's gradient is the sum of these gradients.
         let made = inputs.iter().zip(&views.inputs).zip(slots).enumerate().map(|(i, ((t, view), slot))| {
             let whole = t.numel() == view.numel();
             let made = match slot.filter(|_| whole) {
@@ -96,7 +97,7 @@ impl Fused {
         Ok(gradients)
     }
 
-    /// The seeds with which recorded operations drop the same weights.
+    /// Returns the seeds with which recorded operations drop the same weights as the kernel.
     pub(crate) fn seeds(&self) -> SmallVec<[RandomSource; 1]> {
         self.call.dropout.iter().map(|(_, seed)| RandomSource { seed: *seed, base: None }).collect()
     }
@@ -107,7 +108,7 @@ impl FusedParams {
         let Attention { attn_mask: mask, is_causal: causal, dropout_p, scale, .. } = *options;
         let is_probability = (0.0..=1.0).contains(&dropout_p);
         let tracked = mask.is_some_and(|mask| autograd::is_tracked(&[mask]));
-        // A captured graph keeps its seeds in device memory, which this kernel does not read.
+        // In a captured graph, the seeds are in device memory, which this kernel does not read.
         let captured = dropout_p != 0.0 && is_capturing(inputs[0].device());
         if tracked || captured || !is_probability || inputs.iter().any(|t| t.numel() == 0) {
             return None;
@@ -151,13 +152,13 @@ impl FusedParams {
         self.with_heads(t, t.layout.broadcast_to(&self.broadcast(t, of_keys)))
     }
 
-    /// Inserts a heads dim of size 1 before the matrices, unless the heads are grouped.
+    /// Inserts a heads dim of size 1 before the last two dims, unless the heads are grouped.
     fn with_heads(&self, t: &Tensor, layout: Layout) -> Tensor {
         let rank = layout.shape.rank();
         t.with_layout(if self.grouped { layout } else { layout.insert(rank - 2) })
     }
 
-    /// Returns the shape of `t` broadcast to all batch dims, except the heads that share keys.
+    /// Returns the shape of `t` broadcast to all batch dims, except that keys keep size 1 in the dim of heads that share them.
     fn broadcast(&self, t: &Tensor, of_keys: bool) -> Shape {
         let (batch, dims) = (self.batch.dims(), t.shape().dims());
         let shared = usize::from(self.grouped && of_keys);

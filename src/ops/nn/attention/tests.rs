@@ -1,4 +1,4 @@
-//! Tests attention with very small blocks against its definition in f64 and finite differences.
+//! Compares attention in very small blocks with its definition in f64, and its gradients with finite differences.
 
 use std::cell::Cell;
 
@@ -9,11 +9,11 @@ use crate::ops::nn::attention::*;
 use crate::{Device, Result};
 
 thread_local! {
-    /// The limits of blocks in a test, instead of the device's.
+    /// The limits of blocks in a test, which replace the device's limits.
     pub(crate) static BLOCK_LIMITS: Cell<Option<Blocking>> = const { Cell::new(None) };
 }
 
-/// Runs `f` with blocks whose scores take at most `bytes`, and at least one query.
+/// Runs `f` with attention in blocks whose scores take at most `bytes` bytes, or that have one query if one query takes more.
 fn in_blocks<R>(bytes: usize, f: impl FnOnce() -> R) -> R {
     BLOCK_LIMITS.set(Some(Blocking { unblocked_bytes: 0, block_bytes: bytes, min_queries: 1 }));
     let result = f();
@@ -27,7 +27,7 @@ fn each_device(f: impl Fn(Device)) {
     (0..opencl::count()).map(Device::OpenCL).for_each(f);
 }
 
-/// Queries, keys and values, an additive mask, and whether attention is causal.
+/// The arguments of attention: queries, keys and values, an additive mask, and whether attention is causal.
 type Call<'a> = ([&'a Tensor; 3], Option<&'a Tensor>, bool);
 
 /// Returns the elements in f64, with the dims before the last two broadcast to `batch`.
@@ -85,7 +85,7 @@ const SHAPES: [[&[usize]; 3]; 8] = [
     [&[2, 9, 4], &[2, 0, 4], &[2, 0, 4]],
 ];
 
-/// Returns a tensor whose rows are strided and start one element into the storage.
+/// Returns a tensor whose rows are strided, and whose offset is one element.
 fn strided_tensor(shape: &[usize], dtype: DType, device: Device) -> Tensor {
     let mut dims = shape.to_vec();
     let last = dims.len() - 1;
@@ -129,7 +129,8 @@ fn blocked_attention_matches_its_definition() {
     });
 }
 
-/// Includes a broadcast batch, grouped heads, and three parts in one tensor.
+/// Gradients in blocks are correct for a broadcast batch, for grouped heads, and for queries, keys and values that are parts of one
+/// tensor.
 #[test]
 fn blocked_gradients_match_finite_differences() {
     each_device(|device| {
@@ -171,7 +172,7 @@ fn blocked_gradients_match_finite_differences() {
     });
 }
 
-/// Gradients of halves are summed in f32 over the blocks.
+/// Gradients of halves are summed over the blocks in f32: in f16, rounding after each block would give wrong sums.
 #[test]
 fn blocked_gradients_of_halves_match_f64() {
     each_device(|device| {
@@ -190,7 +191,7 @@ fn blocked_gradients_of_halves_match_f64() {
         for (got, right) in got.iter().flatten().zip(right.iter().flatten()) {
             assert!((got - right).abs() <= 1e-2 * right.abs().max(1.0), "{got} for {right} on {device}");
         }
-        // 512 blocks add 0.8 each. In f16, each addition would round to 0.75 once the sum reaches 256.
+        // Each of 512 blocks adds 0.8. In f16, an addition would round to 0.75 once the sum reaches 256.
         let of = |shape: &[usize], x: f64| Tensor::full(shape, x, (DType::F16, device)).unwrap();
         let (q, one) = (of(&[4096, 2], 1.0), of(&[1, 2], 1.0));
         let v = of(&[1, 2], 1.0).requires_grad_(true).unwrap();
@@ -203,17 +204,17 @@ fn blocked_gradients_of_halves_match_f64() {
     });
 }
 
-/// All scores at once take three launches too.
+/// Each block takes three launches, like attention that computes all scores at once.
 #[test]
 fn each_block_takes_three_launches() {
     each_device(|device| {
         if device.info().unwrap().kind != DeviceKind::Cpu {
-            return; // a GPU has one kernel and no blocks
+            return; // a GPU uses one fused kernel instead of blocks
         }
         let [q, k] = [24, 30].map(|n| Tensor::randn(&[2, n, 4], device).unwrap());
         let call = |causal| q.scaled_dot_product_attention(&k, &k, options(None, causal)).unwrap();
         assert_eq!(count_launches(|| drop(call(true))).1, 3);
-        // Blocks of eight queries of one head, of all queries of one head, and of everything.
+        // The byte limits give blocks of eight queries of one head, of all queries of one head, and of all queries and heads.
         for (bytes, blocks) in [(0, 6), (24 * 30 * 4, 2), (2 * 24 * 30 * 4, 1)] {
             assert_eq!(in_blocks(bytes, || count_launches(|| drop(call(false))).1), 3 * blocks, "{bytes} bytes");
         }

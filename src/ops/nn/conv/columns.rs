@@ -17,18 +17,19 @@ use crate::tensor::Layout;
 use crate::tensor::view::reshape_detached;
 use crate::{DType, Device, Result, Shape, Tensor, autograd};
 
-/// Returns the maximum size of the columns in memory at a time, in bytes: on GPUs a 512th of the memory, between 16 and
-/// 256 MiB, because larger products use a GPU better. A single row of windows may be larger.
+/// Returns the maximum size in bytes of the columns that are in memory at a time. On GPUs this is 1/512 of the memory, but at least 16
+/// and at most 256 MiB, because larger products use a GPU better. A single row of windows may exceed this size.
 fn max_column_block_bytes(device: Device) -> Result<usize> {
     let info = device.cached_info()?;
     let part = if info.kind == DeviceKind::Cpu { 0 } else { info.memory >> 9 };
     Ok((part as usize).clamp(16 << 20, 256 << 20))
 }
 
-/// Images of fewer windows than this are columns of one product, which takes a copy of the result.
+/// The minimum number of windows of an image that gets its own product. Smaller images become columns of one product, whose result is
+/// copied to reorder it.
 const MIN_WINDOWS_OF_OWN_PRODUCT: usize = 1024;
 
-/// A convolution and its gradients as products of columns, one block of columns at a time. Not recorded.
+/// Computes a convolution and its gradients as products of columns, one block of columns at a time. Not recorded for autograd.
 pub(super) struct Im2colConvolution(pub(super) ConvProblem);
 
 /// A block of windows: consecutive rows of windows of consecutive images.
@@ -65,14 +66,14 @@ impl Block {
 }
 
 impl Im2colConvolution {
-    /// Partitions all windows over `x` into blocks.
+    /// Divides the windows of all images in `x` into blocks.
     fn blocks(&self, x: &Tensor) -> Result<Vec<Block>> {
         let windows = self.0.windows;
         let Windows { image, kernel, grid, stride, padding, padding_after, dilation, .. } = windows;
         let [n, c, ..] = sizes_4d(x);
         let row_bytes = (c * kernel[0] * kernel[1] * grid[1] * x.dtype.size()).max(1);
         let reach = dilation[0] * (kernel[0] - 1);
-        // Windows that are entirely padding have no rows of an image to read.
+        // Images are not divided if some windows are entirely padding, because such windows have no rows of an image to read.
         let divisible = padding[0].max(padding_after[0]) <= reach;
         let most = max_column_block_bytes(x.device())?;
         let rows = if divisible { (most / row_bytes).clamp(1, grid[0]) } else { grid[0] };
@@ -81,7 +82,7 @@ impl Im2colConvolution {
         for first in (0..n.max(1)).step_by(images) {
             for top in (0..grid[0]).step_by(rows) {
                 let (count, rows) = (images.min(n - first), rows.min(grid[0] - top));
-                // Rows of the padded image.
+                // The first and the end row of the padded image that the block reads.
                 let (start, end) = (top * stride[0], (top + rows - 1) * stride[0] + reach + 1);
                 let from = start.saturating_sub(padding[0]);
                 let to = end.saturating_sub(padding[0]).min(image[0]);
@@ -162,7 +163,7 @@ impl Convolution for Im2colConvolution {
         let ([_, c, ..], [_, o, ..], [kh, kw]) = (sizes_4d(x), sizes_4d(y), windows.kernel);
         let shape = Shape::from([groups, o / groups, c / groups * kh * kw]);
         let (blocks, y) = (self.blocks(&x.detach())?, y.detach());
-        // Sums of blocks in half precision would be rounded after each block.
+        // The sums of all blocks are computed in f32, because half precision would round them after each block.
         let wide = if y.dtype.size() == 2 { DType::F32 } else { y.dtype };
         let mut sum: Option<Tensor> = None;
         for (i, block) in blocks.iter().enumerate() {
@@ -183,10 +184,10 @@ impl Convolution for Im2colConvolution {
     }
 }
 
-/// Multiplies each group's part of the weight by its columns and adds the bias: `[N, groups, rows, columns]`.
+/// Multiplies each group's part of the weight by the group's columns, and adds the bias. The result is `[N, groups, rows, columns]`.
 ///
-/// The bias is `[groups * rows]`. The weight, `[A, B, KH, KW]`, is read as `[groups, A / groups, B KH KW]`, or as the transpose if
-/// `transposed`. `out` is memory for the result.
+/// The bias is `[groups * rows]`. The weight, `[A, B, KH, KW]`, is read as `[groups, A / groups, B KH KW]`, or as the transpose of that
+/// if `transposed`. The result is written to `out` if given.
 pub(super) fn multiply_columns(
     op: &'static str,
     columns: &Tensor,

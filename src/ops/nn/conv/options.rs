@@ -17,7 +17,7 @@ use crate::ops::nn::window::{fold, unfold};
 pub struct ConvOptions<const D: usize> {
     /// The distance between adjacent windows, in elements.
     pub stride: [usize; D],
-    /// Zeros added around the image.
+    /// The number of zeros added around the image.
     pub padding: Padding<D>,
     /// The distance between adjacent elements of a window, in elements.
     pub dilation: [usize; D],
@@ -36,9 +36,9 @@ impl<const D: usize> Default for ConvOptions<D> {
 pub struct ConvTransposeOptions<const D: usize> {
     /// The distance between adjacent windows in the result, in elements.
     pub stride: [usize; D],
-    /// Elements removed from the sides of the result.
+    /// The number of elements removed from the sides of the result.
     pub padding: Padding<D>,
-    /// Elements added at the end of each dim of the result.
+    /// The number of elements added at the end of each dim of the result.
     pub output_padding: [usize; D],
     /// The distance between adjacent elements of a window, in elements.
     pub dilation: [usize; D],

@@ -6,8 +6,8 @@ use crate::{LossReduction, promote_types};
 
 impl Tensor {
     /// Computes `1 - cos` for pairs of vectors with target 1, and `max(0, cos - margin)` for target -1 (PyTorch's
-    /// `cosine_embedding_loss`, with a default margin of 0). Both inputs are `[N, D]` and the target `[N]`, or `[D]` and a scalar.
-    /// Differentiable.
+    /// `cosine_embedding_loss`, with a default margin of 0). Both inputs are `[N, D]` and the target is `[N]`, or both inputs are `[D]`
+    /// and the target is a scalar. Differentiable.
     #[track_caller]
     pub fn cosine_embedding_loss(
         &self,
@@ -20,9 +20,10 @@ impl Tensor {
         same_shape(op, &[self, other])?;
         mismatch!(op if self.rank() == 0 || target.shape().dims() != &self.shape().dims()[..self.rank() - 1],
             self, target, "the inputs are [N, D] and the target [N], or [D] and a scalar");
-        // PyTorch squares the norms and adds 1e-12 to each, which would overflow. `hypot` computes the same without squares.
+        // PyTorch squares the norms, which can overflow, and adds 1e-12 to each square. `hypot` computes the root of such a sum without
+        // squares.
         let cosines = || {
-            // The norm may overflow f16 even if the cosine does not.
+            // The norm may overflow f16 even if the cosine does not, so it is computed in f32.
             let is_half = |dtype| matches!(dtype, DType::F16 | DType::BF16);
             let wide = |t: &Tensor| t.to_dtype(if is_half(t.dtype) { DType::F32 } else { t.dtype });
             let root = |t: &Tensor| Tensor::map(&[&t.norm(-1, true)?], |e| e[0].hypot(1e-6));
@@ -41,9 +42,9 @@ impl Tensor {
     /// Computes `max(0, margin + |a - p| - |a - n|)` of an anchor (this tensor), a positive and a negative example (PyTorch's
     /// `triplet_margin_loss`, with a default margin of 1).
     ///
-    /// The distances are p-norms over the last dim, with 1e-6 added to each difference. With `swap`, the distance between the two examples
-    /// replaces that of the negative if it is smaller. Differentiable. Fails as [`Tensor::mse_loss`] does, and with
-    /// [`Error::Invalid`] unless p is above 0.
+    /// The distances are p-norms over the last dim, with 1e-6 added to each difference. With `swap`, the distance between the two
+    /// examples replaces the distance of the negative example if it is smaller. Differentiable. Fails as [`Tensor::mse_loss`] does, and
+    /// with [`Error::Invalid`] unless p is above 0.
     #[track_caller]
     pub fn triplet_margin_loss(
         &self,

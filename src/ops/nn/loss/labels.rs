@@ -1,4 +1,4 @@
-//! Losses of classes, given as labels or as probabilities.
+//! Losses for classification. Classes are given as labels or as probabilities.
 
 use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
@@ -6,8 +6,8 @@ use crate::ops::nn::loss::{divide_by_batch, reduce_losses};
 use crate::{CrossEntropy, LossReduction, autocast_dtype};
 
 impl Tensor {
-    /// Returns the mean over rows of `-log_softmax(logits)[label]`: [`Tensor::cross_entropy_with`] the default options. Fails as
-    /// [`Tensor::cross_entropy_with`] does.
+    /// Returns the mean over rows of `-log_softmax(logits)[label]`, as [`Tensor::cross_entropy_with`] does with the default options, and
+    /// fails as it does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -24,20 +24,21 @@ impl Tensor {
         self.cross_entropy_with(target, CrossEntropy::default())
     }
 
-    /// Cross-entropy of logits and classes (PyTorch's `cross_entropy`). Returns a scalar of the logits' dtype, or one loss for each label
-    /// with [`LossReduction::None`]. Differentiable in the logits and in probabilities.
+    /// Computes the cross-entropy of logits and classes (PyTorch's `cross_entropy`). Returns a scalar of the logits' dtype, or one loss
+    /// for each label with [`LossReduction::None`]. Differentiable in the logits and in probabilities.
     ///
-    /// Logits are `[C]`, `[N, C]` or `[N, C, d1, ...]`. The target is either class labels (i64, i32, u32 or u8) with that shape without C,
-    /// or one probability for each class with the shape and dtype of the logits. The mean is over the labels other than `ignore_index`,
-    /// weighted like the losses. The mean of no labels is NaN.
+    /// Logits are `[C]`, `[N, C]` or `[N, C, d1, ...]`. The target is either class labels (i64, i32, u32 or u8) with that shape without
+    /// C, or one probability for each class, with the shape and dtype of the logits. The mean is over the labels other than
+    /// `ignore_index`, weighted by the class weights. If all labels are ignored, the mean is NaN.
     ///
-    /// With labels, no class weights and no smoothing, one launch computes the losses and the gradient, and at most one more their sum.
-    /// Losses are accumulated in f32 (f64 for f64).
+    /// With labels, no class weights and no smoothing, one launch computes the losses and the gradient, and at most one more launch
+    /// computes the sum of the losses. Losses are accumulated in f32 (f64 for f64).
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`]; [`Error::Invalid`] for a smoothing outside `0..=1`. [`Error::IndexOutOfRange`] for a label
-    /// outside `0..C`: at once on the CPU, and on OpenCL from the next call of this thread that waits for the device (reading a
-    /// value, `synchronize`). Until then the loss is NaN (0 if weighted or smoothed) and the gradient of the row is zero.
+    /// [`Error::UnsupportedDType`] for other dtypes; [`Error::Invalid`] for a smoothing outside `0..=1`; [`Error::IndexOutOfRange`] for a
+    /// label outside `0..C`. On the CPU this call returns the last error; on OpenCL, the next call of this thread that waits for the
+    /// device (such as reading a value or `synchronize`) returns it. Until then the loss is NaN (0 if weighted or smoothed) and the
+    /// gradient of the row is zero.
     #[track_caller]
     pub fn cross_entropy_with(&self, target: &Tensor, options: CrossEntropy) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -128,7 +129,7 @@ impl CrossEntropy<'_> {
     }
 }
 
-/// Returns the batch dim of logits `[N, C, ..]`, or no dims for logits `[C]`.
+/// Returns the batch dim of logits `[N, C, ..]`; returns no dims for logits `[C]`.
 fn batch_dims(logits: &Tensor) -> &[usize] {
     let dims = logits.shape().dims();
     &dims[..usize::from(dims.len() > 1)]
@@ -143,7 +144,7 @@ fn class_weight(op: &'static str, x: &Tensor, weight: &Tensor, dim: usize) -> Re
     weight.reshape(shape)
 }
 
-/// Calls `f` with x as `[M, C]` and labels as `[M]`, and restores the other dims of an unreduced result.
+/// Calls `f` with x reshaped to `[M, C]` and labels reshaped to `[M]`, and restores the other dims if the result is not reduced.
 fn apply_to_rows(
     op: &'static str,
     x: &Tensor,
@@ -173,7 +174,7 @@ fn label_losses(op: &'static str, log: &Tensor, labels: &Tensor, options: CrossE
     let CrossEntropy { reduction, ignore_index, label_smoothing, weight } = options;
     let (dtype, classes) = (log.dtype(), log.shape().dims()[1]);
     let weight = weight.map(|w| class_weight(op, log, w, 1)).transpose()?;
-    // An ignored label may be no valid class, so class 0 is read instead.
+    // An ignored label need not be a valid class, so it is replaced by class 0 to read a valid element.
     let counted = labels.masked_fill(&labels.eq_scalar(ignore_index)?, 0)?;
     let label_values = log.gather(1, &counted.unsqueeze(1)?)?.squeeze(1)?;
     let label_weights = weight.as_ref().map(|w| w.flatten(0, 1)?.index_select(0, &counted)).transpose()?;
@@ -197,12 +198,12 @@ fn label_losses(op: &'static str, log: &Tensor, labels: &Tensor, options: CrossE
     }
     let counted_weight = ignored.select(0.0, label_weights.as_ref().map_or(Expr::constant(1.0), |_| Expr::input(1)));
     let inputs: Vec<&Tensor> = std::iter::once(labels).chain(&label_weights).collect();
-    // Half precision would round the count.
+    // The count is in f32, because half precision would round it.
     let wide = if dtype.size() < 4 { crate::DType::F32 } else { dtype };
     let counted_weights =
         apply_formula(op, &inputs, wide, &counted_weight, |i| counted_weight.diff(i))?.sum((), false)?;
     let sum = losses.sum((), false)?.to_dtype(wide)?;
-    // The mean of no label is NaN, and its gradient zero, as in PyTorch.
+    // If all labels are ignored, the mean is NaN and the gradient zero, as in PyTorch.
     let mean = |sum: Expr| sum / Expr::input(1);
     let mean = Expr::input(1).eq(0.0).select(mean(Expr::input(2)), mean(Expr::input(0)));
     apply_formula(op, &[&sum, &counted_weights, &sum.detach()], wide, &mean, |i| mean.diff(i))?.to_dtype(dtype)

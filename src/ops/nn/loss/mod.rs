@@ -1,6 +1,7 @@
 //! Losses: a formula for each element, followed by a reduction.
 //!
-//! `pointwise` compares predictions with targets of the same shape, `labels` has losses of classes, and `distance` compares vectors.
+//! `pointwise` has losses of predictions and targets with the same shape, `labels` losses for classification, and `distance` losses that
+//! compare vectors.
 
 mod distance;
 mod labels;
@@ -19,12 +20,13 @@ fn reduce_losses(losses: Tensor, reduction: LossReduction) -> Result<Tensor> {
     }
 }
 
-/// Divides a sum of losses by the first of `dims`, the batch size. Without dims, the batch size is 1.
+/// Divides a sum of losses by the batch size, which is the first of `dims`, or 1 if there are no dims.
 fn divide_by_batch(sum: Tensor, dims: &[usize]) -> Result<Tensor> {
     sum.div_scalar(dims.first().map_or(1.0, |&n| n as f64))
 }
 
-/// Evaluates a formula over broadcast tensors of one float dtype. One launch, and at most two more for the reduction.
+/// Evaluates a formula over broadcast tensors of one float dtype, and reduces the losses. Takes one launch, and at most two more for the
+/// reduction.
 fn losses(
     op: &'static str,
     inputs: &[&Tensor],
@@ -37,7 +39,7 @@ fn losses(
     each().with_op(op)
 }
 
-/// Same as [`losses`], for tensors that must have one shape.
+/// Evaluates a formula like [`losses`], for tensors that must have one shape.
 fn losses_of_equal_shapes(
     op: &'static str,
     inputs: &[&Tensor],
@@ -55,7 +57,7 @@ fn same_shape(op: &'static str, inputs: &[&Tensor]) -> Result<()> {
     }
 }
 
-/// Checks that a hyperparameter is above 0, or at least 0 if `zero` is set.
+/// Returns an error unless a hyperparameter is above 0 or, if `zero` is set, at least 0.
 fn check_positive(op: &'static str, name: &str, value: f64, zero: bool) -> Result<()> {
     if value > 0.0 || (zero && value == 0.0) {
         return Ok(());
@@ -64,7 +66,7 @@ fn check_positive(op: &'static str, name: &str, value: f64, zero: bool) -> Resul
     Err(Error::invalid(op, format!("{name} is {value}, it must be {least} 0")))
 }
 
-/// PyTorch's names of the reductions.
+/// The names that PyTorch gives the reductions.
 const REDUCTION_NAMES: [(&str, LossReduction); 4] = [
     ("mean", LossReduction::Mean),
     ("sum", LossReduction::Sum),

@@ -14,8 +14,8 @@ fn bounded_log(x: &Expr) -> Expr {
 }
 
 impl Tensor {
-    /// Returns the mean of `(self - target)^2` over all elements, a scalar (PyTorch's `mse_loss`). Two launches. Differentiable.
-    /// Floats of one shape: nothing is broadcast.
+    /// Returns the mean of `(self - target)^2` over all elements, a scalar (PyTorch's `mse_loss`). Two launches. Differentiable. Both
+    /// tensors are floats of the same shape, without broadcasting.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -29,7 +29,7 @@ impl Tensor {
         self.mse_loss_with(target, LossReduction::Mean)
     }
 
-    /// Same as [`Tensor::mse_loss`], with the given reduction instead of the mean.
+    /// Computes the loss like [`Tensor::mse_loss`], with the given reduction instead of the mean.
     #[track_caller]
     pub fn mse_loss_with(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
         return_replacement!("mse_loss", [self, target], reduction);
@@ -42,7 +42,7 @@ impl Tensor {
         self.l1_loss_with(target, LossReduction::Mean)
     }
 
-    /// Same as [`Tensor::l1_loss`], with the given reduction instead of the mean.
+    /// Computes the loss like [`Tensor::l1_loss`], with the given reduction instead of the mean.
     #[track_caller]
     pub fn l1_loss_with(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
         return_replacement!("l1_loss", [self, target], reduction);
@@ -59,7 +59,7 @@ impl Tensor {
         losses_of_equal_shapes(op, &[self, target], reduction, |x| {
             let error = &x[0] - &x[1];
             let d = error.abs();
-            // Squares the error itself, because |error| has no second derivative at 0.
+            // The error itself is squared, because |error| has no second derivative at 0.
             if beta == 0.0 { d } else { d.lt(beta).select(error.square() * (0.5 / beta), &d - 0.5 * beta) }
         })
     }
@@ -80,7 +80,7 @@ impl Tensor {
 
     /// Computes `-(t log x + (1 - t) log(1 - x))` of probabilities x and targets t, times an optional weight (PyTorch's
     /// `binary_cross_entropy`). Logarithms are clamped to at least -100. An x outside `0..=1` gives NaN. Differentiable. Fails as
-    /// [`Tensor::mse_loss`] does, but the weight only has to broadcast.
+    /// [`Tensor::mse_loss`] does, except that the weight is broadcast.
     ///
     /// ```
     /// use claystone::{Device, LossReduction, Tensor};
@@ -106,7 +106,7 @@ impl Tensor {
         let (x, t) = (Expr::input(0), Expr::input(1));
         let scale = weight.map_or(Expr::constant(1.0), |_| Expr::input(2));
         let loss = -(&t * bounded_log(&x) + (1.0 - &t) * bounded_log(&(1.0 - &x))) * &scale;
-        // PyTorch's gradient, which is not zero for saturated probabilities.
+        // This is PyTorch's gradient, which is not zero for probabilities of exactly 0 or 1.
         let derivative = (&x - &t) / ((1.0 - &x) * &x).max(1e-12) * &scale;
         let each = || {
             let of = |i: usize| if i == 0 { derivative.clone() } else { loss.diff(i) };
@@ -116,7 +116,7 @@ impl Tensor {
     }
 
     /// Computes [`Tensor::binary_cross_entropy`] of `sigmoid(self)` without overflow (PyTorch's `binary_cross_entropy_with_logits`).
-    /// `pos_weight` multiplies the losses of positive targets. Both weights broadcast. Differentiable.
+    /// `pos_weight` multiplies the losses of positive targets. Both `weight` and `pos_weight` are broadcast. Differentiable.
     #[track_caller]
     pub fn binary_cross_entropy_with_logits(
         &self,
@@ -138,9 +138,9 @@ impl Tensor {
         })
     }
 
-    /// The Kullback-Leibler divergence of log-probabilities x from `target` (PyTorch's `kl_div`): `t (log t - x)` for each element, and 0
-    /// where t is 0. With `log_target`, the target holds logarithms too. The mean is over all elements;
-    /// [`LossReduction::BatchMean`] is the mathematical definition. Differentiable.
+    /// Computes the Kullback-Leibler divergence of log-probabilities x from `target` (PyTorch's `kl_div`): `t (log t - x)` for each
+    /// element, and 0 where t is 0. With `log_target`, `target` holds logarithms too. [`LossReduction::Mean`] divides by the number of
+    /// elements; [`LossReduction::BatchMean`] is the mathematical definition. Differentiable.
     #[track_caller]
     pub fn kl_div(&self, target: &Tensor, reduction: LossReduction, log_target: bool) -> Result<Tensor> {
         return_replacement!("kl_div", [self, target], reduction, log_target);
@@ -153,9 +153,9 @@ impl Tensor {
         })
     }
 
-    /// The negative log-likelihood of counts under Poisson distributions (PyTorch's `poisson_nll_loss`): `exp(x) - t x`, or
-    /// `x - t log(x + eps)` without `log_input`. `full` adds Stirling's approximation of the constant term. PyTorch's defaults are
-    /// `true`, `false` and 1e-8. Differentiable.
+    /// Computes the negative log-likelihood of counts t under Poisson distributions (PyTorch's `poisson_nll_loss`): `exp(x) - t x`, or
+    /// `x - t log(x + eps)` without `log_input`. `full` adds Stirling's approximation of the constant term. PyTorch's defaults are `true`
+    /// for `log_input`, `false` for `full` and 1e-8 for `eps`. Differentiable.
     #[track_caller]
     pub fn poisson_nll_loss(
         &self,
@@ -174,9 +174,9 @@ impl Tensor {
         })
     }
 
-    /// The negative log-likelihood of targets under normal distributions with this mean and the variance `var` (PyTorch's
-    /// `gaussian_nll_loss`, with defaults of `false` and 1e-6). `var` broadcasts and is clamped to at least `eps`. `full` adds the
-    /// constant term. Differentiable.
+    /// Computes the negative log-likelihood of targets under normal distributions with mean `self` and variance `var` (PyTorch's
+    /// `gaussian_nll_loss`, where `full` defaults to `false` and `eps` to 1e-6). `var` broadcasts and is clamped to at least `eps`.
+    /// `full` adds the constant term. Differentiable.
     #[track_caller]
     pub fn gaussian_nll_loss(
         &self,
@@ -202,7 +202,7 @@ impl Tensor {
         losses_of_equal_shapes("soft_margin_loss", &[self, target], reduction, |e| -(&e[0] * &e[1]).logsigmoid())
     }
 
-    /// Returns x for a target of 1, and `max(0, margin - x)` for a target of -1 (PyTorch's `hinge_embedding_loss`, with a default margin
+    /// Computes x for a target of 1, and `max(0, margin - x)` for a target of -1 (PyTorch's `hinge_embedding_loss`, with a default margin
     /// of 1). Differentiable.
     #[track_caller]
     pub fn hinge_embedding_loss(&self, target: &Tensor, margin: f64, reduction: LossReduction) -> Result<Tensor> {
@@ -214,8 +214,8 @@ impl Tensor {
         })
     }
 
-    /// Computes `max(0, margin - t (self - other))` (PyTorch's `margin_ranking_loss`, with a default margin of 0). With a target t of 1
-    /// this tensor should be greater, and with -1 `other`. Differentiable.
+    /// Computes `max(0, margin - t (self - other))` (PyTorch's `margin_ranking_loss`, with a default margin of 0). A target t of 1 means
+    /// that `self` should be greater, and -1 that `other` should be greater. Differentiable.
     #[track_caller]
     pub fn margin_ranking_loss(
         &self,

@@ -15,7 +15,7 @@ use crate::ops::reduce::table::rows;
 use crate::tensor::Dims;
 use crate::{DType, Expr, Result, Scalar, Shape, Tensor, backend, no_grad};
 
-/// Returns x followed by the weight and bias that are given.
+/// Returns a list of x and, if given, the weight and the bias.
 pub(crate) fn given_tensors<'a>(
     x: &'a Tensor,
     weight: Option<&'a Tensor>,
@@ -34,9 +34,10 @@ fn weight_and_bias<'a>(
     (weight.and_then(|_| others.next()), bias.and_then(|_| others.next()))
 }
 
-/// Casts the inputs to f32, if needed, and returns the dtype of the result.
+/// Converts the inputs to f32, and returns the converted inputs and the dtype of the result; `None` if no conversion is needed.
 ///
-/// The cast is needed under autocast, and for f16 or bf16 inputs with an f32 weight or bias, as in PyTorch's layers, to round only once.
+/// A conversion is needed under autocast and, as in PyTorch's layers, for f16 or bf16 inputs with an f32 weight or bias, so that only
+/// the result is rounded.
 fn cast_to_f32(inputs: &[&Tensor]) -> Result<Option<(SmallVec<[Tensor; 3]>, DType)>> {
     let half = inputs[0].dtype;
     let mixed = half.size() == 2 && inputs[1..].iter().any(|t| t.dtype == DType::F32);
@@ -58,7 +59,7 @@ pub(crate) fn check_channels(op: &'static str, x: &Tensor, given: &[Option<&Tens
     Ok(())
 }
 
-/// Same as [`check_channels`], and checks that `groups` divides the number of channels.
+/// Checks the given tensors like [`check_channels`], and checks that `groups` divides the number of channels.
 pub(crate) fn check_groups(op: &'static str, x: &Tensor, groups: usize, given: &[Option<&Tensor>]) -> Result<()> {
     check_channels(op, x, given)?;
     let channels = x.shape().dims()[1];
@@ -88,7 +89,7 @@ pub(crate) fn channel_numel(op: &'static str, x: &Tensor) -> Result<usize> {
     Ok(n)
 }
 
-/// Moves the given running statistics towards the mean and the unbiased variance of channels with n elements.
+/// Moves the given running statistics towards the mean and the unbiased variance of channels that have n elements each.
 pub(crate) fn update_running_statistics(
     op: &'static str,
     options: BatchNormOptions,
@@ -112,9 +113,9 @@ pub(crate) fn update_running_statistics(
 impl Tensor {
     /// Computes `(x - mean) / sqrt(var + eps) * weight + bias` over the last dims (PyTorch's `layer_norm`, with a default eps of 1e-5).
     ///
-    /// The last dims, weight and bias have the normalised shape. Floats, computed at least in f32. Weight and bias of f16 or bf16
-    /// inputs have the dtype of the input or f32. One launch; GPUs need two for rows that do not fit in registers. Differentiable in
-    /// all three.
+    /// The last dims, weight and bias have the normalised shape. Floats, computed at least in f32. For f16 or bf16 inputs, weight and
+    /// bias have the dtype of the input or f32. One launch; GPUs need two for rows that do not fit in registers. Differentiable with
+    /// respect to x, weight and bias.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -175,7 +176,7 @@ impl Tensor {
     /// (PyTorch's `group_norm`, with a default eps of 1e-5). Takes as many launches as `layer_norm`. Differentiable.
     ///
     /// # Errors
-    /// The errors of [`Tensor::layer_norm`]; [`Error::Invalid`] if the channels are not divisible by the number of groups.
+    /// Returns the errors of [`Tensor::layer_norm`], and [`Error::Invalid`] if the channels are not divisible by the number of groups.
     #[track_caller]
     pub fn group_norm(
         &self,
@@ -209,12 +210,12 @@ impl Tensor {
         self.group_norm(self.shape().dims()[1].max(1), weight, bias, eps).with_op(op)
     }
 
-    /// Subtracts the mean of each channel of `[N, C, ..]` and divides by its standard deviation (PyTorch's `batch_norm`).
+    /// Subtracts from each channel of `[N, C, ..]` its mean, and divides it by its standard deviation (PyTorch's `batch_norm`).
     ///
-    /// In training, the statistics are those of the batch, and the running statistics move towards the batch's mean and unbiased
-    /// variance. This takes the launches of [`Tensor::layer_norm`] and one more. In evaluation, the running statistics are used.
-    /// Floats, computed at least in f32. All other tensors of f16 or bf16 inputs have the dtype of the input or f32, also in autocast.
-    /// Keeps the memory format. Differentiable in x, weight and bias.
+    /// In training, mean and variance are computed from the batch, and the running statistics move towards the batch's mean and unbiased
+    /// variance; this takes one launch more than [`Tensor::layer_norm`]. In evaluation, the running statistics are used. Floats, computed
+    /// at least in f32. For f16 or bf16 inputs, all other tensors have the dtype of the input or f32, also under autocast. Keeps the
+    /// memory format. Differentiable with respect to x, weight and bias.
     ///
     /// ```
     /// use claystone::{BatchNormOptions, Device, Tensor};
@@ -225,7 +226,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// The errors of [`Tensor::layer_norm`]; [`Error::Invalid`] in evaluation without running statistics, and in training for
+    /// Returns the errors of [`Tensor::layer_norm`], and [`Error::Invalid`] in evaluation without running statistics, and in training for
     /// channels of one element.
     #[track_caller]
     pub fn batch_norm(&self, options: BatchNormOptions) -> Result<Tensor> {
@@ -240,7 +241,7 @@ impl Tensor {
             let (weight, bias) = (weight.and_then(|_| wide.next()), bias.and_then(|_| wide.next()));
             return self.batch_norm(BatchNormOptions { weight, bias, ..options });
         }
-        // A replacement cannot update the running statistics, which change in place.
+        // A registered replacement cannot update the running statistics in place, so it is not called if there are any to update.
         if !training || (running_mean.is_none() && running_var.is_none()) {
             return_replacement!(op, [Some(self), running_mean, running_var, weight, bias], training, momentum, eps);
         }
@@ -261,7 +262,7 @@ impl Tensor {
         let column = |t: &Tensor| t.reshape(&shape);
         let all: Dims<Tensor> = [mean, var].into_iter().chain(weight).chain(bias).map(column).collect::<Result<_>>()?;
         let inputs: Dims<&Tensor> = std::iter::once(self).chain(&all).collect();
-        // The scale of a channel is computed once for all of its elements.
+        // The scale of a channel is computed once, not for each of its elements.
         let scale = (Expr::input(2) + eps).rsqrt();
         let scale = if weight.is_some() { scale * Expr::input(3) } else { scale };
         let scaled = (Expr::input(0) - Expr::input(1)) * scale;
@@ -285,7 +286,7 @@ impl Tensor {
         return_replacement!(op, [self], p, dim, eps);
         cast_first!(autocast_to_f32(&[self])?, |x| x[0].normalize(p, dim, eps));
         invalid!(op if p.is_nan() || p <= 0.0, "p is {p}, it must be above 0");
-        // The norm may overflow f16 even if the quotients do not.
+        // The norm may overflow f16 even if the quotients do not, so it is computed in f32.
         let norm = match (self.dtype, p == 2.0) {
             (DType::F16, true) => apply_reduction_to(&rows::norm, self, &dim.into(), true, DType::F32),
             (DType::F16, false) => self.to_dtype(DType::F32)?.vector_norm(p, dim, true),

@@ -1,5 +1,5 @@
-//! Tiles of bf16 products by AMX, which multiplies matrices of 16 rows of 16 pairs. The standard library's AMX functions are not
-//! stable, so the instructions are in inline assembly.
+//! Tiles of bf16 products by AMX, which multiplies matrices of 16 rows of 16 pairs (of bf16 elements adjacent along k). The standard
+//! library's AMX functions are not stable, so the instructions are in inline assembly.
 //!
 //! A tile of the result is four AMX registers. The left matrix is read in rows of pairs, in place or packed that way. The number of
 //! steps is a multiple of [`PAIRS_PER_ROW`].
@@ -20,7 +20,7 @@ pub(super) fn is_available() -> bool {
     *AVAILABLE.get_or_init(|| {
         const AMX_BF16: u32 = 1 << 22;
         const AMX_TILE: u32 = 1 << 24;
-        // Leaf 0 returns the highest leaf; without leaf 7, the bits read below would be those of another leaf.
+        // Leaf 0 returns the highest supported leaf. On a processor without leaf 7, CPUID would return the bits of another leaf.
         let features = if __cpuid_count(0, 0).eax >= 7 { __cpuid_count(7, 0).edx } else { 0 };
         features & AMX_BF16 != 0 && features & AMX_TILE != 0 && crate::device::cpu::has_avx512() && is_permitted()
     })
@@ -40,7 +40,7 @@ fn is_permitted() -> bool {
     false
 }
 
-/// The operand of `ldtilecfg`: the rows of each register, and the bytes of a row.
+/// The operand of `ldtilecfg`: the number of rows of each register, and the number of bytes in a row.
 #[repr(C, align(64))]
 struct TileConfig {
     palette: u8,
@@ -57,8 +57,8 @@ struct TileConfig {
 /// Computes a tile of `R` rows and `N` vectors.
 ///
 /// # Safety
-/// As [`TileKernel`](super::kernel::TileKernel). `a` has rows of pairs, the number of steps is a multiple of [`PAIRS_PER_ROW`], and AMX
-/// [is available](is_available).
+/// The requirements of [`TileKernel`](super::kernel::TileKernel). `a` has rows of pairs, the number of steps is a multiple of
+/// [`PAIRS_PER_ROW`], and AMX [is available](is_available).
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn compute_tile<const R: usize, const N: usize>(t: &Tile) {
     debug_assert!(t.times > 0 && t.k > 0 && t.k.is_multiple_of(PAIRS_PER_ROW));

@@ -1,7 +1,7 @@
-//! Products of f32 and of halves, block by block. Both matrices are packed into panels. Threads compute groups of adjacent tiles
-//! from the panels, so that the panels of a group stay in the cache of one core. A large product has one set of panels, packed by
-//! all threads together. In a small product, each thread packs panels for its own part of the result. A thread that has
-//! finished its part helps with the others.
+//! Products of f32 and of halves, block by block. Both matrices are packed into panels. Threads compute groups of adjacent tiles from the
+//! panels, so that the panels of a group stay in the cache of one core. For a large product, all threads together pack one set of panels.
+//! For a small product, each thread packs panels for its own part of the result. A thread that has finished its part helps with the other
+//! parts.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,26 +17,27 @@ use crate::backend::cpu::kernels::buffers::{Content, with_buffer};
 use crate::device::cpu::huge_pages::advise_huge;
 use crate::device::cpu::{parallel, threads};
 
-/// The steps of k that a tile sums before the next tile, per vector lane. One panel of a group then stays in the L1 cache, and all
-/// of its panels stay in the L2 cache. Fastest with vectors of 8 (of 192, 256, 320, 384 and 512 steps) and of 16.
+/// The number of steps of k, per vector lane, that a tile sums before the next tile. One panel of a group then stays in the L1 cache, and
+/// all panels of the group in the L2 cache. This was the fastest of 192, 256, 320, 384 and 512 steps with 8 lanes, and also with 16
+/// lanes.
 const TILE_STEPS_PER_LANE: usize = 64;
-/// Up to this number of multiplications, every thread packs its own panels: fetching panels from the cache of another core takes
-/// longer than packing them twice.
+/// Maximum number of multiplications of a product in which every thread packs its own panels: fetching panels from the cache of another
+/// core takes longer than packing them twice.
 const OWN_PANELS_MAX_PRODUCTS: usize = 1 << 28;
 /// The number of elements of the left matrix that a thread reads in place in the time it takes to pack one element.
 const IN_PLACE_READS_PER_PACKED: usize = 6;
-/// Up to this number of multiplications, one thread computes a part alone, without splitting it into groups for other threads.
+/// Maximum number of multiplications of a part that one thread computes alone, without splitting the part into groups for other threads.
 const UNSPLIT_MAX_PRODUCTS: usize = 1 << 25;
 /// The maximum number of steps of k that are packed at a time.
 pub(super) const MAX_PACKED_STEPS: usize = 2048;
 /// The maximum number of elements of a matrix that are packed at a time.
 const MAX_PACKED_ELEMENTS: usize = 1 << 20;
-/// The minimum number of groups per thread, so that all threads finish at about the same time. Groups are not split below
-/// [`MIN_GROUP_STEPS`] for this.
+/// The minimum number of groups per thread, so that all threads finish at about the same time. Groups are never smaller than
+/// [`MIN_GROUP_STEPS`], even if there are then fewer groups.
 const MIN_GROUPS_PER_THREAD: usize = 12;
-/// The minimum of a group's number of tiles times their steps of k.
+/// The minimum size of a group, as its number of tiles times the number of steps of k.
 const MIN_GROUP_STEPS: usize = 1024;
-/// The number of groups per thread, at the end of the work, that are split into rows of tiles.
+/// The number of groups per thread that are split into rows of tiles at the end of the work, so that all threads finish together.
 const SPLIT_GROUPS_PER_THREAD: usize = 2;
 /// The maximum numbers of row panels and column panels of a group: the row panels stay in the L2 cache.
 const MAX_GROUP_PANELS: [usize; 2] = [16, 32];
@@ -47,7 +48,7 @@ const HUGE_PAGE_ELEMENTS: usize = 1 << 19;
 
 #[derive(Clone, Copy)]
 pub(super) enum Destination<'a> {
-    /// A matrix in memory, after an epilogue. With an epilogue, columns must be one element apart.
+    /// A matrix in memory, and the epilogue to apply. With an epilogue, columns must be one element apart.
     Memory(Matrix<*mut f32>, KernelEpilogue<*const f32>),
     /// A callback that gets pieces of the result as soon as they are computed; for products of at most [`MAX_PACKED_STEPS`] steps.
     Pieces(PieceCallback<'a>),
@@ -56,7 +57,8 @@ pub(super) enum Destination<'a> {
 /// Called with the rows, the columns, and the elements of a piece of the result.
 type PieceCallback<'a> = &'a (dyn Fn(Range<usize>, Range<usize>, &[f32]) + Sync);
 
-/// Returns the size of equal pieces of `n`: at most `most`, then rounded up to a multiple of `step`.
+/// Returns the length of the pieces if `n` is split into equal pieces of at most `most`; the length is then rounded up to a multiple of
+/// `step`.
 pub(super) fn even_len(n: usize, most: usize, step: usize) -> usize {
     n.div_ceil(n.div_ceil(most)).next_multiple_of(step)
 }
@@ -65,8 +67,8 @@ pub(super) fn even_len(n: usize, most: usize, step: usize) -> usize {
 /// If `a` is packed, the sums of its `m` rows are written to `sums`; returns whether the sums were written.
 ///
 /// # Safety
-/// All elements are in memory that lives through the call. No code writes to the operands, including the epilogue's operand, which is
-/// as large as [`KernelEpilogue`] says. No other code accesses the results, and the results' elements are distinct.
+/// All elements are in memory that stays valid during the call. No code writes to the operands, including the epilogue's operand, which
+/// is as large as [`KernelEpilogue`] says. No other code accesses the results, and the results' elements are distinct.
 pub(super) unsafe fn product(
     kernels: &'static Kernels,
     (m, n, k): (usize, usize, usize),
@@ -79,7 +81,7 @@ pub(super) unsafe fn product(
         && out.col != 1
         && out.row == 1
     {
-        // SAFETY: the caller's promise. The columns of the transposed result are one element apart.
+        // SAFETY: the caller guarantees the requirements of this function. The columns of the transposed result are one element apart.
         return unsafe {
             let out = Destination::Memory(out.transposed(), KernelEpilogue::Nothing);
             product(kernels, (n, m, k), out, b.transposed(), a.transposed(), None)
@@ -159,7 +161,8 @@ pub(super) unsafe fn product(
     sums.is_some()
 }
 
-/// Returns the grid of parts (rows, columns), each with its own panels, and the number of threads that start with each part.
+/// Returns the numbers of parts along the rows and along the columns (each part has its own panels), and the number of threads that start
+/// with each part.
 fn partition_product(
     kernels: &Kernels,
     (m, n, k): (usize, usize, usize),
@@ -178,21 +181,22 @@ fn partition_product(
     }
 }
 
-/// Computes regions that share no element of the result, each by `threads` threads at first.
+/// Computes regions that share no element of the result. Each region starts with `threads` threads.
 ///
 /// # Safety
-/// As [`product`], for the regions' elements; no other code uses the panels' memory.
+/// The requirements of [`product`], for the regions' elements; no other code uses the panels' memory.
 unsafe fn compute(regions: &[Region], threads: usize) {
     if threads == 1 && regions.iter().all(Region::is_small) {
         return parallel::for_each_index(regions.len(), |part| {
             let work = Work::new(&regions[part], 1);
-            // SAFETY: as below.
+            // SAFETY: every piece is computed once, in order, as below.
             (0..work.count).for_each(|i| unsafe { work.run_piece(i) });
         });
     }
     let works: SmallVec<[Work; 8]> = regions.iter().map(|region| Work::new(region, threads)).collect();
     let most = works.iter().map(|work| work.count).max().unwrap_or(0);
-    // SAFETY: the caller's promise. Every piece is computed once, and the pieces of a region are started in order.
+    // SAFETY: the caller guarantees the requirements of this function. Every piece is computed once, and the pieces of a region are
+    // started in order.
     parallel::for_each_in_order(works.len() * most, works.len(), |i| unsafe { works[i / most].run_piece(i % most) });
 }
 
@@ -210,9 +214,9 @@ struct Region<'a> {
     out: Destination<'a>,
     a: Matrix<ElementPtr>,
     b: Matrix<ElementPtr>,
-    /// The destination of the sums of the rows of a, if wanted; a is then packed.
+    /// The destination of the sums of a's rows, if wanted; a is then always packed.
     sums: Option<*mut f32>,
-    /// For each `depth` steps of k: all panels, one after another, each followed by [`PANEL_SLACK`].
+    /// The packed panels of a. For each run of `depth` steps of k, all panels follow one another, each followed by [`PANEL_SLACK`].
     packed_a: *mut f32,
     packed_b: *mut f32,
     /// True if the panels of b are still to be packed.
@@ -220,8 +224,8 @@ struct Region<'a> {
     last: bool,
 }
 
-// SAFETY: threads read the operands, write panels of their own, read panels once all are written, and write groups of the
-// result that have no element in common.
+// SAFETY: threads read the operands, each thread writes different panels, panels are read once all are written, and no two groups of the
+// result share an element.
 unsafe impl Sync for Region<'_> {}
 
 /// The work of a region: pieces to pack, then groups of tiles to compute.
@@ -231,13 +235,13 @@ struct Work<'a> {
     b: Panels,
     /// The number of pieces of b to pack.
     pieces_b: usize,
-    /// The number of pieces of both matrices to pack.
+    /// The total number of pieces of a and b to pack.
     pieces: usize,
-    /// The number of pieces packed so far.
+    /// The number of row panels and the number of column panels of a group.
     packed_pieces: Counter,
     /// The numbers of row panels and column panels of a group.
     group: (usize, usize),
-    /// The number of groups beside each other.
+    /// The number of groups along the columns of the result.
     across: usize,
     /// The number of groups that are not split into rows of tiles.
     unsplit_groups: usize,
@@ -245,7 +249,7 @@ struct Work<'a> {
     count: usize,
 }
 
-/// A counter in its own cache lines, because its neighbours are read all the time.
+/// A counter in its own cache lines, so that updating it does not slow down reads of the neighbouring fields.
 #[repr(align(128))]
 struct Counter(AtomicUsize);
 
@@ -272,10 +276,10 @@ impl<'a> Work<'a> {
         Work { region, a, b, pieces_b, pieces, packed_pieces, group: (high, wide), across, unsplit_groups, count }
     }
 
-    /// Packs or computes piece `i`.
+    /// Performs piece `i` of the work: packs a piece of a matrix or computes tiles.
     ///
     /// # Safety
-    /// As [`compute`]; every piece is started once, after all pieces with lower numbers have been started.
+    /// The requirements of [`compute`]; every piece is started once, after all pieces with lower numbers have been started.
     unsafe fn run_piece(&self, i: usize) {
         // SAFETY: the caller's promise; groups are computed once all pieces are packed.
         unsafe {
@@ -319,12 +323,12 @@ impl Region<'_> {
         (self.size.0.div_ceil(self.rows), self.size.1.div_ceil(2 * self.kernels.lanes))
     }
 
-    /// Returns the first element and the row distance in bytes of b, if the kernels read b in place.
+    /// Returns the first element and the stride between rows of b in bytes, if the kernels read b in place, else `None`.
     fn b_in_place(&self) -> Option<(*const f32, isize)> {
         self.b.right_in_place(self.kernels, self.size)
     }
 
-    /// Returns each run of `depth` steps of k: its number, its first step, and its length.
+    /// Returns the runs of at most `depth` steps of k: for each run its index, its first step, and its length.
     fn depths(&self) -> impl Iterator<Item = (usize, usize, usize)> {
         let k = self.size.2;
         (0..k.div_ceil(self.depth)).map(move |z| (z, z * self.depth, self.depth.min(k - z * self.depth)))
@@ -345,7 +349,7 @@ impl Region<'_> {
     /// Computes the group of these row panels and column panels, and passes the group to the callback, if any.
     ///
     /// # Safety
-    /// As [`compute`]; all panels are packed, and no other code accesses the tiles.
+    /// The requirements of [`compute`]; all panels are packed, and no other code accesses the tiles.
     unsafe fn compute_group(&self, down: Range<usize>, across: Range<usize>, panels: (usize, usize)) {
         let (rows, columns) = (self.rows, 2 * self.kernels.lanes);
         let i = down.start * rows..self.size.0.min(down.end * rows);
@@ -354,7 +358,7 @@ impl Region<'_> {
         match self.out {
             Destination::Memory(out, finish) => {
                 let at = top as isize * out.row + left as isize * out.col;
-                // The epilogue's operand at the group's first column or element.
+                // The epilogue's operand is advanced to the group's first column (a row operand) or first element (a matrix operand).
                 let finish = finish.map(|row| row.wrapping_add(left), |x| x.wrapping_offset(at));
                 // SAFETY: the caller's promise; the group's first element is one of the result.
                 unsafe { self.tiles(down, across, panels, Matrix { start: out.start.offset(at), ..out }, finish) }
@@ -376,7 +380,7 @@ impl Region<'_> {
     /// Computes the tiles of these row panels and column panels into `out`, which starts at the first tile.
     ///
     /// # Safety
-    /// As [`compute_group`](Region::compute_group); `out` has room for all tiles.
+    /// The requirements of [`compute_group`](Region::compute_group); `out` has room for all tiles.
     unsafe fn tiles(
         &self,
         down: Range<usize>,
@@ -392,7 +396,7 @@ impl Region<'_> {
             let finish = if self.last && first + steps == self.size.2 { finish } else { KernelEpilogue::Nothing };
             for right in across.clone() {
                 let left = columns.min(self.size.1 - right * columns);
-                // SAFETY: an element of the matrix, or in the buffer.
+                // SAFETY: the pointer is to an element of the matrix, or into the buffer.
                 let (b, b_step) = unsafe {
                     match b_in_place {
                         Some((b, row)) => {
@@ -448,8 +452,7 @@ impl Region<'_> {
     }
 }
 
-/// Returns the numbers of row panels and column panels of a group, so that there are at least `groups` groups if the product is
-/// large enough.
+/// Returns the number of row panels and of column panels of a group. If the product is large enough, there are at least `groups` groups.
 fn group_size(of_a: usize, of_b: usize, k: usize, groups: usize) -> (usize, usize) {
     let (mut high, mut wide) = (of_a.min(MAX_GROUP_PANELS[0]), of_b.min(MAX_GROUP_PANELS[1]));
     while of_a.div_ceil(high) * of_b.div_ceil(wide) < groups && high * wide > 1 && high * wide * k > MIN_GROUP_STEPS {
@@ -461,7 +464,7 @@ fn group_size(of_a: usize, of_b: usize, k: usize, groups: usize) -> (usize, usiz
     (even_len(of_a, high, 1), even_len(of_b, wide, 1))
 }
 
-/// Returns the size of a group for [`Destination::Pieces`], like [`group_size`]: as wide as possible, and at most
+/// Returns the size of a group for [`Destination::Pieces`], like [`group_size`]. The group is as wide as possible, and has at most
 /// [`MAX_PIECE_ELEMENTS`] elements. A tile has `tile` elements.
 fn wide_group_size(of_a: usize, of_b: usize, tile: usize, groups: usize) -> (usize, usize) {
     let wide = even_len(of_b, MAX_GROUP_PANELS[1], 1);

@@ -1,5 +1,5 @@
-//! Products in which one matrix has few rows. Such a product takes as long as reading the other matrix, so that matrix is read once,
-//! without a packed copy, and halves are widened in registers.
+//! Products in which one matrix has few rows. Such a product takes as long as reading the other matrix, so the other matrix is read only
+//! once, without a packed copy, and halves are widened in registers.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
@@ -17,13 +17,13 @@ use crate::device::cpu::threads;
 pub(super) const MAX_ROWS: usize = 7;
 /// The number of sums that stay in the L1 cache while rows of the right matrix are read.
 const CACHED_SUMS: usize = 4096;
-/// The number of rows of the right matrix that are added at a time: each pass loads and stores all sums.
+/// The number of rows of the right matrix that one pass adds. More rows per pass mean fewer loads and stores of the sums.
 const ROWS_PER_PASS: usize = 8;
 
 /// A vector of f32 that is loaded from elements of another type.
 ///
 /// # Safety
-/// For its method: as [`Vector`], with [`LANES`](Vector::LANES) elements at the pointer.
+/// The requirements of [`Vector`], with [`LANES`](Vector::LANES) elements at the pointer.
 trait Widen<T>: Vector {
     unsafe fn widen(at: *const T) -> Self;
 }
@@ -45,7 +45,8 @@ widen! {
     V16 of bf16: at => V16(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast())))));
 }
 
-/// The operands and the result: the left matrix has `M` contiguous rows of `k` elements, `row` elements apart; the right has `k` rows.
+/// The operands and the result. The left matrix has `M` contiguous rows of `k` elements, `row` elements apart; the right matrix has `k`
+/// rows.
 struct Operands<T> {
     k: usize,
     a: *const f32,
@@ -61,7 +62,7 @@ impl<T> Operands<T> {
     /// The element exists.
     #[inline(always)]
     unsafe fn left(&self, i: usize, p: usize) -> *const f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe { self.a.offset(i as isize * self.row).add(p) }
     }
 
@@ -71,7 +72,7 @@ impl<T> Operands<T> {
     /// The element exists, and no other code accesses it.
     #[inline(always)]
     unsafe fn write(&self, i: usize, j: usize, sum: f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe { *self.out.start.offset(i as isize * self.out.row + j as isize * self.out.col) = sum }
     }
 }
@@ -82,8 +83,8 @@ unsafe impl<T> Sync for Operands<T> {}
 /// A kernel that computes the given columns of the result.
 type ColumnsKernel<T> = unsafe fn(&Operands<T>, Range<usize>);
 
-/// Returns whether to transpose the product, or `None` if it has no kernels here. A product has kernels if `a` has few rows or `b` has
-/// few columns (then the product is transposed), and the other matrix has contiguous rows or columns.
+/// Returns whether to transpose the product, or `None` if this module has no kernel for it. A product has kernels if `a` has few rows or
+/// `b` has few columns (then the product is transposed), and the other matrix has contiguous rows or columns.
 pub(super) fn should_transpose(
     (m, n, k): (usize, usize, usize),
     a: MatrixLayout,
@@ -102,10 +103,10 @@ pub(super) fn should_transpose(
 pub(super) struct Transposed(bool);
 
 /// Computes `out = a b` for an `m` x `k` and a `k` x `n` matrix that [`should_transpose`] accepts. `rows` is a buffer for the widened
-/// rows of `a`, which a batch of small products reuses. Contiguous f32 are not widened.
+/// rows of `a`, which the products of a batch reuse. Contiguous f32 rows are used without a copy.
 ///
 /// # Safety
-/// All elements are in memory that lives through the call. No code writes to the operands, no other code accesses the result, and
+/// All elements are in memory that stays valid during the call. No code writes to the operands, no other code accesses the result, and
 /// the result's elements are distinct.
 pub(super) unsafe fn product(
     (m, n, k): (usize, usize, usize),
@@ -119,7 +120,7 @@ pub(super) unsafe fn product(
         true => ((n, m), out.transposed(), b.transposed(), a.transposed()),
         false => ((m, n), out, a, b),
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe {
         let (a, row) = match a.start {
             ElementPtr::F32(start) if a.col == 1 => (start, a.row),
@@ -139,7 +140,7 @@ pub(super) unsafe fn product(
     }
 }
 
-/// Widens the elements into `rows`, row by row.
+/// Widens the elements of `a` into `rows`, row by row.
 ///
 /// # Safety
 /// The elements are readable.
@@ -148,7 +149,7 @@ unsafe fn widened((m, k): (usize, usize), a: Matrix<ElementPtr>, rows: &mut Vec<
     rows.reserve(m * k);
     for i in 0..m as isize {
         let at = |p: usize| i * a.row + p as isize * a.col;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe {
             match a.start {
                 ElementPtr::F32(start) => rows.extend((0..k).map(|p| *start.offset(at(p)))),
@@ -165,7 +166,7 @@ unsafe fn widened((m, k): (usize, usize), a: Matrix<ElementPtr>, rows: &mut Vec<
 /// Computes a product with the matching kernel, on several threads if it is large enough.
 ///
 /// # Safety
-/// As [`product`]; the processor has AVX2, FMA and F16C.
+/// The requirements of [`product`]; the processor has AVX2, FMA and F16C.
 unsafe fn compute<T: Copy + Into<f32>>((m, n): (usize, usize), operands: &Operands<T>)
 where
     V8: Widen<T>,
@@ -174,7 +175,7 @@ where
     let kernel = select_kernel::<T>(m, operands.b.col != 1);
     let pieces = if is_serial((m, n, operands.k)) { 1 } else { threads() };
     for_each_piece((m, n), (1, pieces), |_, columns| {
-        // SAFETY: the columns are those of the right matrix and of the result, and each is written by one thread.
+        // SAFETY: the right matrix and the result have these columns, and each column is written by one thread.
         unsafe { kernel(operands, columns) };
     });
 }
@@ -202,24 +203,24 @@ where
 macro_rules! kernels {
     ($feature:literal, $vector:ident: $dots:ident $rows:ident) => {
         /// # Safety
-        /// As [`dots`].
+        /// The requirements of [`dots`].
         #[target_feature(enable = $feature)]
         unsafe fn $dots<T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>)
         where
             $vector: Widen<T>,
         {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees the requirements of this function.
             unsafe { dots::<$vector, T, M>(x, columns) }
         }
 
         /// # Safety
-        /// As [`rows`].
+        /// The requirements of [`rows`].
         #[target_feature(enable = $feature)]
         unsafe fn $rows<T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>)
         where
             $vector: Widen<T>,
         {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees the requirements of this function.
             unsafe { rows::<$vector, T, M>(x, columns) }
         }
     };
@@ -237,7 +238,7 @@ kernels!("avx512f", V16: dots_16 rows_16);
 unsafe fn dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>) {
     let mut j = columns.start;
     while j < columns.end {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe {
             j += match columns.end - j {
                 0..4 => dot_columns::<V, T, M, 1>(x, j),
@@ -247,17 +248,17 @@ unsafe fn dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>
     }
 }
 
-/// Computes `N` columns from `j` on; returns `N`.
+/// Computes the `N` columns that begin with column `j`; returns `N`.
 ///
 /// # Safety
-/// As [`dots`].
+/// The requirements of [`dots`].
 #[inline(always)]
 unsafe fn dot_columns<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N: usize>(
     x: &Operands<T>,
     j: usize,
 ) -> usize {
     let whole = x.k / V::LANES * V::LANES;
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe {
         let column = |c: usize| x.b.start.offset((j + c) as isize * x.b.col);
         let mut sums = [[V::zero(); M]; N];
@@ -282,14 +283,14 @@ unsafe fn dot_columns<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N:
     N
 }
 
-/// Adds multiples of rows, for a right matrix with contiguous rows, a range of columns at a time.
+/// Computes each row of the result as a sum of multiples of the right matrix's rows, which are contiguous, a range of columns at a time.
 ///
 /// # Safety
-/// As [`dots`].
+/// The requirements of [`dots`].
 #[inline(always)]
 unsafe fn rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>) {
     let stretch = CACHED_SUMS / M / V::LANES * V::LANES;
-    // Uninitialised, because a small product needs few of the sums.
+    // The buffer stays uninitialised, because a small product needs only few of its elements.
     let mut sums = [const { MaybeUninit::<f32>::uninit() }; CACHED_SUMS];
     for first in columns.clone().step_by(stretch) {
         let n = stretch.min(columns.end - first);
@@ -310,10 +311,11 @@ unsafe fn rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>
     }
 }
 
-/// Adds `S` rows from `p` on to the sums, in `n` columns from `first` on; there are `n` sums for each row of the left matrix.
+/// Adds multiples of `S` rows of the right matrix, starting at row `p`, to the sums, in the `n` columns starting at `first`. `sums` has
+/// `n` elements for each row of the left matrix.
 ///
 /// # Safety
-/// As [`dots`]; the sums are initialised, and no other code accesses them.
+/// The requirements of [`dots`]; the sums are initialised, and no other code accesses them.
 #[inline(always)]
 unsafe fn add_rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const S: usize>(
     x: &Operands<T>,
@@ -322,7 +324,7 @@ unsafe fn add_rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const S: us
     sums: *mut f32,
 ) {
     let whole = n / V::LANES * V::LANES;
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe {
         let row = |s: usize| x.b.start.offset((p + s) as isize * x.b.row).add(first);
         for j in (0..whole).step_by(V::LANES) {
@@ -348,7 +350,8 @@ unsafe fn add_rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const S: us
 mod tests {
     use super::*;
 
-    /// Both vector lengths give the same results; a processor with AVX-512 otherwise never runs the shorter one.
+    /// Both vector lengths give the same results. Without this test, a processor with AVX-512 never runs the kernels with shorter
+    /// vectors.
     #[test]
     fn both_vector_lengths_agree() {
         let features = crate::device::cpu::vector_features();

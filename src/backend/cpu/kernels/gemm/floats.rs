@@ -1,4 +1,4 @@
-//! Operands that are multiplied in f32, and the widening of halves where no kernel reads them directly.
+//! Operands that are multiplied in f32. Halves (f16 and bf16) that no kernel reads directly are widened here.
 
 use std::borrow::Cow;
 
@@ -51,7 +51,8 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// Returns a `rows` x `columns` tile from element `first` on as f32: in place if the operand is f32, else widened into `made`.
+    /// Returns a `rows` x `columns` tile starting at element `first` as f32: in place if the operand is f32, otherwise widened into
+    /// `made`.
     fn tile<'b>(
         self,
         layout: MatrixLayout,
@@ -89,7 +90,7 @@ impl<'a> Floats<'a> {
         if let Floats::F32(s) = self {
             return (s, layout);
         }
-        // Rows of `made` follow the smaller stride.
+        // Elements are widened along the smaller stride, so `made` may hold the tile transposed.
         let transposed = layout.row.unsigned_abs() < layout.col.unsigned_abs();
         let (from, width) = if transposed { (layout.transposed(), rows) } else { (layout, columns) };
         made.resize(rows * columns, 0.0);
@@ -104,7 +105,7 @@ impl<'a> Floats<'a> {
 
     #[cfg(target_arch = "x86_64")]
     pub(super) fn matrix(self, layout: MatrixLayout) -> Matrix<ElementPtr> {
-        // Offsets from the start of the whole slice: with negative strides, elements come before the first one.
+        // Offsets are from the start of the whole slice, because with negative strides elements come before the first element.
         let start = match self {
             Floats::F32(s) => ElementPtr::F32(s.as_ptr().wrapping_add(layout.offset)),
             Floats::F16(s) => ElementPtr::F16(s.as_ptr().wrapping_add(layout.offset)),

@@ -10,13 +10,13 @@ use crate::Result;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::device::cpu::parallel::SharedPtr;
 
-/// Up to this number of rows or columns of the result, an operand is read in place, because packing would cost more.
+/// Maximum number of rows or columns of the result for which an operand is read in place, because packing would cost more.
 const IN_PLACE_MAX_ROWS: usize = 7;
 /// The number of steps of k that are packed at a time: the packed part stays in the L2 cache.
 const PACKED_STEPS: usize = 256;
 /// The number of columns of the right matrix that are packed at a time.
 const PACKED_COLUMNS: usize = 256;
-/// The number of steps of k of a dot product at a time.
+/// The number of steps of k that a dot product computes at a time.
 const DOT_STEPS: usize = 4096;
 /// The minimum number of steps of k for which a dot product is faster than packing.
 const DOT_MIN_STEPS: usize = 32;
@@ -28,12 +28,12 @@ pub(crate) trait Sum: Pod + Send + Sync + Widen<Self> {
     fn plus(self, other: Self) -> Self;
 }
 
-/// An integer that is converted to `T` by `as`.
+/// An integer type that is converted to `T` by `as`.
 pub(crate) trait Widen<T>: Pod + Send + Sync {
     fn widen(self) -> T;
 }
 
-/// An element of a result, with the type of its sums, which has all of the result's bits.
+/// The element type of a result. Its sums are computed in `Sum`, which has at least the bits of the result.
 pub(crate) trait Integer: Pod + Send + Sync + Widen<Self::Sum> {
     type Sum: Sum;
     /// Converts a sum by dropping its high bits.
@@ -95,10 +95,11 @@ vectorised! {
     }
 }
 
-/// Computes `out = a b`, wrapping, for `m` x `k` and `k` x `n` matrices: a product for each layout of a, b and the result in `layouts`.
+/// Computes `out = a b`, wrapping, for `m` x `k` and `k` x `n` matrices: one product for each entry of `layouts`, which has the layouts
+/// of a, b and the result.
 ///
 /// # Errors
-/// The errors of [`gemm`](super::gemm).
+/// Returns the errors of [`gemm`](super::gemm).
 pub(crate) fn gemm_integers<E: Widen<D::Sum>, D: Integer>(
     (m, n, k): (usize, usize, usize),
     out: &mut [D],
@@ -111,8 +112,8 @@ pub(crate) fn gemm_integers<E: Widen<D::Sum>, D: Integer>(
         let to = SharedPtr(out.as_mut_ptr());
         let product = |(m, n), a, b, layout| {
             for_each_piece((m, n), partition((m, n, k), m, |_| n), |rows, columns| {
-                // SAFETY: the result is in its slice (`check_layouts`, above), which is borrowed exclusively through the call. Its
-                // elements are distinct, and pieces have none in common.
+                // SAFETY: the result is in its slice (`check_layouts`, above), which is borrowed exclusively during the call. The
+                // result's elements are distinct, and no two pieces share an element.
                 unsafe { multiply_piece((rows, columns), k, (&to, layout), a, b) };
             });
         };
@@ -124,7 +125,7 @@ pub(crate) fn gemm_integers<E: Widen<D::Sum>, D: Integer>(
     Ok(())
 }
 
-/// Widens elements from `start` on, `stride` apart, to fill `to`.
+/// Fills `to` with widened elements of `from`, which start at index `start` and are `stride` apart.
 fn load<E: Widen<T>, T>(from: &[E], start: usize, stride: isize, to: &mut [T]) {
     if to.is_empty() {
         return;
@@ -138,7 +139,7 @@ fn load<E: Widen<T>, T>(from: &[E], start: usize, stride: isize, to: &mut [T]) {
     }
 }
 
-/// Computes the elements of these rows and columns.
+/// Computes the elements of the result in the given rows and columns.
 ///
 /// # Safety
 /// The elements belong to the result, and no other thread accesses them.
@@ -161,7 +162,7 @@ unsafe fn multiply_piece<E: Widen<D::Sum>, D: Integer>(
                 for j in columns.clone() {
                     let x = &b[layout_b.index_of(first, j)..][..depth];
                     let sum = dot(x, &*row);
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller guarantees the requirements of this function.
                     unsafe {
                         let before = if first > 0 { element(i, j).read().widen() } else { D::Sum::zeroed() };
                         element(i, j).write(D::from_sum(before.plus(sum)));
@@ -186,7 +187,7 @@ unsafe fn multiply_piece<E: Widen<D::Sum>, D: Integer>(
             for i in rows.clone() {
                 let left = &mut left[..depth];
                 load(a, layout_a.index_of(i, first), layout_a.col, left);
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees the requirements of this function.
                 unsafe {
                     sums.iter_mut().enumerate().for_each(|(j, sum)| {
                         *sum = if first > 0 { element(i, start + j).read().widen() } else { D::Sum::zeroed() };
@@ -205,7 +206,7 @@ unsafe fn multiply_piece<E: Widen<D::Sum>, D: Integer>(
                     }
                 }
                 for (j, sum) in sums.iter().enumerate() {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller guarantees the requirements of this function.
                     unsafe { element(i, start + j).write(D::from_sum(*sum)) };
                 }
             }
@@ -213,7 +214,7 @@ unsafe fn multiply_piece<E: Widen<D::Sum>, D: Integer>(
     }
 }
 
-/// Packs `size` elements from `first` on, row by row and widened.
+/// Packs a block of `size` (rows, columns) whose first element is `first`, row by row and widened.
 fn pack_widened<E: Widen<T>, T: Copy>(
     b: &[E],
     layout: MatrixLayout,

@@ -1,10 +1,10 @@
 //! The inner loop of f32 and bf16 products: a tile of the result, whose sums stay in vector registers.
 //!
-//! A tile is [`Kernels::rows`] rows and two vectors of columns, as much as the registers hold beside the operands, so that
-//! the multipliers never wait for loads. Tiles at the edges have kernels with fewer rows or one vector.
+//! A tile is [`Kernels::rows`] rows and two vectors of columns, as many sums as the registers hold beside the operands, so that the
+//! multipliers never wait for loads. Tiles at the edges have kernels with fewer rows or one vector.
 //!
-//! Some processors multiply pairs of bf16, twice as many per cycle as f32. Their panels have a pair of neighbours along k instead
-//! of an f32, and are otherwise equal.
+//! Some processors multiply pairs of bf16, twice as many products per cycle as with f32. For those kernels, each element of a panel is a
+//! pair of bf16 elements that are adjacent along k; otherwise the panels have the same layout as for f32.
 
 use std::arch::x86_64::*;
 use std::mem::transmute;
@@ -22,21 +22,22 @@ pub(super) struct Tile {
     pub(super) a_jump: isize,
     /// The distance from the end of a repetition's steps to the next repetition in the right matrix, in bytes.
     pub(super) b_jump: isize,
-    /// A panel, step after step with an element of each row. Or, for [direct](Kernels::tile) kernels, rows `a_row` bytes apart.
+    /// The left operand: a panel, stored step by step with one element of each row. For [direct](Kernels::tile) kernels: rows `a_row`
+    /// bytes apart.
     pub(super) a: *const f32,
-    /// The distance of rows in bytes, for direct kernels.
+    /// The stride between rows in bytes, for direct kernels.
     pub(super) a_row: isize,
-    /// The vectors of the first step: in a panel, or in place.
+    /// The right operand: the vectors of the first step, in a panel or in place.
     pub(super) b: *const f32,
-    /// The distance of steps in bytes.
+    /// The stride between steps of the right operand in bytes.
     pub(super) b_step: isize,
     /// The first element of the tile in the result.
     pub(super) out: *mut f32,
-    /// The distance of rows in the result, in elements.
+    /// The stride between rows of the result, in elements.
     pub(super) row: isize,
-    /// The distance of columns in the result, in elements.
+    /// The stride between columns of the result, in elements.
     pub(super) col: isize,
-    /// The number of columns to write, at most those of the vectors.
+    /// The number of columns to write, at most the number of lanes of the tile's vectors.
     pub(super) columns: usize,
     /// True if the sums are added to the result's elements.
     pub(super) accumulate: bool,
@@ -65,14 +66,15 @@ pub(super) struct Kernels {
     pub(super) lanes: usize,
     /// True if a step is a pair of bf16.
     pub(super) pairs: bool,
-    /// The number of steps of a tile is a multiple of this. If it is above 1, panels of the left matrix have row after row.
+    /// The number of steps of a tile is a multiple of this. If it is above 1, panels of the left matrix are stored row by row instead of
+    /// step by step.
     pub(super) step: usize,
-    /// The kernels, by rows - 1, by panel or direct rows, and by vectors - 1.
+    /// The kernels, indexed by rows - 1, by panel (0) or direct rows (1), and by vectors - 1.
     tiles: &'static [[[TileKernel; 2]; 2]],
 }
 
 impl Kernels {
-    /// Returns kernels for products of pairs with `k` elements along k, if they are faster than f32.
+    /// Returns kernels of pairs for products with `k` elements along k, if they are faster than the f32 kernels, else `None`.
     pub(super) fn for_pairs(k: usize) -> Option<&'static Kernels> {
         Kernels::amx(k).or_else(|| Kernels::get(true).filter(|_| !amx::is_available()))
     }
@@ -82,7 +84,8 @@ impl Kernels {
         (k > 0 && k.is_multiple_of(2 * amx::PAIRS_PER_ROW) && amx::is_available()).then_some(&AMX)
     }
 
-    /// Returns the kernels of f32 or of `pairs` for this processor, if it has them. With AMX, kernels of pairs are slower than f32.
+    /// Returns the kernels for this processor, of bf16 pairs if `pairs` and otherwise of f32, or `None`. With AMX, the kernels of pairs
+    /// returned here are slower than f32.
     pub(super) fn get(pairs: bool) -> Option<&'static Kernels> {
         static KERNELS: OnceLock<[Option<&'static Kernels>; 2]> = OnceLock::new();
         let kernels = KERNELS.get_or_init(|| {
@@ -95,7 +98,8 @@ impl Kernels {
         kernels[usize::from(pairs)]
     }
 
-    /// Returns the kernel for tiles of `rows` rows and `vectors` vectors, 1 or 2. `direct` kernels read rows of a in place.
+    /// Returns the kernel for tiles of `rows` rows and `vectors` (1 or 2) vectors. `direct` kernels read rows of the left matrix in
+    /// place.
     pub(super) fn tile(&self, rows: usize, vectors: usize, direct: bool) -> TileKernel {
         self.tiles[rows - 1][usize::from(direct)][vectors - 1]
     }
@@ -117,7 +121,7 @@ pub(super) trait Vector: Copy {
     unsafe fn mul(self, other: Self) -> Self;
     /// Returns `self`, or 0 in the lanes where `x` is at most 0.
     unsafe fn keep_where_positive(self, x: Self) -> Self;
-    /// Returns `self + x * y`; for pairs, `self` plus both products.
+    /// Returns `self + x * y`; for pairs, returns `self` plus the products of both elements of the pair.
     unsafe fn add_product(self, x: Self, y: Self) -> Self;
 }
 
@@ -131,7 +135,7 @@ macro_rules! vector {
             unsafe_methods! {
                 zero() -> Self = $name($zero());
                 load(at: *const f32) -> Self = $name($load(at));
-                // Pairs that are read in place may be unaligned.
+                // Pairs that are read in place need not be aligned.
                 splat(at: *const f32) -> Self = $name($set1(at.read_unaligned()));
                 store(self, at: *mut f32) -> () = $store(at, self.0);
                 add(self, other: Self) -> Self = $name($add(self.0, other.0));
@@ -159,7 +163,7 @@ unsafe fn add_pairs(x: __m512, y: __m512, sum: __m512) -> __m512 {
 /// The processor has AVX.
 #[inline(always)]
 unsafe fn keep_where_positive_8(y: __m256, x: __m256) -> __m256 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe { _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LE_OQ>(x, _mm256_setzero_ps()), y) }
 }
 
@@ -169,7 +173,7 @@ unsafe fn keep_where_positive_8(y: __m256, x: __m256) -> __m256 {
 /// The processor has AVX-512.
 #[inline(always)]
 unsafe fn keep_where_positive_16(y: __m512, x: __m512) -> __m512 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLE_UQ>(x, _mm512_setzero_ps()), y) }
 }
 
@@ -180,18 +184,19 @@ vector!(V16Pairs(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _
 /// The number of columns of the widest tile.
 const MAX_TILE_COLUMNS: usize = 32;
 
-/// The prefetch distance in the right matrix, in steps, for panels of the left matrix. Rows read in place are pages apart, which the
-/// hardware does not prefetch. If rows of the left matrix are read in place as well, prefetching gained nothing.
+/// The prefetch distance in the right matrix, in steps, if the left matrix is packed into panels. Rows of the right matrix that are read
+/// in place are pages apart, which the hardware does not prefetch. If rows of the left matrix are read in place as well, prefetching was
+/// not faster.
 const PREFETCH_STEPS: isize = 32;
 
-/// The number of steps after which the sums of a tile are added to its totals. The error of one long f32 sum grows with the root of the
-/// number of steps. At 128 steps it is at most the error of PyTorch's products.
+/// The number of steps after which the sums of a tile are added to its totals. The error of one long f32 sum grows with the square root
+/// of its number of steps. At 128 steps it is at most the error of PyTorch's products.
 const SUM_STEPS: usize = 128;
 
 /// Computes a tile of `R` rows and `N` vectors. Must be inlined into functions compiled for V's instructions.
 ///
 /// # Safety
-/// As [`TileKernel`].
+/// The requirements of [`TileKernel`].
 #[inline(always)]
 unsafe fn compute_tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
     const ELEMENT: isize = size_of::<f32>() as isize;
@@ -239,7 +244,7 @@ unsafe fn compute_tile<V: Vector, const R: usize, const N: usize, const DIRECT: 
     }
 }
 
-/// Returns the sum of the totals of a tile and its sums since the last addition.
+/// Adds the sums since the last addition to the totals of a tile, and returns the new totals.
 ///
 /// # Safety
 /// The processor has the instructions of V.
@@ -251,7 +256,7 @@ unsafe fn add_sums<V: Vector, const R: usize, const N: usize>(
     let Some(totals) = totals else { return sums };
     for (sums, totals) in sums.iter_mut().zip(&totals) {
         for (sum, total) in sums.iter_mut().zip(totals) {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees the requirements of this function.
             *sum = unsafe { total.add(*sum) };
         }
     }
@@ -261,7 +266,7 @@ unsafe fn add_sums<V: Vector, const R: usize, const N: usize>(
 /// Applies the epilogue to the sums of row `i` of a tile, and writes them.
 ///
 /// # Safety
-/// As [`TileKernel`].
+/// The requirements of [`TileKernel`].
 #[inline(always)]
 pub(super) unsafe fn write_row<V: Vector, const N: usize>(t: &Tile, i: usize, sums: [V; N]) {
     // SAFETY: the caller's promise covers every element that is read and written below; the buffer has `MAX_TILE_COLUMNS` elements,
@@ -312,10 +317,10 @@ macro_rules! kernels {
     ($name:ident, $feature:literal, $type:ty, $pairs:literal: $($rows:literal)*) => {
         static $name: Kernels = {
             /// # Safety
-            /// As [`TileKernel`].
+            /// The requirements of [`TileKernel`].
             #[target_feature(enable = $feature)]
             unsafe fn kernel<const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees the requirements of this function.
                 unsafe { compute_tile::<$type, R, N, DIRECT>(t) }
             }
             Kernels {
@@ -329,7 +334,7 @@ macro_rules! kernels {
     };
 }
 
-// The sums use 12 of 16 registers, and 24 of 32.
+// With R rows, the sums use 2 R registers: at most 12 of 16 (AVX2), and 24 of 32 (AVX-512).
 kernels!(AVX2, "avx2,fma", V8, false: 1 2 3 4 5 6);
 kernels!(AVX512, "avx512f", V16, false: 1 2 3 4 5 6 7 8 9 10 11 12);
 kernels!(PAIRS, "avx512f,avx512bf16", V16Pairs, true: 1 2 3 4 5 6 7 8 9 10 11 12);

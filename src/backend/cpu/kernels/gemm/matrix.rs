@@ -1,16 +1,17 @@
-//! The matrices of a product, and whether kernels read them in place.
+//! The operands of a product, and the conditions under which kernels read them in place.
 
 use half::{bf16, f16};
 
 use super::kernel::Kernels;
 
-/// Up to this number of rows of the result, contiguous rows of the right matrix are read in place: packing costs more than it gains.
+/// Maximum number of rows of the result for which contiguous rows of the right matrix are read in place: packing costs more than it
+/// gains.
 const IN_PLACE_MAX_ROWS: usize = 256;
-/// A right matrix of up to this number of elements is read in place for any number of rows: the matrix stays in the L2 cache.
+/// The maximum number of elements of a right matrix that is read in place for any number of rows: the matrix stays in the L2 cache.
 const IN_PLACE_MAX_ELEMENTS: usize = 1 << 16;
-/// The minimum row stride, in elements, at which the right matrix is packed.
+/// The row stride, in elements, at and above which the right matrix is packed.
 const IN_PLACE_MAX_STRIDE: usize = 4096;
-/// Row strides that are multiples of this are packed as well, because the rows would evict each other from the caches.
+/// Row strides that are multiples of this number of elements are packed as well, because the rows would evict each other from the caches.
 const CACHE_ALIASING_STRIDE: usize = 1024;
 
 #[derive(Clone, Copy)]
@@ -18,7 +19,7 @@ pub(super) enum ElementPtr {
     F32(*const f32),
     F16(*const f16),
     BF16(*const bf16),
-    /// Pairs of bf16 as steps, and the number of elements along k.
+    /// Elements of bf16, multiplied in pairs that are adjacent along k. The second field is the number of elements along k.
     Pairs(*const bf16, usize),
 }
 
@@ -37,7 +38,7 @@ impl<T> Matrix<T> {
 }
 
 impl Matrix<ElementPtr> {
-    /// Returns the first element and the row stride in bytes, if kernels read rows of this left matrix in place.
+    /// Returns the first element and the row stride in bytes if kernels read rows of this left matrix in place, else `None`.
     pub(super) fn left_in_place(self) -> Option<(*const f32, isize)> {
         let rows = |element: usize| self.row * element as isize;
         match self.start {
@@ -47,7 +48,8 @@ impl Matrix<ElementPtr> {
         }
     }
 
-    /// Returns the first element and the row stride in bytes, if kernels read this right matrix of an `m` x `n` result in place.
+    /// Returns the first element and the row stride in bytes if kernels read this right matrix of an `m` x `n` result in place, else
+    /// `None`.
     pub(super) fn right_in_place(
         self,
         kernels: &Kernels,

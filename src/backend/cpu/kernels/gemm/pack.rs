@@ -1,6 +1,6 @@
-//! Packing into panels: a few adjacent rows of the left matrix, or columns of the right matrix, in the order in which the kernels
-//! read them, so that a product's inner loop reads memory sequentially. Halves become f32, or [pairs](Pairs) of bf16 for kernels
-//! of pairs.
+//! Packing into panels: a few adjacent rows of the left matrix, or columns of the right matrix, in the order in which the kernels read
+//! them, so that a product's inner loop reads memory sequentially. A step is one index along k. Halves (f16 and bf16) are converted to
+//! f32, or to [pairs](Pairs) of bf16 for kernels of pairs.
 
 use std::arch::x86_64::*;
 
@@ -14,7 +14,7 @@ pub(super) struct PanelSource<S> {
     pub(super) along: isize,
 }
 
-/// The number of adjacent panels, their distance in elements, and the number of steps per panel.
+/// The number of adjacent panels, the stride between panels in elements, and the number of steps per panel.
 #[derive(Clone, Copy)]
 pub(super) struct PanelCopies {
     pub(super) panels: usize,
@@ -22,13 +22,14 @@ pub(super) struct PanelCopies {
     pub(super) steps: usize,
 }
 
-/// The number of elements after a panel that packing may write and [`sum_steps`] may read: one cache line, so that panels stay aligned.
+/// The number of unused elements after a panel, which packing can overwrite and [`sum_steps`] can read: one cache line, so that panels stay
+/// aligned.
 pub(super) const PANEL_SLACK: usize = 16;
 
 /// The prefetch distance in steps, or in blocks of eight steps: the matrix is often in the cache of another core that wrote it.
 const PREFETCH_STEPS: usize = 8;
 
-/// Packs panels of `width` lanes at `to`; lanes from `lanes` on are zeros.
+/// Packs panels of `width` lanes at `to`; the lanes after the first `lanes` are zeros.
 ///
 /// # Safety
 /// The elements of the lanes and steps are readable. `to` has room for `steps * width` elements in each panel, and for [`PANEL_SLACK`]
@@ -45,12 +46,12 @@ pub(super) unsafe fn pack<S: PanelElement>(
     macro_rules! row_by_row {
         ($($width:literal)*) => {
             match (from.across, lanes) {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees the requirements of this function.
                 $((1, $width) if width == $width => unsafe { pack_adjacent::<S, $width>(from, to, copies) },)*
                 _ => {
                     for panel in 0..copies.panels {
                         let start = from.start.wrapping_offset((panel * lanes) as isize * from.across);
-                        // SAFETY: the caller's promise.
+                        // SAFETY: the caller guarantees the requirements of this function.
                         unsafe { pack_panel::<S>(PanelSource { start, ..from }, to.add(panel * copies.stride), copies.steps, lanes, width) };
                     }
                 }
@@ -60,14 +61,14 @@ pub(super) unsafe fn pack<S: PanelElement>(
     row_by_row!(1 2 3 4 5 6 7 8 9 10 11 12 16 32);
 }
 
-/// Packs rows of pairs, `stride` elements apart at `to`.
+/// Packs rows of [pairs](Pairs); rows are `stride` elements apart in `to`.
 ///
 /// # Safety
 /// The elements of the lanes and steps are readable; `to` has room for the rows, and no other code accesses it. The processor has AVX2.
 #[target_feature(enable = "avx2,f16c")]
 pub(super) unsafe fn pack_rows(from: PanelSource<bf16>, to: *mut f32, (rows, steps): (usize, usize), stride: usize) {
     let whole = if from.across == 1 { (rows / 8 * 8, steps / 8 * 8) } else { (0, 0) };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe {
         let at =
             |row: usize, step: usize| from.start.offset(row as isize * from.across + 2 * step as isize * from.along);
@@ -95,7 +96,7 @@ pub(super) unsafe fn pack_rows(from: PanelSource<bf16>, to: *mut f32, (rows, ste
 /// Packs one panel whose lanes are not adjacent.
 ///
 /// # Safety
-/// As [`pack`].
+/// The requirements of [`pack`].
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn pack_panel<S: PanelElement>(
     from: PanelSource<S::Element>,
@@ -120,7 +121,7 @@ unsafe fn pack_panel<S: PanelElement>(
 /// the processor has AVX2 and F16C.
 pub(super) trait PanelElement {
     type Element: Copy;
-    /// The number of the matrix's steps in a step of the panel.
+    /// The number of steps of the matrix that one step of the panel holds.
     const STEPS: usize = 1;
     /// Converts the element of one lane.
     unsafe fn one(at: *const Self::Element, along: isize) -> f32;
@@ -129,14 +130,14 @@ pub(super) trait PanelElement {
     /// Converts the elements of eight adjacent steps.
     #[inline(always)]
     unsafe fn steps(at: *const Self::Element) -> __m256 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe { Self::lanes(at, 1) }
     }
     /// Converts the elements of W adjacent lanes.
     #[inline(always)]
     unsafe fn row<const W: usize>(at: *const Self::Element, along: isize, to: *mut f32) {
         let vectors = W / 8 * 8;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe {
             for i in (0..vectors).step_by(8) {
                 _mm256_storeu_ps(to.add(i), Self::lanes(at.add(i), along));
@@ -157,7 +158,7 @@ impl PanelElement for f32 {
 
     #[inline(always)]
     unsafe fn row<const W: usize>(at: *const f32, _: isize, to: *mut f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the requirements of this function.
         unsafe { *to.cast::<[f32; W]>() = *at.cast() }
     }
 }
@@ -180,7 +181,7 @@ impl PanelElement for bf16 {
     }
 }
 
-/// Pairs of bf16 steps in the bits of an f32, the first step in the lower half.
+/// Two adjacent steps of bf16 in the bits of one f32, the first step in the lower half.
 pub(super) struct Pairs;
 
 impl PanelElement for Pairs {
@@ -210,7 +211,7 @@ impl PanelElement for LastPair {
 /// Packs adjacent lanes, step by step over all panels.
 ///
 /// # Safety
-/// As [`pack`].
+/// The requirements of [`pack`].
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn pack_adjacent<S: PanelElement, const W: usize>(
     from: PanelSource<S::Element>,
@@ -219,7 +220,7 @@ unsafe fn pack_adjacent<S: PanelElement, const W: usize>(
 ) {
     for p in 0..copies.steps {
         for panel in 0..copies.panels {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees the requirements of this function.
             unsafe {
                 let start = from.start.offset((p * S::STEPS) as isize * from.along).add(panel * W);
                 _mm_prefetch::<_MM_HINT_T0>(
@@ -231,13 +232,14 @@ unsafe fn pack_adjacent<S: PanelElement, const W: usize>(
     }
 }
 
-/// Sums all steps of a panel of up to 16 lanes, and writes the sums to `to` or adds them.
+/// Sums a panel of up to 16 lanes over all steps, and writes the sums to `to`, or adds them to `to` with `accumulate`.
 ///
 /// # Safety
 /// The panel, with [`PANEL_SLACK`] after it, and one sum per lane exist, and no other code accesses the sums; the processor has AVX2.
 #[target_feature(enable = "avx2")]
 pub(super) unsafe fn sum_steps(panel: *const f32, (steps, lanes): (usize, usize), to: *mut f32, accumulate: bool) {
-    // The number of independent chains of additions. Elements read past a step's lanes belong to the next step, and are dropped below.
+    // The number of independent chains of additions. A vector may include elements of the next step after a step's lanes; their sums are
+    // dropped below.
     const CHAINS: usize = 4;
     let mut sums = [[_mm256_setzero_ps(); 2]; CHAINS];
     let mut total = [0f32; 16];
@@ -263,10 +265,10 @@ pub(super) unsafe fn sum_steps(panel: *const f32, (steps, lanes): (usize, usize)
     }
 }
 
-/// Packs adjacent steps, `steps` a multiple of 8, by transposing blocks of 8 x 8 in registers.
+/// Packs steps that are adjacent in memory, by transposing blocks of 8 x 8 in registers. `steps` is a multiple of 8.
 ///
 /// # Safety
-/// As [`pack`].
+/// The requirements of [`pack`].
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn pack_transposed<S: PanelElement>(
     from: PanelSource<S::Element>,
@@ -276,7 +278,8 @@ unsafe fn pack_transposed<S: PanelElement>(
     width: usize,
 ) {
     for p in (0..steps).step_by(8) {
-        // The last lanes come first: a block writes past the width into the next step's first lanes, which are written later.
+        // The last lanes are written first: a block writes past the panel's width into the first lanes of the next step, which are
+        // written later.
         for first in (0..width).step_by(8).rev() {
             // SAFETY: lanes below `lanes` exist; a block writes 8 elements from a position in the panel on, at most 7 past
             // the panel's end.
@@ -320,7 +323,7 @@ fn transpose_8x8(r: [__m256; 8]) -> [__m256; 8] {
 /// Packs a panel one element at a time.
 ///
 /// # Safety
-/// As [`pack`].
+/// The requirements of [`pack`].
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn pack_elements<S: PanelElement>(
     from: PanelSource<S::Element>,

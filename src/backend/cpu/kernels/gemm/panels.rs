@@ -5,33 +5,34 @@ use half::{bf16, f16};
 use super::matrix::{ElementPtr, Matrix};
 use super::pack::{LastPair, PANEL_SLACK, Pairs, PanelCopies, PanelSource, pack, pack_rows};
 
-/// The number of elements of a piece: enough to justify a separate task.
+/// The approximate number of elements in a piece: enough to justify a separate task.
 const PIECE_ELEMENTS: usize = 1 << 14;
-/// The number of panels that are packed together if the matrix's rows are adjacent: each step then reads a long contiguous run.
+/// The number of panels that are packed together if the matrix's rows are adjacent in memory: each step along k then reads a long
+/// contiguous run.
 const PANELS_AT_ONCE: usize = 32;
 
 /// A matrix to be packed into panels of adjacent rows, piece by piece.
 pub(super) struct Panels {
     from: Matrix<ElementPtr>,
-    /// The numbers of rows and steps.
+    /// The number of rows, and the number of steps along k.
     size: (usize, usize),
-    /// The first row and the first step in `from`.
+    /// The indices in `from` of the first row and the first step to pack.
     first: (usize, usize),
-    /// The destination: for each `depth` steps all panels, one after another, each followed by [`PANEL_SLACK`].
+    /// The destination. For each run of `depth` steps, all panels follow one another, each followed by [`PANEL_SLACK`].
     to: *mut f32,
     rows: usize,
-    /// The width of the last panel is its number of rows, rounded up to a multiple of `lanes`.
+    /// The number of vector lanes. The last panel is as wide as its number of rows, rounded up to a multiple of `lanes`.
     lanes: usize,
     panels: usize,
-    /// The number of steps of a panel.
+    /// The maximum number of steps in a panel.
     depth: usize,
-    /// The numbers of panels and of steps of a piece.
+    /// The number of panels and the number of steps in a piece.
     piece: (usize, usize),
-    /// True if panels have row after row, `depth` elements apart, rather than step after step.
+    /// True if panels are stored row by row, `depth` elements apart, rather than step by step.
     row_by_row: bool,
 }
 
-// SAFETY: threads read the matrix, and each writes pieces of its own.
+// SAFETY: threads only read the matrix, and each thread writes only the pieces that it packs.
 unsafe impl Sync for Panels {}
 
 impl Panels {
@@ -55,7 +56,7 @@ impl Panels {
         Panels { from, size, first, to, rows, lanes, panels, depth, piece, row_by_row }
     }
 
-    /// Returns the number of blocks of `depth` steps, and in each block the numbers of panel groups and of step ranges.
+    /// Returns the number of runs of `depth` steps, and for each run the number of panel groups and the number of step ranges.
     fn grid(&self) -> (usize, usize, usize) {
         let blocks = self.size.1.div_ceil(self.depth);
         (blocks, self.panels.div_ceil(self.piece.0), self.depth.div_ceil(self.piece.1))
@@ -69,7 +70,7 @@ impl Panels {
     /// Packs a piece.
     ///
     /// # Safety
-    /// The matrix is readable, the panels' memory is writable, and no other code accesses this piece's part of it.
+    /// The matrix is readable, the panels' memory is writable, and no other code accesses the part of it that belongs to this piece.
     pub(super) unsafe fn pack_piece(&self, piece: usize) {
         let (_, groups, parts) = self.grid();
         let (block, group, part) = (piece / (groups * parts), piece / parts % groups, piece % parts);
@@ -113,10 +114,11 @@ impl Panels {
     }
 }
 
-/// Packs rows of pairs, `stride` elements apart at `to`.
+/// Packs rows of [pairs](Pairs); rows are `stride` elements apart in `to`.
 ///
 /// # Safety
-/// The matrix's rows and steps from `first` on are readable, `to` is writable, and no other code accesses it. The processor has AVX2.
+/// The packed rows and steps of the matrix, beginning with `first`, are readable, `to` is writable, and no other code accesses it. The
+/// processor has AVX2.
 unsafe fn pack_row_panels(
     from: Matrix<ElementPtr>,
     first: (usize, usize),
@@ -126,17 +128,17 @@ unsafe fn pack_row_panels(
 ) {
     let ElementPtr::Pairs(start, _) = from.start else { unreachable!("only pairs are laid out in rows") };
     let at = first.0 as isize * from.row + 2 * first.1 as isize * from.col;
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe {
         let from = PanelSource { start: start.offset(at), across: from.row, along: from.col };
         pack_rows(from, to, (rows, steps), stride);
     }
 }
 
-/// Packs panels of the matrix from `first` on, with the matrix's rows as lanes.
+/// Packs panels of the matrix, starting at row and step `first`. The matrix's rows become the lanes.
 ///
 /// # Safety
-/// As [`pack`].
+/// The requirements of [`pack`].
 unsafe fn pack_panels(
     from: Matrix<ElementPtr>,
     first: (usize, usize),
@@ -147,7 +149,7 @@ unsafe fn pack_panels(
 ) {
     let at = |steps: usize| first.0 as isize * from.row + (first.1 * steps) as isize * from.col;
     let (across, along) = (from.row, from.col);
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the requirements of this function.
     unsafe {
         match from.start {
             ElementPtr::F32(start) => {

@@ -1,5 +1,5 @@
-//! Single-threaded products of matrices that are laid out for the kernels: for operations that split their work over threads
-//! themselves, and use products as a part.
+//! Single-threaded products of matrices that are already laid out for the kernels. Operations that split their own work over threads
+//! compute their products with these functions.
 
 use std::ops::Range;
 
@@ -12,18 +12,19 @@ use super::{Floats, amx};
 use crate::backend::cpu::kernels::gemm::KernelEpilogue;
 use crate::device::cpu::blocks::Block;
 
-/// The kernels for this processor: of f32, or of pairs of bf16. For bf16, a step is a pair in the bits of an f32.
+/// The kernels for this processor, either for f32 or for pairs of bf16. For bf16, a step is a pair of elements along k, in the bits of
+/// one f32.
 #[derive(Clone, Copy)]
 pub(crate) struct SerialGemm {
     kernels: &'static Kernels,
-    /// The kernels for the last steps, if they are too few for AMX.
+    /// The kernels for the last steps, if these are too few for AMX.
     rest: &'static Kernels,
 }
 
 /// The left matrix of a product.
 #[derive(Clone, Copy)]
 pub(crate) enum LeftMatrix<'a> {
-    /// Panels of [`SerialGemm::panel_rows`] rows, fewer in the last, with the layout of [`SerialGemm::panel_strides`].
+    /// Panels of [`SerialGemm::panel_rows`] rows (the last may have fewer), with the layout of [`SerialGemm::panel_strides`].
     Panels(&'a [f32]),
     /// Rows: row `i` starts at element `i * stride`.
     Rows { data: &'a [f32], stride: usize },
@@ -31,7 +32,8 @@ pub(crate) enum LeftMatrix<'a> {
     Halves { data: &'a [u16], stride: usize },
 }
 
-/// The right matrix: step `i` of `k` in repetition `t` starts at element `t * jump + i * stride`, and is readable up to whole vectors.
+/// The right matrix: the row of step `i` (of `k`) in repetition `t` starts at element `t * jump + i * stride`, and is readable up to a
+/// whole number of vectors.
 #[derive(Clone, Copy)]
 pub(crate) struct RightMatrix<'a> {
     pub(crate) data: &'a [f32],
@@ -41,12 +43,13 @@ pub(crate) struct RightMatrix<'a> {
 }
 
 impl SerialGemm {
-    /// Returns the kernels for products of f32, if the processor has them.
+    /// Returns the kernels for products of f32, or `None` if there are none for this processor.
     pub(crate) fn for_f32() -> Option<SerialGemm> {
         Kernels::get(false).map(|kernels| SerialGemm { kernels, rest: kernels })
     }
 
-    /// Returns the kernels for products of two bf16 matrices of at least `k` steps, if pairs are faster than f32 on this processor.
+    /// Returns the kernels for products of two bf16 matrices of at least `k` steps, if kernels of pairs are faster than f32 on this
+    /// processor.
     pub(crate) fn for_pairs(k: usize) -> Option<SerialGemm> {
         const AMX: usize = 2 * amx::PAIRS_PER_ROW;
         Some(SerialGemm { kernels: Kernels::for_pairs(k / AMX * AMX)?, rest: Kernels::get(true)? })
@@ -61,7 +64,7 @@ impl SerialGemm {
         if most < self.kernels.step { most } else { most / self.kernels.step * self.kernels.step }
     }
 
-    /// Returns the distances of rows and of steps in a panel of `rows` rows and `steps` steps of the left matrix, in elements.
+    /// Returns the strides of rows and of steps, in elements, in a panel of `rows` rows and `steps` steps of the left matrix.
     pub(crate) fn panel_strides(self, rows: usize, steps: usize) -> [usize; 2] {
         if self.kernels.step > 1 { [steps, 1] } else { [1, rows] }
     }
@@ -71,17 +74,17 @@ impl SerialGemm {
         even_len(m, self.kernels.rows, 1)
     }
 
-    /// Returns the number of columns of a tile, and so of a panel of the right matrix.
+    /// Returns the number of columns of a tile, which is also the number of columns of a panel of the right matrix.
     pub(crate) fn tile_columns(self) -> usize {
         2 * self.kernels.lanes
     }
 
-    /// Returns `n` rounded up to whole vectors: the room of a row of `n` elements.
+    /// Returns `n` rounded up to a whole number of vectors: the number of elements reserved for a row of `n` elements.
     pub(crate) fn padded_width(self, n: usize) -> usize {
         n.next_multiple_of(self.kernels.lanes)
     }
 
-    /// Returns the room that [`SerialGemm::pack_columns`] needs for `count` elements of each of `n` columns, in elements.
+    /// Returns the number of elements that [`SerialGemm::pack_columns`] writes for `count` elements of each of `n` columns.
     pub(crate) fn packed_len(self, n: usize, count: usize) -> usize {
         self.padded_width(n) * count.div_ceil(self.elements_per_step()) + PANEL_SLACK
     }
@@ -90,7 +93,7 @@ impl SerialGemm {
     /// product is added to `out`.
     ///
     /// # Panics
-    /// If a matrix exceeds its slice.
+    /// Panics if a matrix exceeds its slice.
     pub(crate) fn multiply(
         self,
         (m, n, k): (usize, usize, usize),
@@ -120,7 +123,7 @@ impl SerialGemm {
         let (out, stride) = out.start();
         let whole = k / self.kernels.step * self.kernels.step;
         let bytes = |elements: usize| (elements * size_of::<f32>()) as isize;
-        // Computes a tile: `steps` steps from `first` on, of a range of repetitions.
+        // Computes a tile: sums `steps` steps, beginning with step `first`, over a range of repetitions.
         let tile =
             |kernels: &Kernels, [i, high, j, wide]: [usize; 4], times: Range<usize>, first: usize, steps: usize| {
                 let kernel = kernels.tile(high, wide.div_ceil(kernels.lanes), a_row.is_some());
@@ -164,11 +167,11 @@ impl SerialGemm {
         }
     }
 
-    /// Packs columns of a right matrix: `n` columns, where column `j` has the `count` elements from `first + j * stride` on. Columns up
-    /// to whole vectors are zeros, and so is the second element of the last pair if `count` is odd.
+    /// Packs `n` columns of a right matrix. Column `j` consists of `count` elements, which start at element `first + j * stride`. The
+    /// padding columns up to a whole number of vectors are zeros, and so is the second element of the last pair if `count` is odd.
     ///
     /// # Panics
-    /// If the columns exceed their slice, or `to` is smaller than [`SerialGemm::packed_len`].
+    /// Panics if the columns exceed their slice, or `to` is smaller than [`SerialGemm::packed_len`].
     pub(crate) fn pack_columns(
         self,
         from: Floats,
@@ -183,8 +186,8 @@ impl SerialGemm {
             ($T:ty, $data:expr, $steps:expr, $done:expr) => {{
                 let from = PanelSource { start: $data[first + 2 * $done..].as_ptr(), across: stride as isize, along: 1 };
                 let copies = PanelCopies { panels: 1, stride: 0, steps: $steps };
-                // SAFETY: the columns are in their slice, and `to` has room, both as asserted; the width is a multiple of 8.
-                // Processors with kernels have AVX2 and F16C.
+                // SAFETY: the assertions above check that the columns are in their slice and that `to` has room; the width is a multiple
+                // of 8. Processors with kernels have AVX2 and F16C.
                 unsafe { pack::<$T>(from, to[$done * width..].as_mut_ptr(), copies, n, width) }
             }};
         }

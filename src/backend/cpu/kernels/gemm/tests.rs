@@ -23,7 +23,7 @@ fn matrices_beyond_their_slices_are_refused() {
     assert!(try_with(place(0, 1, 2), pa, pb).is_ok(), "transposed");
 }
 
-/// Every layout of every operand, at sizes around tiles, blocks and vectors of all kernels, on one thread and on all.
+/// Checks every layout of every operand, at sizes around tiles, blocks and vectors of all kernels, on one thread and on all threads.
 #[test]
 fn products_match_f64() {
     let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
@@ -126,7 +126,7 @@ fn partitions_prefer_pieces_of_whole_tiles() {
     assert_eq!(cut(16, (8, 4096)), (1, 16));
 }
 
-/// The epilogue is applied once, after the last steps, for any number of steps and in tiles of every width.
+/// The epilogue is applied exactly once, after the last step along k, for any k and for tiles of every width.
 #[test]
 fn epilogues_are_applied_once() {
     let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
@@ -162,7 +162,8 @@ fn epilogues_are_applied_once() {
     }
 }
 
-/// The sums are in one slice with the product, before or after it, whether the left matrix is packed or read in place.
+/// The row sums of the left matrix are correct whether they precede or follow the product in memory, and whether the left matrix is
+/// packed or read in place.
 #[test]
 fn row_sums_are_computed_with_the_product() {
     let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
@@ -192,7 +193,7 @@ fn row_sums_are_computed_with_the_product() {
     }
 }
 
-/// Strides of every kind and sign, read in place or packed.
+/// bf16 matrices with strides of every kind and sign, read in place or packed.
 #[test]
 fn bf16_products_with_any_strides_match_f64() {
     let number = |i: usize| bf16::from_f32(((i * 7919) % 1009) as f32 / 1009.0 - 0.5);
@@ -200,7 +201,7 @@ fn bf16_products_with_any_strides_match_f64() {
         let x: Vec<bf16> = (0..4 * 80 * 80).map(number).collect();
         let strides = [(81, 1), (-81, 1), (79, -1), (160, 2), (2, 161), (-1, 80), (1, -79), (0, 1), (1, 0)];
         for (a, b) in strides.into_iter().flat_map(|a| strides.map(|b| (a, b))) {
-            // The least offset that leaves room before the first element if strides are negative.
+            // The smallest offset for which no element comes before the slice when strides are negative.
             let of = |(row, col): (isize, isize), rows: usize, cols: usize| {
                 let before = (-row).max(0) as usize * (rows - 1) + (-col).max(0) as usize * (cols - 1);
                 place(before, row, col)
@@ -220,8 +221,8 @@ fn bf16_products_with_any_strides_match_f64() {
     }
 }
 
-/// Special values affect only their own elements of the result, whatever pads the last pair and the last tile. Subnormal numbers may
-/// count as zeros.
+/// Infinities and NaN affect only their own rows and columns of the result: the padding of the last pair and the last tile must not
+/// spread them. Subnormal numbers may be treated as zeros.
 #[test]
 fn special_bf16_values_affect_only_their_elements() {
     let sizes = [(13, 35), (7, 35), (1, 70), (35, 3)];
@@ -266,7 +267,7 @@ fn special_bf16_values_affect_only_their_elements() {
 fn products_in_one_slice_use_their_offsets() {
     let x: Vec<f32> = (0..2 * 64).map(|i| i as f32).collect();
     let mut out = vec![0f32; 2 * 64];
-    // 8 x 8 products with a scaled identity.
+    // These 8 x 8 products have a scaled identity as one operand.
     let one: Vec<f32> = (0..64).map(|i| if i % 9 == 0 { 3.0 } else { 0.0 }).collect();
     let places = [0, 64].map(|at| [place(at, 8, 1), place(0, 8, 1), place(64 - at, 8, 1)]);
     gemm_f32((8, 8, 8), &mut out, Floats::F32(&x), Floats::F32(&one), places.into_iter()).unwrap();
@@ -292,7 +293,7 @@ fn an_empty_sum_is_zero() {
     assert_eq!(out, [0.0, 0.0, 7.0, 0.0, 0.0, 7.0]);
 }
 
-/// LeftMatrix matrices as rows of bf16 in place and as panels, at sizes around tiles, vectors and pairs.
+/// Left matrices given as rows of f32, as rows of bf16 and as panels, at sizes around tiles, vectors and pairs.
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn single_threaded_products_match_f64() {
@@ -357,7 +358,7 @@ fn single_threaded_products_match_f64() {
     }
 }
 
-/// Includes a matrix with gaps and one with negative strides, and sums of more steps than are packed at a time.
+/// Matrices include one with gaps, one with negative strides, and one with more steps along k than are packed at a time.
 #[test]
 fn integer_products_wrap() {
     fn check<E: Widen<D::Sum> + Into<i64>, D: Integer + PartialEq + std::fmt::Debug>(of: impl Fn(i64) -> (E, D)) {
@@ -400,7 +401,7 @@ fn integer_products_wrap() {
     check::<i64, i64>(|x| (x << 30, x));
 }
 
-/// Both rows and columns have strides, or k is small: no kernel supports these, so halves are widened.
+/// Neither rows nor columns are contiguous, or k is small: no kernel reads such halves directly, so they are widened to f32.
 #[test]
 fn halves_without_a_kernel_are_widened_in_tiles() {
     let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;

@@ -1,8 +1,8 @@
 //! The exponential function, and functions based on it.
 //!
-//! Each function has two stages, and many elements pass the first stage before the second. The operations on one element depend on
-//! each other, and a processor's out-of-order window holds a fixed number of operations: with half as many operations per loop,
-//! it holds twice as many elements. Polynomials are evaluated in pairs of terms for the same reason.
+//! Each function has two stages, and a loop applies the first stage to many elements before the second. The operations on one element
+//! depend on each other, and a processor's out-of-order window holds a fixed number of operations: with half as many operations per
+//! iteration, the window covers twice as many elements. Polynomials are evaluated in pairs of terms for the same reason.
 
 use super::{LN2_HI, LN2_LO, clamp_keeping_nan, reduce_exp};
 use crate::expr::polynomials::poly;
@@ -10,10 +10,10 @@ use crate::expr::polynomials::poly;
 pub(crate) trait TwoStage {
     /// The type of argument and result: f32 or f64.
     type T: Copy + Default;
-    /// An unsigned integer of the same size, whose low bits hold an integer.
+    /// An unsigned integer of the same size as `T`; its low bits hold the exponent of the power of two.
     type N: Copy + Default;
 
-    /// The first stage: returns the power of two in the exponential, and the rest of its exponent.
+    /// The first stage: splits the exponent; returns an integer power of two and the remaining exponent.
     fn begin(x: Self::T) -> (Self::N, Self::T);
     /// The second stage: returns the function of x from the result of [`begin`](TwoStage::begin) for x.
     fn end(x: Self::T, begun: (Self::N, Self::T)) -> Self::T;
@@ -88,7 +88,7 @@ pub(crate) fn map_into<H: TwoStage>(to: &mut [H::T], from: &[H::T], map: impl Fn
     }
 }
 
-/// Applies the function to `map(x)` for each element x, in place.
+/// Replaces each element x by the function of `map(x)`.
 #[inline(always)]
 pub(crate) fn map_in_place<H: TwoStage>(elements: &mut [H::T], map: impl Fn(H::T) -> H::T) {
     let mut begun = FirstStage::<H>::new();
@@ -98,7 +98,7 @@ pub(crate) fn map_in_place<H: TwoStage>(elements: &mut [H::T], map: impl Fn(H::T
     }
 }
 
-/// `e^x` from the result of [`reduce_exp`] for x.
+/// Returns `e^x` from the result of [`reduce_exp`] for x.
 #[inline(always)]
 fn exp_end((n, r): (u32, f32)) -> f32 {
     // 2^n as a product of two powers, because one power could be out of range at both ends; their exponents add up to n + 254
@@ -106,7 +106,7 @@ fn exp_end((n, r): (u32, f32)) -> f32 {
     exp_reduced(r) * f32::from_bits(half) * f32::from_bits((n << 23).wrapping_sub(half))
 }
 
-/// `e^r`, |r| <= ln 2 / 2.
+/// Returns `e^r`, for |r| <= ln 2 / 2.
 #[inline(always)]
 fn exp_reduced(r: f32) -> f32 {
     const C: [f32; 5] = [0.499_999_94, 0.166_665_167, 0.041_668_281, 0.008_369_249_29, 0.001_382_077_93];
@@ -123,7 +123,7 @@ two_stage! {
 }
 
 two_stage! {
-    /// `e^x` in f64, within a unit in the last place.
+    /// `e^x` in f64, with an error below one unit in the last place.
     Exp64: f64, u64;
     |x| {
         const ROUND: f64 = 6_755_399_441_055_744.0 + 2046.0; // 1.5 * 2^52, plus twice the exponent bias
@@ -157,19 +157,20 @@ two_stage! {
     }
 }
 
-/// Like [`ROUND`](super::ROUND), but adds 127 once: the biased exponent of 1.
+/// The constant that, like [`ROUND`](super::ROUND), rounds to an integer when added; it adds 127, the biased exponent of 1.
 const ONE: f32 = 12_582_912.0 + 127.0;
-/// Like [`ROUND`](super::ROUND), but adds 126: the biased exponent of 1/2.
+/// The constant that, like [`ROUND`](super::ROUND), rounds to an integer when added; it adds 126, the biased exponent of 1/2.
 const HALF: f32 = 12_582_912.0 + 126.0;
 
-/// Splits q, an exponent of two from -125 to 127, into the nearest integer and the rest. Returns the bits of integer + `scale`.
+/// Splits q, an exponent of two from -125 to 127, into the nearest integer and the remainder. The returned bits hold the integer plus
+/// `scale`.
 #[inline(always)]
 fn split_exponent_of_two(q: f32, scale: f32) -> (u32, f32) {
     let t = q + scale;
     (t.to_bits(), q - (t - scale))
 }
 
-/// 2 to the power of q, times the power in the scale, from the result of [`split_exponent_of_two`] for q.
+/// Returns 2^q times the power of two in `scale`, from the result of [`split_exponent_of_two`] for q.
 #[inline(always)]
 fn exp2_end((n, r): (u32, f32)) -> f32 {
     const C: [f32; 5] = [0.693_147_004, 0.240_222_469, 0.055_507_104_8, 0.009_671_291_34, 0.001_326_977_28];
@@ -197,7 +198,7 @@ two_stage! {
     }
 }
 
-/// The first stage of `e^-|x|`, which cannot overflow and keeps the digits of small results.
+/// The first stage of `e^-|x|`, which cannot overflow and keeps full relative accuracy for small results.
 #[inline(always)]
 fn begin_decay(x: f32) -> (u32, f32) {
     let x = -x.abs();
@@ -228,7 +229,7 @@ two_stage! {
     /// Approximates [`Gelu`]: x times the logistic function of `2 sqrt(2 / pi) (x + 0.044715 x^3)`, which is the form with tanh.
     GeluTanh: f32, u32;
     |x| {
-        // The first coefficient is 2 sqrt(2 / pi), the second is that times 0.044715.
+        // The first coefficient is 2 sqrt(2 / pi); the second is the first times 0.044715.
         begin_decay(x * (1.595_769_12 + 0.071_354_816_3 * (x * x)))
     },
     |x, begun| Silu::end(x, begun)
@@ -284,7 +285,7 @@ two_stage! {
     },
     |x, begun| {
         let below = exp2_end(begun);
-        let below = if x.abs() > 5.6 { 0.0 } else { below }; // beyond 5.6, it is below half a unit in the last place of 1
+        let below = if x.abs() > 5.6 { 0.0 } else { below }; // beyond 5.6, `below` is less than half a unit in the last place of 1
         x * if x < 0.0 { below } else { 1.0 - below }
     }
 }
@@ -328,7 +329,7 @@ mod tests {
             right if right.is_nan() => u64::from(!y.is_nan()) * 99,
             right => y.to_bits().abs_diff(right.to_bits()),
         };
-        // The standard library's result is itself off by half a unit.
+        // The standard library's result may itself have an error of half a unit in the last place, so one unit of difference is allowed.
         assert!(x.iter().zip(&y).map(off).max() <= Some(1));
         assert_eq!((Exp64::eval(0.0), Exp64::eval(-0.0)), (1.0, 1.0));
     }
@@ -336,7 +337,7 @@ mod tests {
     #[test]
     fn gelu_and_silu_are_within_their_bounds() {
         let logistic = |x: f64| x / (1.0 + (-x).exp());
-        // Where the exponential is subnormal, its error is as large as its value, and is multiplied by x.
+        // Where the exponential is subnormal, its error can be as large as its value, and x multiplies the error.
         let (from, above) = (-86.0, |x: f32| if x < -86.0 { 0.0 } else { Silu::eval(x) });
         check("silu", above, |x| if x < -86.0 { 0.0 } else { x / (1.0 + (-x).exp()) }, 3.0, -20.0, 20.0);
         assert!(dense(-120.0, from).all(|x| (f64::from(Silu::eval(x)) - logistic(f64::from(x))).abs() < 1e-42));
@@ -350,7 +351,7 @@ mod tests {
                 x if x.is_nan() || x == f32::NEG_INFINITY => assert!(y.is_nan()),
                 x if x == 0.0 || x > 1e6 => assert_eq!(y, wide * if x == 0.0 { 0.5 } else { 1.0 }),
                 x if x < -1e6 => assert!(y == 0.0),
-                // The error of the rounded exponent.
+                // The tolerance covers the rounding error of the exponent.
                 _ => assert!((y - right).abs() <= (1e-6 + 3e-7 * twice.abs()) * right.abs() + 1e-44, "{y} for {x:e}"),
             }
         }
@@ -363,7 +364,7 @@ mod tests {
                 x if x.is_nan() || x == f32::NEG_INFINITY => assert!(y.is_nan()),
                 x if x >= 0.0 => assert!(ulps(y, right) <= 3.0, "{y} for {x:e}, not {right}"),
                 x if x >= -5.6 => assert!(error <= 1e-4 * right.abs() + 1e-45, "{y} for {x:e}, not {right}"),
-                // 1 + erf rounds to 0 here.
+                // For these x, `1 + erf` rounds to 0, so the result is -0.
                 _ => assert!(y == 0.0 && y.is_sign_negative() && right > -7e-8),
             }
         }
