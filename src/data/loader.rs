@@ -102,7 +102,7 @@ impl<B: Send + 'static> DataLoader<B> {
     /// ```
     ///
     /// # Errors
-    /// As [`DataLoader::new`].
+    /// Errors of [`DataLoader::new`].
     pub fn with_collate<D: Dataset + 'static>(
         dataset: D,
         config: DataLoaderConfig,
@@ -138,7 +138,7 @@ impl<B: Send + 'static> DataLoader<B> {
     /// (`pin_memory=True` and `.to(device, non_blocking=True)` in PyTorch). Taking a batch makes the current stream wait, not the host.
     ///
     /// # Errors
-    /// As [`Stream::new`].
+    /// Errors of [`Stream::new`].
     pub fn to_device(mut self, device: Device) -> Result<DataLoader<B>>
     where
         B: Transfer,

@@ -39,7 +39,7 @@ impl SyncBatchNorm {
     /// Creates a layer for `channels` channels, with a momentum of 0.1 and an eps of 1e-5.
     ///
     /// # Errors
-    /// As [`BatchNorm::new`].
+    /// Errors of [`BatchNorm::new`].
     pub fn new(channels: usize, options: impl Into<TensorOptions>, group: &Group) -> Result<SyncBatchNorm> {
         let norm = BatchNorm::new(channels, options)?;
         SyncBatchNorm::convert_sync_batchnorm(&norm, group);

@@ -50,7 +50,7 @@ pub(super) trait Lanes {
     /// Exchanges one slice; each lane exchanges its own part of the slice.
     ///
     /// # Errors
-    /// As [`Transport::exchange`].
+    /// Errors of [`Transport::exchange`].
     fn exchange(&mut self, call: Call, plan: &Plan, lanes: Vec<Lane>) -> Result<(), Fault>;
 }
 

@@ -89,7 +89,7 @@ pub trait Stateful {
 /// ```
 ///
 /// # Errors
-/// As [`save`]; [`Error::Invalid`] if a part's name equals another part's name or is below it.
+/// Errors of [`save`]; [`Error::Invalid`] if a part's name equals another part's name or is below it.
 pub fn save_checkpoint(path: impl AsRef<Path>, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     save(path, &StateDict::from_parts(parts)?)
 }
@@ -98,7 +98,7 @@ pub fn save_checkpoint(path: impl AsRef<Path>, parts: &[(&str, &dyn Stateful)]) 
 /// file are ignored, so a model alone can be loaded from the checkpoint of a run.
 ///
 /// # Errors
-/// As [`load`]. [`Error::Invalid`] with the names of file and part if the file lacks the part, before anything is
+/// Errors of [`load`]. [`Error::Invalid`] with the names of file and part if the file lacks the part, before anything is
 /// changed; or if a part's state is of a different object, after the parts before it were loaded.
 pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stateful)]) -> Result<()> {
     let path = path.as_ref();

@@ -61,7 +61,7 @@ pub fn save(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
 /// Reads the tensors of a file, `.safetensors` or `.npz` by its extension, to `device`, in the order of the file.
 ///
 /// # Errors
-/// As [`save`]; an archive that unpacks to far more than its size ([`read_npz`]). For a pickle file of PyTorch (`.bin`, `.pt`,
+/// Errors of [`save`]; an archive that unpacks to far more than its size ([`read_npz`]). For a pickle file of PyTorch (`.bin`, `.pt`,
 /// `.pth`, `.ckpt`) the error has the line of Python that converts the file.
 #[track_caller]
 pub fn load(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {

@@ -18,7 +18,7 @@ use crate::{Device, Result};
 /// use [`read_npz_limited`] for trusted archives.
 ///
 /// # Errors
-/// As [`read_npy`](super::read_npy), with the tensor's name.
+/// Errors of [`read_npy`](super::read_npy), with the tensor's name.
 #[track_caller]
 pub fn read_npz(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     read("read_npz", path.as_ref(), device, None)
@@ -38,7 +38,7 @@ pub fn read_npz(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
 /// ```
 ///
 /// # Errors
-/// As [`read_npz`].
+/// Errors of [`read_npz`].
 #[track_caller]
 pub fn read_npz_limited(path: impl AsRef<Path>, device: Device, max_bytes: u64) -> Result<StateDict> {
     let _caller = Caller::enter();
