@@ -68,7 +68,7 @@ fn psnr(got: &Tensor, want: &Tensor) -> Result<f64> {
     Ok(-10.0 * f64::from(error).log10())
 }
 
-/// Trains the network. Returns the quality of the enlarged test images in dB, and that of bilinear interpolation for comparison.
+/// Trains the network. Returns the quality in dB of the enlarged test images, and of images enlarged by bilinear interpolation.
 pub fn train(args: &Args) -> std::result::Result<[f64; 2], Box<dyn std::error::Error>> {
     let watching = args.run.start()?;
     let train = TensorDataset::new(vec![pictures(args.images)?])?;

@@ -135,7 +135,7 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    /// True if the gradient of this node is wanted, or that of a node that this node depends on.
+    /// True if a gradient is wanted for this node, or for a node that this node depends on.
     pub(super) fn leads_to_wanted(&self, node: &Node) -> bool {
         self.wanted.as_ref().is_none_or(|wanted| wanted.leads_to_wanted(node.seq))
     }
@@ -221,7 +221,7 @@ impl Engine {
                     let reason = format!("its backward gave NaN, in a gradient of shape {}", result.shape());
                     return Err(Error::Autograd { op: node.op, reason });
                 }
-                // The gradient is copied into the leaf's slot at once. Leaves are visited last, so until then both copies would be in memory.
+                // The gradient is copied into the leaf's slot now. Leaves are visited last, so until then both copies would be in memory.
                 if let Some(slot) = offered.filter(|_| !in_slot && !gradients.contains_key(&input.seq)) {
                     slot.copy_(&result)?;
                     (result, in_slot) = (slot, true);

@@ -102,7 +102,7 @@ pub fn grad(outputs: &[&Tensor], inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
     Ok(gradients.into_iter().flatten().collect())
 }
 
-/// Like [`grad`], for outputs of any shape, with options to keep the graph and to differentiate the gradients.
+/// Returns gradients as [`grad`] does, for outputs of any shape, with options to keep the graph and to differentiate the gradients.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd::{GradOptions, grad, grad_with_options}};

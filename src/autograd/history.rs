@@ -109,7 +109,7 @@ impl Tensor {
         }
     }
 
-    /// Like [`Tensor::node`], but also returns the leaf of a frozen tensor.
+    /// Returns the node that receives this tensor's gradient; for a frozen tensor, its leaf.
     pub(super) fn node_or_frozen(&self) -> Option<Arc<Node>> {
         self.made_by.as_ref().filter(|node| node.is_frozen()).cloned().or_else(|| self.node())
     }

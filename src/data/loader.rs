@@ -147,7 +147,7 @@ impl<B: Send + 'static> DataLoader<B> {
         Ok(self)
     }
 
-    /// Begins a pass. The workers start at once.
+    /// Begins a pass. The workers start immediately.
     pub fn iter(&self) -> Batches<B> {
         let (source, end) = match self.start_pass() {
             Ok(source) => (source, self.len()),

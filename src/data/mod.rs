@@ -19,7 +19,7 @@ pub use transfer::Transfer;
 use crate::internal::invalid_if;
 use crate::{Error, Generator, Result, Tensor, with_generator};
 
-/// A data set whose items are loaded by index (PyTorch's map-style `torch.utils.data.Dataset`). Several workers may load at once.
+/// A data set whose items are loaded by index (PyTorch's map-style `torch.utils.data.Dataset`). Several workers may load items in parallel.
 ///
 /// ```
 /// use claystone::data::{DataLoader, DataLoaderConfig, Dataset};

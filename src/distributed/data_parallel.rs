@@ -30,8 +30,8 @@ options! {
 /// A module that is replicated on every rank and trained on that rank's part of the batch (PyTorch's `DistributedDataParallel`).
 /// Backward leaves the mean of all ranks' gradients in [`Tensor::grad`], so that the optimisers of all ranks take the same steps.
 ///
-/// [`new`](Self::new) broadcasts the parameters and buffers of rank 0. Gradients are reduced in buckets, those of the last layers
-/// first, while backward computes the others. Parameters keep the names of the module, so both load the same checkpoints. With a
+/// [`new`](Self::new) broadcasts the parameters and buffers of rank 0. Gradients are reduced in buckets while backward runs; the last
+/// layers' gradients come first. Parameters keep the names of the module, so both load the same checkpoints. With a
 /// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) each rank gets only its part of the mean gradients.
 ///
 /// ```

@@ -65,7 +65,7 @@ pub(super) fn from_reader(mut from: impl Read, available: Option<u64>, device: D
     read.permute(&dims)
 }
 
-/// The maximum header length in bytes, that of version 1 of the format. A dtype and a shape need no more in later versions.
+/// The maximum header length in bytes. It is the limit of version 1 of the format; a dtype and a shape need no more in later versions.
 const MAX_HEADER_BYTES: u32 = u16::MAX as u32;
 
 /// Reads the header's Python literal, which comes before the elements. Also returns the offset of the elements.

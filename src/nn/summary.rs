@@ -12,7 +12,7 @@ pub struct Summary {
     pub layers: Vec<LayerSummary>,
     /// The number of elements of all parameters. Tied parameters count once.
     pub parameters: usize,
-    /// The number of elements of all parameters except those frozen with `requires_grad_(false)`.
+    /// The number of elements of all parameters that are not frozen with `requires_grad_(false)`.
     pub trainable: usize,
     /// The number of elements of all buffers.
     pub buffers: usize,

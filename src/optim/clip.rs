@@ -17,9 +17,9 @@ fn norm(t: &Tensor, p: f64) -> Result<Tensor> {
 }
 
 /// Scales the gradients of `parameters` down so that their total norm is at most `max_norm`. Returns the norm before scaling, as a
-/// scalar tensor (PyTorch's `clip_grad_norm_`). The norm is that of all gradients joined to one vector. `norm_type` is 2 for the
-/// Euclidean norm, or infinity for the largest magnitude. Clipping all parameters of an optimiser takes a few launches and does not
-/// wait for the device. If the norm is not finite, gradients become NaN or 0, as in PyTorch.
+/// scalar tensor (PyTorch's `clip_grad_norm_`). All gradients are treated as one vector. `norm_type` is 2 for the Euclidean norm, or
+/// infinity for the largest magnitude. Clipping all parameters of an optimiser takes a few launches and does not wait for the device.
+/// If the norm is not finite, gradients become NaN or 0, as in PyTorch.
 ///
 /// ```
 /// use claystone::{Device, Tensor, optim::clip_grad_norm_};

@@ -68,7 +68,7 @@ fn processes_shard_optimizers_and_save_together() {
 fn on_all_ranks(ranks: usize, arguments: &[&str], environment: &[(&str, &str)], tests: usize) {
     let output = mpirun(ranks, arguments, environment);
     assert!(output.status.success(), "{output:?}");
-    // The exit status shows that all tests passed. This line is written at once, but result lines of several ranks mix.
+    // The exit status shows that all tests passed. This line is printed in a single write, but result lines of several ranks may mix.
     let (text, running) = (String::from_utf8_lossy(&output.stdout), format!("running {tests} tests\n"));
     assert_eq!(text.matches(&running).count(), ranks, "{text}");
 }

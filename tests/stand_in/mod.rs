@@ -54,7 +54,7 @@ const TIMES: u64 = 72;
 const CODE_AND_LATE: u64 = 80;
 const DELAY: u64 = 88;
 
-/// As the number of failing calls: all calls from then on fail.
+/// Passed as `times`, makes all calls from then on fail.
 pub const ALWAYS: u64 = u64::MAX;
 
 /// The device type that devices report.
