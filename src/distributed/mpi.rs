@@ -50,7 +50,7 @@ const MAX_LANES: usize = 8;
 struct Shutdown {
     /// Set by SIGTERM in the debug mode. `mpirun` sends SIGTERM to all ranks after one rank has died.
     terminated: Arc<AtomicBool>,
-    /// The reason why this rank has to leave the job, if it has to.
+    /// The reason why this rank has to leave the job. `None` while it need not.
     reason: Arc<Mutex<Option<String>>>,
 }
 

@@ -46,7 +46,7 @@ pub fn uniform_(t: &Tensor, low: f64, high: f64) -> Result<()> {
     no_grad(|| t.uniform_(low, high).map(drop))
 }
 
-/// Fills the tensor from the normal distribution (`normal_`).
+/// Fills the tensor from the normal distribution with this mean and standard deviation (`normal_`).
 ///
 /// # Errors
 /// Errors of [`uniform_`].
@@ -54,7 +54,7 @@ pub fn normal_(t: &Tensor, mean: f64, std: f64) -> Result<()> {
     fill_from(t, Tensor::randn(t.shape(), t), std, mean)
 }
 
-/// Fills the tensor from the normal distribution, and draws elements outside `low..=high` again (`trunc_normal_`).
+/// Fills the tensor from this normal distribution, and draws elements outside `low..=high` again (`trunc_normal_`).
 ///
 /// # Errors
 /// Errors of [`uniform_`]. [`Error::Invalid`] if less than a thousandth of the distribution is within the bounds. [`Error::Partial`]

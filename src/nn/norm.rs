@@ -141,7 +141,7 @@ impl Module for BatchNorm {
     }
 }
 
-/// Applies [`Tensor::instance_norm`] of `[N, C, ..]` (PyTorch's `nn.InstanceNorm1d`, `nn.InstanceNorm2d` and `nn.InstanceNorm3d`).
+/// Applies [`Tensor::instance_norm`] to `[N, C, ..]` (PyTorch's `nn.InstanceNorm1d`, `nn.InstanceNorm2d` and `nn.InstanceNorm3d`).
 /// By default it has no parameters and no running statistics.
 ///
 /// ```

@@ -258,7 +258,7 @@ impl FlatParameters {
         view_in_format(&flat.detach().narrow(0, elements.start, elements.len())?, leaf.shape(), parameter.format())
     }
 
-    /// Converts a flat state buffer of `other` to the dtype, device and memory formats of `self`. `other` has the parameters before a conversion.
+    /// Converts a flat state buffer of `other` (the parameters before a module conversion) to the dtype, device and formats of `self`.
     pub(super) fn convert_state(&self, other: &FlatParameters, state: &Tensor) -> Result<Tensor> {
         let converted = state.to(self.state_dtype(), self.device())?;
         let format = |p: &Parameter| p.format();
@@ -315,7 +315,7 @@ impl FlatParameters {
         Ok(())
     }
 
-    /// Copies master weights from `other`, which has the parameters before a conversion, wherever they round to the current parameters.
+    /// Copies master weights from `other` (the parameters before a module conversion) wherever they round to the current parameters.
     pub(super) fn adopt_master(&self, other: &FlatParameters) -> Result<()> {
         let (Some(own), Some(others)) = (&self.master, &other.master) else { return Ok(()) };
         let others = self.convert_state(other, others)?;

@@ -33,7 +33,7 @@ struct Group<R> {
     captured: CapturedUpdates,
 }
 
-/// For each parameter, the number of updates that the current capture contains. The step count grows only at the end of each replay.
+/// The number of updates of each parameter in the current capture. The step count grows only at the end of each replay.
 #[derive(Default)]
 struct CapturedUpdates {
     id: Option<u64>,
