@@ -1,4 +1,4 @@
-//! Measures a cached allocation: pairs of allocate and free on the simulated driver, compared with `offset-allocator`.
+//! Measures a cached allocation: one allocate and one free on the simulated driver. Compares with the crate `offset-allocator`.
 //!
 //! `cargo bench --bench allocator` prints a table; with `-- --json` it prints one JSON object per line.
 
@@ -10,12 +10,12 @@ use claystone::device::StreamId;
 use claystone::storage::{Allocator, Block, CachingAllocator, Config, HistoryOptions, Sim, SimOptions};
 use claystone::{Device, Tensor};
 
-/// Times are medians over this many rounds.
+/// The number of rounds. Printed times are medians over the rounds.
 const ROUNDS: usize = 15;
-/// The number of allocate-free pairs in a round.
+/// The number of allocate/free pairs in a round.
 const PAIRS: usize = 100_000;
 
-/// A generator of sizes, log-uniform in 512 B..16 MiB, with the same sequence for every allocator.
+/// A generator of sizes in bytes, log-uniform from 512 B to 16 MiB. Every allocator gets the same sequence.
 struct Sizes(u64);
 
 impl Sizes {
@@ -43,7 +43,7 @@ fn allocate(allocator: &CachingAllocator, bytes: usize) -> Block {
     allocator.allocate(bytes, StreamId::DEFAULT).expect("the simulated device is never full")
 }
 
-/// Returns the median time of a pair over the rounds, in ns; `round` runs [`PAIRS`] pairs.
+/// Returns the median time of an allocate/free pair over the rounds, in ns. `round` runs [`PAIRS`] pairs.
 fn median(mut round: impl FnMut()) -> f64 {
     (0..3).for_each(|_| round());
     let mut times: Vec<f64> = (0..ROUNDS)
@@ -69,7 +69,7 @@ fn same_size(bytes: usize) -> f64 {
     pairs(&allocator(), bytes)
 }
 
-/// Times making and dropping an uninitialised tensor, including all work beside its block (PyTorch's `torch.empty`).
+/// Times creating and dropping an uninitialised tensor (PyTorch's `torch.empty`), which includes the work besides the allocation.
 fn tensor(bytes: usize, device: Device) -> f64 {
     median(|| {
         for _ in 0..PAIRS {
@@ -78,21 +78,21 @@ fn tensor(bytes: usize, device: Device) -> f64 {
     })
 }
 
-/// Times pairs while the history is recorded, optionally with call stacks, from a function `depth` calls deep.
+/// Times allocate/free pairs while the history is recorded, with call stacks if `stacks`. The caller is `depth` functions deep.
 fn with_history(bytes: usize, stacks: bool, depth: usize) -> f64 {
     let allocator = allocator();
     allocator.record_memory_history(HistoryOptions::default().stacks(stacks)).expect("room for the entries");
     call_nested(depth, &|| pairs(&allocator, bytes))
 }
 
-/// Calls `f` from `depth` nested functions.
+/// Calls `f` from `depth` nested function calls.
 #[inline(never)]
 fn call_nested(depth: usize, f: &dyn Fn() -> f64) -> f64 {
     let result = if depth == 0 { f() } else { call_nested(depth - 1, f) };
-    black_box(result) // used after the call, so that the call does not become a jump
+    black_box(result) // used after the call, so that the compiler does not turn the call into a jump
 }
 
-/// Times freeing a random one of `live` blocks and allocating another of a random size.
+/// Times freeing a random one of `live` blocks and allocating another block of a random size.
 fn random(live: usize) -> f64 {
     let allocator = allocator();
     let mut sizes = Sizes(1);
@@ -123,10 +123,10 @@ fn random_offset_allocator(live: usize) -> f64 {
     })
 }
 
-/// Times the loop of [`random`] without its allocator calls: the choice and moves of handles, and their cache misses.
+/// Times the loop of [`random`] without allocator calls: choosing and moving handles, and the cache misses of both.
 fn random_loop(live: usize) -> f64 {
     let mut sizes = Sizes(1);
-    let mut blocks: Vec<[usize; 3]> = (0..live).map(|_| [sizes.size(), 0, 0]).collect(); // as large as a Block
+    let mut blocks: Vec<[usize; 3]> = (0..live).map(|_| [sizes.size(), 0, 0]).collect(); // each element has the size of a Block
     let choices: Vec<(usize, usize)> = (0..PAIRS).map(|_| (sizes.below(live), sizes.size())).collect();
     median(|| {
         for &(at, bytes) in &choices {
@@ -136,8 +136,8 @@ fn random_loop(live: usize) -> f64 {
     })
 }
 
-/// Returns million pairs a second for one thread, for two threads together, and the median ratio of adjacent runs, which other load on the
-/// machine affects equally.
+/// Returns the median throughput of one thread and of two threads, in millions of allocate/free pairs per second, and the median
+/// two-thread/one-thread ratio of adjacent runs. Other load slows both runs alike, so the ratio is stable.
 fn thread_scaling() -> (f64, f64, f64) {
     let allocator = allocator();
     let run = |threads: usize| {
@@ -172,7 +172,7 @@ fn main() {
     for (name, bytes) in [("4 KiB", 4096), ("1 MiB", 1 << 20), ("64 MiB", 64 << 20)] {
         rows.push((format!("a tensor, {name}"), tensor(bytes, Device::best()), "ns a pair"));
     }
-    // Three events a pair: allocated, free requested, free completed.
+    // A pair records three events: allocated, free requested, free completed.
     rows.push(("history on, same size, 4 KiB".into(), with_history(4096, false, 0), "ns a pair"));
     for depth in [0, 20, 40] {
         let name = format!("history with stacks, {depth} calls deep, 4 KiB");

@@ -1,7 +1,7 @@
-//! Operations that are limited by memory bandwidth, on one device: `bandwidth [--device D] [--seconds S] [FILTER]`.
+//! Times operations that are limited by memory bandwidth, on one device: `bandwidth [--device D] [--seconds S] [FILTER]`.
 //!
-//! Checks each case before timing it, and prints one JSON line per case. `benches/bandwidth_torch.py` runs PyTorch on the same cases and
-//! prints both side by side.
+//! Checks the result of each case before timing it. Prints one JSON line per case. `benches/bandwidth_torch.py` runs the same cases in
+//! PyTorch and prints both results side by side.
 
 use std::cell::Cell;
 use std::error::Error;
@@ -24,21 +24,21 @@ struct Bench {
     shape: Cell<Option<[usize; 2]>>,
 }
 
-/// Returns (i mod m) / m - off, the inputs of every library.
+/// Returns `(i mod m) / m - off` for each index i below n. All compared libraries get this input.
 fn fill(n: usize, m: usize, off: f32) -> Vec<f32> {
     (0..n).map(|i| (i % m) as f32 / m as f32 - off).collect()
 }
 
 impl Bench {
     fn upload(&self, n: usize, m: usize, off: f32, dtype: DType) -> Outcome<Tensor> {
-        // Large tensors are made on the device, because a transfer is not part of the measurement.
+        // Large tensors are created on the device, because the transfer is not part of the measurement.
         if n <= 1 << 25 {
             return Ok(Tensor::from_slice(&fill(n, m, off), [n], self.device)?.to_dtype(dtype)?);
         }
         Ok(Tensor::rand(&[n], (dtype, self.device))?.add_scalar(-0.5)?)
     }
 
-    /// Times `op`, checks that its result at `i` is `want(i)`, and prints a line. `moved` is the number of bytes read and written.
+    /// Times `op`, checks that its result at index `i` is `want(i)`, and prints a line. `moved` is the number of bytes read and written.
     fn run(
         &self,
         case: &str,
@@ -199,7 +199,7 @@ impl Bench {
             )?;
         }
         if self.is_selected("strided_copy") {
-            // Every second row, so that each contiguous run is one row.
+            // The view has every second row, so that each contiguous range of memory is one row.
             let half = t.t()?.reshape([side / 2, 2, side])?.narrow(1, 0, 1)?;
             self.run("strided_copy", n / 2, dtype, size, Box::new(|| half.contiguous()), None)?;
         }

@@ -13,7 +13,7 @@ use plotters::style::{FontStyle, IntoFont, TextStyle, register_font};
 type Area<'a> = DrawingArea<BitMapBackend<'a>, Shift>;
 type Outcome = Result<(), Box<dyn Error>>;
 
-/// Reads a table of docs/notebook/data: its records without comments and header.
+/// Returns the records of a table in docs/notebook/data, without comments and header.
 fn records(name: &str) -> Result<Vec<csv::StringRecord>, csv::Error> {
     let path = docs().join("notebook/data").join(name);
     csv::ReaderBuilder::new().comment(Some(b'#')).from_path(path)?.into_records().collect()
@@ -23,7 +23,7 @@ fn docs() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs")
 }
 
-/// Returns a white picture of `size` pixels, which `present` writes to `path`.
+/// Returns a white picture of `size` pixels. Its method `present` writes it to `path`.
 fn canvas(path: &Path, size: (u32, u32)) -> Result<Area<'_>, Box<dyn Error>> {
     let area = BitMapBackend::new(path, size).into_drawing_area();
     area.fill(&WHITE)?;
@@ -34,7 +34,7 @@ fn text(size: i32, horizontal: HPos) -> TextStyle<'static> {
     ("sans-serif", size).into_font().color(&BLACK).pos(Pos::new(horizontal, VPos::Center))
 }
 
-/// Draws one bar per case: the speed relative to PyTorch, on a logarithmic axis.
+/// Draws one bar per case: the speed relative to PyTorch on a logarithmic axis.
 fn speed_panel(area: &Area, title: &str, cases: &[(String, f64)]) -> Outcome {
     let (width, _) = area.dim_in_pixel();
     let (left, right, top, step) = (330, width as i32 - 70, 66, 25);
@@ -58,7 +58,7 @@ fn speed_panel(area: &Area, title: &str, cases: &[(String, f64)]) -> Outcome {
     Ok(())
 }
 
-/// Draws the speed of each case relative to PyTorch, the fastest first, in a panel for each device.
+/// Draws the speed of each case relative to PyTorch, the fastest first. Each device has its own panel.
 fn speed() -> Outcome {
     let mut panels: Vec<(String, Vec<(String, f64)>)> = Vec::new();
     for record in records("speed.csv")? {
@@ -87,7 +87,7 @@ fn speed() -> Outcome {
     Ok(())
 }
 
-/// The name of a series, its colour, and its MiB for each trace.
+/// The name of a series, its colour, and its size in MiB for each trace.
 type Series = (&'static str, RGBColor, Vec<f64>);
 
 const GREY: RGBColor = RGBColor(170, 170, 170);
@@ -95,7 +95,7 @@ const BLUE: RGBColor = RGBColor(0, 90, 160);
 const LIGHT_BLUE: RGBColor = RGBColor(90, 180, 230);
 const ORANGE: RGBColor = RGBColor(230, 130, 0);
 
-/// Draws bars of MiB, a group for each trace and a colour for each series.
+/// Draws bars of sizes in MiB: a group of bars for each trace, and a colour for each series.
 fn memory_panel(area: &Area, title: &str, traces: &[String], series: &[Series], most: f64) -> Outcome {
     let (width, height) = area.dim_in_pixel();
     let (left, right, top, bottom) = (70, width as i32 - 16, 66, height as i32 - 34);
@@ -125,7 +125,7 @@ fn memory_panel(area: &Area, title: &str, traces: &[String], series: &[Series], 
     Ok(())
 }
 
-/// Draws the memory reserved for each trace, and the smallest device on which the trace runs.
+/// Draws, for each trace, the reserved memory and the memory of the smallest device on which the trace runs.
 fn memory() -> Outcome {
     let records = records("memory.csv")?;
     let traces: Vec<String> = records.iter().map(|record| record[0].into()).collect();

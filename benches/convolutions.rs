@@ -13,7 +13,7 @@ use claystone::{DType, Device, MemoryFormat, Result, Tensor, set_float32_matmul_
 /// The number of images in a call.
 const BATCH: usize = 64;
 
-/// Channels in, channels out, side of the images, side of the kernel, stride; one group.
+/// Input channels, output channels, side of the images, side of the kernel, and stride of each convolution; all have one group.
 const RESNET_50: [[usize; 5]; 19] = [
     [3, 64, 224, 7, 2],
     [64, 64, 56, 1, 1],
@@ -36,7 +36,7 @@ const RESNET_50: [[usize; 5]; 19] = [
     [512, 512, 7, 3, 1],
 ];
 
-/// The same numbers for depthwise convolutions, with one group per channel.
+/// The same five numbers for depthwise convolutions, which have one group per channel.
 const MOBILENET_V2: [[usize; 5]; 6] = [
     [32, 32, 112, 3, 1],
     [96, 96, 112, 3, 2],
@@ -71,7 +71,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
             let options =
                 ConvOptions { stride: [stride; 2], padding: (kernel / 2).into(), groups, ..ConvOptions::default() };
             let forward = || x.detach().conv2d(&w.detach(), None, options);
-            // Has the strides of the result.
+            // The gradient has the strides of the result, as in a real backward pass.
             let grad = forward()?;
             let both = || {
                 let y = x.conv2d(&w, None, options)?;
@@ -88,7 +88,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Returns the microseconds of a call: the median of seven runs of ten calls.
+/// Returns the time of a call in microseconds: the median of seven runs of ten calls each.
 fn time(device: Device, f: impl Fn() -> Result<()>) -> Result<f64> {
     (0..3).try_for_each(|_| f())?;
     let mut times = Vec::new();

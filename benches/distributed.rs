@@ -1,6 +1,6 @@
-//! Compares the cost of collectives with MPI's own: `cargo bench --features mpi --bench distributed [-- all_reduce | overlap]`.
+//! Compares the cost of collectives with MPI's own collectives: `cargo bench --features mpi --bench distributed [-- all_reduce | overlap]`.
 //!
-//! This program starts itself under `mpirun` as two ranks of one core each, alternating between the libraries, and prints medians.
+//! This program starts itself under `mpirun` as two ranks with one core each. Jobs of the two libraries alternate. Prints medians.
 
 use std::error::Error;
 use std::process::Command;
@@ -14,10 +14,10 @@ use mpi::traits::{Communicator, CommunicatorCollectives};
 
 type Outcome<T = ()> = Result<T, Box<dyn Error>>;
 
-/// The number of jobs of each kind.
+/// The number of jobs for each library.
 const JOBS: usize = 5;
 
-/// The number of measurements in each job.
+/// The number of measurements in a job.
 const TIMES: usize = 15;
 
 /// The sizes of the summed f32 buffers, in bytes.
@@ -37,7 +37,7 @@ fn main() -> Outcome {
     }
 }
 
-/// Runs this program on two ranks, and returns the numbers that rank 0 prints.
+/// Runs this program on two ranks. Returns the numbers that rank 0 prints.
 fn job(arguments: &[&str]) -> Outcome<Vec<f64>> {
     let mut mpirun = Command::new("mpirun");
     mpirun.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "core", "-n", "2"]);
@@ -50,7 +50,7 @@ fn job(arguments: &[&str]) -> Outcome<Vec<f64>> {
     text.split_whitespace().map(|word| Ok(word.parse()?)).collect()
 }
 
-/// Returns the measured devices: the CPU, and the first OpenCL device if there is one.
+/// Returns the devices to measure: the CPU, and the first OpenCL device if there is one.
 fn devices() -> impl Iterator<Item = Device> {
     [Device::Cpu, Device::OpenCL(0)].into_iter().filter(Device::is_available)
 }
@@ -60,7 +60,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Times `f`, after two calls that are not counted.
+/// Times `f`, after two calls that are not measured.
 fn time(mut f: impl FnMut() -> Outcome) -> Outcome<f64> {
     let mut times = Vec::new();
     for i in 0..TIMES + 2 {
@@ -96,7 +96,7 @@ fn all_reduce() -> Outcome {
     Ok(())
 }
 
-/// Times `MPI_Allreduce` on plain memory.
+/// Times `MPI_Allreduce` on host memory.
 fn run_mpi_rank() -> Outcome {
     let universe = mpi::initialize().ok_or("MPI has been started already")?;
     let world = universe.world();

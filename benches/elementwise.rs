@@ -1,4 +1,4 @@
-//! Compares `a + b` on every device with ndarray on the host.
+//! Times `a + b` on every device, and in ndarray on the host.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use ndarray::Array1;

@@ -1,8 +1,8 @@
-//! Measures the host's cost of a replayed training step: `graph [--device D] [--batch N] [--rounds N] [--layers N] [--width N]`.
+//! Measures the host's time for a replayed training step: `graph [--device D] [--batch N] [--rounds N] [--layers N] [--width N]`.
 //!
 //! The graphs are twelve kernels of 64 elements, an MLP 784-256-128-10 with cross-entropy and SGD, and the GPT of the example
-//! `char_transformer` with dropout, clipping and AdamW. Each is replayed by the host and in command buffers in turns. Prints the time of
-//! a call, the time of a step when many are submitted in a row, and the number of launches that the step takes without a graph.
+//! `char_transformer` with dropout, clipping and AdamW. Replays by the host and by command buffers alternate. Prints the time of
+//! a call, the time per step when many steps are submitted before one wait, and the number of launches of the step without a graph.
 
 #[allow(dead_code)]
 #[path = "../examples/char_transformer/model.rs"]
@@ -17,7 +17,7 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig, clip_grad_
 use claystone::{DType, Device, Graph, Result, Tensor};
 use model::{Gpt, Sizes};
 
-/// The number of replays before the host waits.
+/// The number of replays that are submitted before the host waits.
 const STEPS: u32 = 20;
 
 fn main() -> std::result::Result<(), Box<dyn Error>> {
@@ -28,7 +28,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let rounds: usize = value("--rounds").transpose()?.map_or(Ok(100), |n| n.parse())?;
     println!("{:24} {:>8} {:16} {:>10} {:>10}", "us, medians", "commands", "", "the call", "a step");
     let x = Tensor::rand(&[64], device)?;
-    let twelve = || (0..12).try_for_each(|_| x.softmax(0).map(drop)); // not formulas, which would be fused
+    let twelve = || (0..12).try_for_each(|_| x.softmax(0).map(drop)); // softmax instead of formulas, which would be fused into one launch
     compare("12 small kernels", &mut Graph::capture(device, twelve)?.0, rounds)?;
     let mut training = Training::new(batch, device)?;
     let (_, launches) = count_launches(|| training.step());
@@ -46,7 +46,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Returns training steps of a GPT on two windows of 32 characters.
+/// Returns a function that makes a training step of a GPT on two windows of 32 characters.
 fn gpt_step(layers: usize, width: usize, dtype: DType, device: Device) -> Result<impl FnMut() -> Result<()>> {
     let sizes =
         Sizes { vocabulary: 96, context: 32, width, layers, heads: width.div_ceil(64), tied: false, dropout: 0.1 };
@@ -61,7 +61,7 @@ fn gpt_step(layers: usize, width: usize, dtype: DType, device: Device) -> Result
     })
 }
 
-/// Measures a graph in every replay mode that its device supports.
+/// Measures a graph in every replay mode that the device supports.
 fn compare(name: &str, graph: &mut Graph, rounds: usize) -> std::result::Result<(), Box<dyn Error>> {
     let modes = [ReplayMode::Host, ReplayMode::CommandBuffer];
     let mut times = [const { (Vec::new(), Vec::new()) }; 2];

@@ -1,5 +1,5 @@
-//! Compares kernels that read images with kernels that read buffers, and with the choice of `claystone tune`, in turns:
-//! `images [--device D] [--rounds N]`. Prints microseconds, the median of the rounds, and ratios to buffers.
+//! Compares kernels that read images, kernels that read buffers, and the choice of `claystone tune`. The three alternate:
+//! `images [--device D] [--rounds N]`. Prints the median time in microseconds, and the ratio to the time with buffers.
 
 use std::error::Error;
 use std::time::Instant;
@@ -58,7 +58,7 @@ fn main() -> Outcome {
     })
 }
 
-/// Returns a network of three convolutions, the second of 1 x 1, with pooling, and a linear layer.
+/// Returns a network of three convolutions (the second of 1 x 1) with pooling, and a linear layer.
 fn network(device: Device) -> Outcome<Sequential> {
     let same = ConvOptions { padding: Padding::Same, ..ConvOptions::default() };
     let conv = |from, to, side| Conv2d::new(from, to, [side, side], same, device);
@@ -75,16 +75,16 @@ fn network(device: Device) -> Outcome<Sequential> {
         .push(Linear::new(64 * 8 * 8, 10, device)?))
 }
 
-/// Times the modes in turns and prints a line.
+/// Times the three modes in turns and prints a line.
 fn compare(name: &str, rounds: usize, mut f: impl FnMut() -> Outcome) -> Outcome {
     let mut times = MODES.map(|_| Vec::new());
     for round in 0..rounds + 3 {
-        // The order changes every round, because one mode's cache contents help or hinder the next mode.
+        // The order of the modes changes every round, because the cache contents left by one mode affect the next mode.
         for i in 0..MODES.len() {
             let (mode, times) = (MODES[(i + round) % MODES.len()], &mut times[(i + round) % MODES.len()]);
             let from = Instant::now();
             with_memory_mode(mode, &mut f)?;
-            // The first rounds build kernels, and let the backend notice that a matrix is constant.
+            // In the first rounds, kernels are built and the backend detects that a matrix is constant, so these rounds are not measured.
             if round >= 3 {
                 times.push(from.elapsed().as_secs_f64() * 1e6);
             }

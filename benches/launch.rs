@@ -1,8 +1,8 @@
-//! Measures the host's cost of an operation: `launch [--device D] [--only CASE] [--rounds N]`. Runs many operations on small tensors in a
-//! row, and prints nanoseconds per call. On the CPU, the case `hand-over` also compares a loop shared by several threads through the
-//! crate's own hand-over with plain rayon, in turns.
+//! Measures the host's time for an operation: `launch [--device D] [--only CASE] [--rounds N]`. Runs many operations on small tensors
+//! without waiting, and prints nanoseconds per call. On the CPU, the case `hand-over` also compares the crate's own way of dividing a loop
+//! among threads with plain rayon; the two alternate.
 //!
-//! Over a driver whose clSetKernelArg and clEnqueueNDRangeKernel do nothing (see docs/notebook/launches.md) it measures claystone alone.
+//! With a driver whose clSetKernelArg and clEnqueueNDRangeKernel do nothing (see docs/notebook/launches.md), this measures only claystone.
 
 use std::cell::{Cell, RefCell};
 use std::error::Error;
@@ -83,7 +83,7 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// Compares `relu_` of a few elements with the same loop on one thread and on rayon's threads, in pieces of the same size.
+/// Compares `relu_` of a few elements with the same loop on one thread, and on rayon's threads with equal pieces.
 fn hand_over(rounds: usize) -> Result<(), Box<dyn Error>> {
     const PIECE: usize = 16 << 10;
     let relu = |x: &mut [f32]| x.iter_mut().for_each(|x| *x = x.max(0.0));
@@ -118,7 +118,7 @@ fn hand_over(rounds: usize) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Returns an optimiser of six parameters with gradients, as of a small network.
+/// Returns an optimiser of six parameters with gradients, as a small network has.
 fn optimizer_of_six<R: Rule>(rule: R, device: Device) -> claystone::Result<Fused<R>> {
     let leaf = |i: usize| Tensor::rand(&[8, [8, 1][i % 2]], device)?.requires_grad_(true);
     let mut parameters = (0..6).map(leaf).collect::<claystone::Result<Vec<Tensor>>>()?;

@@ -1,8 +1,8 @@
 //! Times products of square matrices, after checking some elements against f64. Prints a JSON line for each product, like `matmul_torch.py` in this
 //! folder. `cargo bench --bench matmul -- --help`.
 //!
-//! With `--halves` it times products in f32, bf16 and f16 in turns: products of few rows, square products, and batches of small products.
-//! The bench prints the medians of the ratios to f32 in each turn. `matmul_torch.py halves` prints the same for PyTorch on the CPU.
+//! With `--halves`, products in f32, bf16 and f16 are timed in turns: products with few rows, square products, and batches of small products.
+//! Prints the median over all turns of the ratio to f32. `matmul_torch.py halves` prints the same for PyTorch on the CPU.
 
 use std::time::Instant;
 
@@ -61,7 +61,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Returns the largest error of some elements, relative to the square root of n, the magnitude of a product's elements.
+/// Returns the largest error among some elements, divided by the square root of n, which is the magnitude of a product's elements.
 fn check(a: &Tensor, b: &Tensor, n: usize) -> Result<f64> {
     let c = a.matmul(b)?;
     let values = |t: Tensor| t.to_device(Device::Cpu)?.to_dtype(DType::F64)?.to_vec::<f64>();
@@ -75,7 +75,7 @@ fn check(a: &Tensor, b: &Tensor, n: usize) -> Result<f64> {
     Ok(most)
 }
 
-/// Returns the median time of one of several products in a row, in seconds.
+/// Returns the median time of a product in seconds, when several products are enqueued before one wait.
 fn time(f: impl Fn() -> Result<Tensor>, device: Device) -> Result<f64> {
     let row = |count: usize| -> Result<f64> {
         let start = Instant::now();
@@ -92,23 +92,23 @@ fn time(f: impl Fn() -> Result<Tensor>, device: Device) -> Result<f64> {
     Ok(samples[3])
 }
 
-/// A batch of products of `[m, k]` and `[k, n]`. The right matrices are stored as `[n, k]` if the last field is true.
+/// A batch size, and the sizes of products of `[m, k]` and `[k, n]`. If the last field is true, right matrices are stored as `[n, k]`.
 type Case = (usize, [usize; 3], bool);
 
 const HALVES: [Case; 10] = [
     (1, [1, 4096, 4096], false),
-    (1, [1, 4096, 4096], true), // a weight as layers store it: decoding
+    (1, [1, 4096, 4096], true), // decoding: the right matrix is a weight, stored as layers store it
     (1, [4, 4096, 4096], false),
     (1, [4, 4096, 4096], true),
     (1, [512, 512, 512], false),
     (1, [512, 512, 512], true),
     (1, [2048, 2048, 2048], false),
-    (512, [1, 64, 64], true), // the scores of one query in each of many heads
+    (512, [1, 64, 64], true), // the scores of one query in each of many attention heads
     (512, [1, 64, 64], false),
     (512, [4, 64, 64], false),
 ];
 
-/// Times products of one case in f32, bf16 and f16 in turns.
+/// Times products of one case in f32, bf16 and f16. The three dtypes alternate.
 fn halves((batch, [m, k, n], transposed): Case, device: Device) -> Result<()> {
     const TURNS: usize = 31;
     manual_seed(1);

@@ -1,8 +1,8 @@
 //! Times operations that no other bench measures, small and large: `operations [--device D] [--only TEXT]`. For each case, prints a JSON line with
 //! the median of many calls in microseconds. `benches/operations_torch.py` compares PyTorch.
 //!
-//! With `--level L` each case is first tuned at that level. Calls without and with the choices are then timed in turns. The
-//! lines contain the seconds of tuning, both medians, and their ratio. Without `--large` only the smaller sizes run.
+//! With `--level L` each case is first tuned at that level. Calls with and without the tuned choices are then timed in turns. A line
+//! has the seconds of tuning, both medians, and their ratio. Without `--large` only the smaller sizes run.
 
 use std::cell::RefCell;
 use std::error::Error;
@@ -14,7 +14,7 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::tune::{self, Level};
 use claystone::{BatchNormOptions, ConvOptions, DType, Device, Interpolation, PadMode, Result, Tensor};
 
-/// The time for which a case is measured.
+/// The time for which each case is measured.
 const BUDGET: Duration = Duration::from_millis(150);
 
 type Case<'a> = (&'static str, Box<dyn Fn() -> Result<()> + 'a>);
@@ -31,9 +31,9 @@ struct Suite {
     level: Option<Level>,
 }
 
-/// The maximum number of calls of a case for tuning; trials that are still open then are abandoned.
+/// The maximum number of calls of a case for tuning. Trials that are not finished by then are abandoned.
 const MAX_TUNING_CALLS: usize = 5000;
-/// The number of turns without and with the choices.
+/// The number of turns with the tuned choices, and of turns without them.
 const TURNS: usize = 15;
 /// The minimum time of a turn.
 const MIN_TURN_TIME: Duration = Duration::from_millis(10);
@@ -67,7 +67,7 @@ impl Suite {
         Ok(())
     }
 
-    /// Tunes a case, and times it without and with the choices, in turns.
+    /// Tunes a case. Then times the case with and without the tuned choices, in turns.
     fn compare_tuned(&self, level: Level, call: &dyn Fn() -> Result<f64>, case: &str) -> Result<()> {
         let (device, from, known) = (self.device, Instant::now(), tune::choices(self.device)?.len());
         tune::set_level(device, level)?;
@@ -83,7 +83,7 @@ impl Suite {
         let (took, chosen) = (from.elapsed().as_secs_f64(), tune::choices(device)?.len() - known);
         let mut turns = [Vec::new(), Vec::new()];
         for turn in 0..2 * TURNS {
-            // The order of the two settings is swapped after every pair of turns.
+            // After every two turns, the order of the two settings is swapped.
             let on = (turn + turn / 2) % 2;
             tune::use_choices(device, on == 1)?;
             call()?;
@@ -121,7 +121,7 @@ impl Suite {
         let four = x.reshape([rows / 16, 16, 4, columns / 4])?;
         let leaf = |t: &Tensor| t.try_clone()?.requires_grad_(true);
         let (tracked, weight, bias) = (leaf(&x)?, leaf(&row)?, leaf(&row)?);
-        // Forward, and backward with a gradient of ones.
+        // Computes forward, then backward with a gradient of ones.
         let backward = |y: Result<Tensor>| -> Result<()> {
             let y = y?;
             y.backward_with(&y.ones_like()?)?;
@@ -294,7 +294,7 @@ impl Suite {
         )
     }
 
-    /// Times attention with `heads` heads in each of `n` sequences.
+    /// Times attention in `n` sequences of `heads` heads each.
     fn sequences(&self, [n, heads, length, width]: [usize; 4]) -> Result<()> {
         let made = || Tensor::randn(&[n * heads, length, width], self.device);
         let (q, k, v) = (made()?, made()?, made()?);
@@ -317,7 +317,7 @@ impl Suite {
         };
         let size = format!("{n}x{heads}x{length}x{width}");
         if length <= 4096 {
-            // Longer sequences have more scores than fit in memory.
+            // Not run for longer sequences, whose scores do not fit in memory.
             self.run(&size, cases! { "bmm" => q.bmm(&k.transpose(1, 2)?); })?;
         }
         self.run(
@@ -374,7 +374,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     suite.sequences([16, 12, 256, 64])?;
     suite.sequences([1, 8, 2048, 64])?;
     if device != Device::Cpu && (suite.level.is_none() || args.iter().any(|a| a == "--large")) {
-        // Sizes that fill a GPU.
+        // These sizes are large enough to occupy a whole GPU.
         suite.matrices(8192, 4096)?;
         suite.optimisers(8192, 4096)?;
         for (rows, classes) in [(8192, 4096), (64, 50_257), (8, 128_000)] {

@@ -1,8 +1,8 @@
-//! The cases for the comparison with other libraries, through this library's public interface. `scripts/compare` runs these
-//! cases beside the other libraries. Prints a JSON line per case, with a null time and the error for a case that fails.
+//! The cases in which claystone is compared with other libraries, through claystone's public interface. `scripts/compare` runs these cases
+//! and those of the other libraries. Prints a JSON line per case; a case that fails has a null time and the error.
 //!
-//! `cargo bench --bench peers -- --device opencl:0`. `PEERS_TIME` is the sampling time of a case in seconds (0.5), and
-//! `PEERS_ONLY` selects cases by parts of their names, separated by `|`.
+//! `cargo bench --bench peers -- --device opencl:0`. `PEERS_TIME` is the sampling time of a case in seconds (0.5 by default).
+//! `PEERS_ONLY` selects the cases whose names contain one of the given texts, which are separated by `|`.
 
 #[path = "../examples/common/measure.rs"]
 mod measure;
@@ -27,11 +27,11 @@ const CLONES: [usize; 4] = [4 * KIB, MIB, 64 * MIB, 256 * MIB];
 const TRANSFERS: [usize; 2] = [MIB, 64 * MIB];
 const SUMS: [usize; 3] = [10_000, 1_000_000, LARGE_LEN];
 const LARGE_LEN: usize = 10_000_000;
-/// The rows of the matrix that is reduced along its rows.
+/// The number of rows of the matrix that is reduced along its rows.
 const ROWS: usize = 4096;
-/// The columns of that matrix.
+/// The number of columns of the matrix that is reduced along its rows.
 const COLUMNS: usize = 1024;
-/// The side of the matrix that is transposed.
+/// The number of rows and of columns of the matrix that is transposed.
 const SIDE: usize = 4096;
 const PRODUCTS: [usize; 4] = [128, 512, 1024, 2048];
 const BATCHES: [usize; 3] = [64, 1024, 8192];
@@ -61,7 +61,7 @@ fn setting(name: &str) -> Option<String> {
 
 // ---- inputs and checks: the same numbers in every library ------------------------------------------------------------
 
-/// Returns `(i mod m) / m - offset`.
+/// Returns `(i mod m) / m - offset` for each index i below n.
 fn fill(n: usize, m: usize, offset: f32) -> Vec<f32> {
     (0..n).map(|i| (i % m) as f32 / m as f32 - offset).collect()
 }
@@ -84,7 +84,7 @@ fn noise(n: usize, seed: u64) -> Vec<f32> {
     (0..n as u64).map(mix).collect()
 }
 
-/// Fails unless `got[i]` is within `absolute + 1e-4 |want(i)|` of `want(i)`, for every `step`-th i.
+/// Returns an error unless `got[i]` is within `absolute + 1e-4 |want(i)|` of `want(i)`, for every `step`-th i.
 fn check_close(got: &[f32], n: usize, step: usize, absolute: f64, want: impl Fn(usize) -> f64) -> Outcome {
     if got.len() != n {
         return Err(format!("{} elements, not {n}", got.len()).into());
@@ -129,7 +129,7 @@ impl Suite {
         self.only.as_ref().is_none_or(|only| only.split('|').any(|part| case.contains(part)))
     }
 
-    /// True if one of the cases runs, so that their shared inputs are needed.
+    /// True if at least one of these cases will run, so that their common inputs must be created.
     fn is_any_selected(&self, cases: &[&str]) -> bool {
         cases.iter().any(|case| self.is_selected(case))
     }
@@ -142,7 +142,7 @@ impl Suite {
         Case { peer: self.peer.clone(), name, n, dtype: "f32", work }
     }
 
-    /// Checks the result of a call, measures the call and prints the line.
+    /// Checks the result of a call, times the call and prints the line.
     fn run<T>(
         &self,
         case: Case,
@@ -164,7 +164,7 @@ impl Suite {
         if !self.is_selected(case.name) {
             return;
         }
-        // On the CPU an operation is complete when it returns, so calls cannot be pipelined.
+        // On the CPU an operation is complete when it returns, so enqueuing many calls before one wait would measure nothing new.
         let calls = match (calls, self.device) {
             (Calls::Pipelined, Device::Cpu) => Calls::Single,
             (calls, _) => calls,
@@ -183,8 +183,8 @@ impl Suite {
         }
     }
 
-    /// Allocations, copies on the device, and transfers from and to ordinary host memory: `d2h` to the library's own memory, viewed as a slice
-    /// (PyTorch's `cpu().numpy()`), and `d2h_vec` to a vector.
+    /// Allocations, copies on the device, and transfers from and to pageable host memory. The case `d2h` copies to the library's own memory,
+    /// which is viewed as a slice (PyTorch's `cpu().numpy()`), and `d2h_vec` copies to a vector.
     fn memory(&self) -> Outcome {
         for n in ALLOCATIONS {
             let allocate = || Tensor::empty([n / 4], self.device);
@@ -266,7 +266,7 @@ impl Suite {
         Ok(())
     }
 
-    /// Reductions and softmax along rows, and the transposed copy.
+    /// Times reductions and softmax along rows, and the transposed copy.
     fn rows(&self) -> Outcome {
         if !self.is_any_selected(&["broadcast_add", "sum_axis1", "softmax", "transpose_copy"]) {
             return Ok(());
@@ -311,7 +311,7 @@ impl Suite {
         for n in PRODUCTS.into_iter().filter(|_| self.is_selected("matmul_tn")) {
             let (ha, hb) = (first(n * n), second(n * n));
             let (a, b) = (self.upload(&ha, &[n, n])?, self.upload(&hb, &[n, n])?);
-            // Checks a few elements against sums in f64; `at(i, k)` is the index of the left operand's element.
+            // Checks a few elements against sums in f64. `at(i, k)` is the index of the left operand's element.
             let check = |c: Tensor, tolerance: f64, at: &dyn Fn(usize, usize) -> usize| {
                 let c = host(&c)?;
                 for (i, j) in [(0, 0), (n - 1, n - 1), (3, 5), (n / 2, n - 2)] {
@@ -341,7 +341,7 @@ impl Suite {
         Ok(())
     }
 
-    /// A training step of a small network. The largest batch runs on GPUs only.
+    /// Times a training step of a small network. The largest batch runs on GPUs only.
     fn training(&self) -> Outcome {
         let most = if self.device.info()?.kind == DeviceKind::Cpu { 1024 } else { usize::MAX };
         for batch in BATCHES.into_iter().filter(|&batch| batch <= most && self.is_selected("mlp_step_async")) {

@@ -1,7 +1,7 @@
-//! Measures the cost of recording a profile: steps of the network of `examples/digits.rs`, with and without a profile in turns, on every
-//! device. `cargo bench --bench profiler`
+//! Measures the cost of recording a profile, on every device. Steps of the network of `examples/digits.rs` with and without recording
+//! alternate. `cargo bench --bench profiler`
 //!
-//! Prints the median microseconds of a step and the median of the turns' ratios. Starting, stopping and saving are not measured.
+//! Prints the median time of a step in microseconds, and the median ratio of adjacent turns. Starting, stopping and saving are not measured.
 
 use std::time::Instant;
 

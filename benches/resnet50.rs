@@ -14,7 +14,7 @@ use claystone::ops::{ConvOptions, MaxPoolOptions};
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::{DType, Device, MemoryFormat, Result, Tensor, autocast, manual_seed};
 
-/// The number of different batches, which steps use in turn.
+/// The number of different batches. Steps use them in turn.
 const BATCHES: usize = 4;
 const CLASSES: i64 = 1000;
 

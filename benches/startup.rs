@@ -1,11 +1,11 @@
 //! Measures the cost of a process's first use of a device: `startup [--device D]`.
 //!
-//! The program repeatedly starts itself as two small processes, and prints medians in milliseconds. One process opens the device, adds two tensors
-//! and reads the sum, with a warm program cache. The other makes only the driver calls that this needs: the context, a queue, buffers, the same
-//! programs from the same cache, a write and a read. The difference is claystone's own cost.
+//! The program repeatedly starts itself as two small processes, and prints medians in milliseconds. The first process opens the device, adds
+//! two tensors and reads the sum, with a warm program cache. The second process makes only the necessary driver calls: the context, a queue,
+//! buffers, the same programs from the same cache, a write and a read. The difference is claystone's own cost.
 //!
-//! `startup --blob [--device D]` compares the first training step of two kinds of processes, in turns. The first kind starts with warm
-//! caches of claystone and PoCL. The second starts with both caches empty and imports a file of `export_cache`.
+//! `startup --blob [--device D]` compares the first training step of two kinds of processes; the kinds alternate. The first kind starts with
+//! warm caches of claystone and PoCL. The second kind starts with both caches empty, and imports a file of `export_cache`.
 //!
 //! `startup --cold [--device D]` prints the times of the first training steps of a variational autoencoder, three times: in a
 //! process whose caches are both empty, and in a second process that uses the caches of the first.
@@ -24,17 +24,17 @@ use opencl3::types::{cl_device_id, cl_int};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
-/// The number of processes of each kind.
+/// The number of processes of each kind that are started.
 const RUNS: usize = 9;
 const N: usize = 1024;
-/// The bytes before the binary in a file of the program cache: a name and a checksum.
+/// The number of bytes before the binary in a file of the program cache: a name and a checksum.
 const HEADER: usize = 16 + 32;
 
 fn milliseconds(from: Instant) -> f64 {
     from.elapsed().as_secs_f64() * 1e3
 }
 
-/// Runs the first operation of a process. Prints the times at which the device was known, its memory was allocated, and the sum was read.
+/// Runs the first operation of a process. Prints when the device was known, when its memory was allocated, and when the sum was read.
 fn first_operation(device: Device) -> Outcome<()> {
     let from = Instant::now();
     device.info()?;
@@ -50,7 +50,7 @@ fn first_operation(device: Device) -> Outcome<()> {
     Ok(())
 }
 
-/// Runs a training step of a small convolution network, after an optional import and before an optional export of the cache. Prints the
+/// Imports a cache if requested, runs a training step of a small convolutional network, and exports the cache if requested. Prints the
 /// milliseconds of the import, and the milliseconds until the step was done.
 fn step(device: Device, import: Option<&String>, export: Option<&String>) -> Outcome<()> {
     let from = Instant::now();
@@ -134,12 +134,12 @@ impl Vae {
     }
 }
 
-/// Runs this program with options and cache folders. Returns the milliseconds that the process prints, and its total milliseconds.
+/// Runs this program with options and cache folders. Returns the milliseconds that the child prints, and the milliseconds of the whole child.
 fn run_process<const N: usize>(device: Device, caches: &Path, options: &[&str]) -> Outcome<([f64; N], f64)> {
     let from = Instant::now();
     let mut child = Command::new(env::current_exe()?);
     child.args(["--device", &device.to_string()]).args(options);
-    // PoCL creates its own folder but not the parents.
+    // PoCL creates its own cache folder, but not the parent folders.
     let [ours, pocl] = ["claystone", "pocl"].map(|name| caches.join(name));
     std::fs::create_dir_all(&pocl)?;
     let out = child.env("CLAYSTONE_CACHE_DIR", ours).env("POCL_CACHE_DIR", pocl).output()?;
@@ -175,7 +175,7 @@ fn compare_blob(device: Device) -> Outcome<()> {
     let (warm, file) = (folder.path().join("warm"), folder.path().join("blob"));
     let file = file.to_str().ok_or("a path that is no text")?;
     let cold = run_step_process(device, &warm, &[])?;
-    // The second process loads the programs that the first compiled, so the export also contains what the driver caches at launches.
+    // The second process loads the programs compiled by the first. The export then also contains what the driver caches when it launches them.
     run_step_process(device, &warm, &["--export", file])?;
     println!("{}: {} KiB", device.info()?.name, std::fs::metadata(file)?.len() >> 10);
     let [mut with_warm, mut with_blob] = [Vec::new(), Vec::new()];
@@ -200,7 +200,7 @@ fn driver_error(what: &'static str) -> impl Fn(cl_int) -> String {
     move |code| format!("{what}: {code}")
 }
 
-/// Makes the driver calls alone. `name` is the device's name.
+/// Makes only the necessary driver calls, without claystone. `name` is the device's name.
 fn driver_calls(name: &str, cache: &Path) -> Outcome<()> {
     use opencl3::device::{CL_DEVICE_NAME, CL_DEVICE_TYPE_ALL};
     let from = Instant::now();

@@ -1,4 +1,4 @@
-//! Measures the allocator and a deep clone on every device.
+//! Times an allocation and a deep clone on every device.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
@@ -6,7 +6,7 @@ use claystone::{Device, Tensor};
 
 const SIZES: [usize; 3] = [4 << 10, 1 << 20, 64 << 20];
 
-/// Times an allocation from the cache and its release.
+/// Times an allocation from the allocator's cache, and the release of the block.
 fn allocate(c: &mut Criterion) {
     for device in Device::all() {
         let mut group = c.benchmark_group(format!("allocate and free/{device}"));

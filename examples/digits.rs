@@ -32,7 +32,7 @@ struct Args {
     run: common::Run,
 }
 
-/// Pixels of an image.
+/// The number of pixels of an image.
 const PIXELS: usize = 64;
 
 fn main() -> common::Outcome {
@@ -49,7 +49,7 @@ fn main() -> common::Outcome {
         .push(Linear::new(64, 10, options)?);
     let mut net = DataParallel::new(net, &group, DataParallelOptions::default())?;
     let mut adam = AdamW::new(net.parameters_mut(), AdamWConfig { lr: args.lr, ..Default::default() })?;
-    // The generator's state determines the order of the images in later epochs.
+    // The state of the generator determines the order of the images in later epochs, so the checkpoint includes it.
     let (mut epoch, mut generator) = (0, Generator::current());
     args.training.resume(&mut [
         ("model", &mut net),
@@ -83,7 +83,7 @@ fn main() -> common::Outcome {
             adam.zero_grad();
             losses.push(loss.detach());
         }
-        // The host has run ahead of the device until here. Reading a number waits for the device, so it is done once per epoch.
+        // Until here the host does not wait for the device. Reading a number waits, so it is done only once per epoch.
         let mean = common::mean(&losses)?;
         let error = 1.0 - accuracy(&net, &test, |x| x.flatten(1, -1))?;
         times.push(begun.elapsed().as_secs_f64() * 1e3);

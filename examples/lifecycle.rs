@@ -1,4 +1,4 @@
-//! `rand(3,4)[0] + rand(3,4)`, step by step: who owns the memory, and when it returns to the allocator.
+//! Computes `rand(3,4)[0] + rand(3,4)` step by step, and shows which tensor owns the memory and when the allocator gets it back.
 //!
 //! `cargo run --release --example lifecycle -- --help`
 
@@ -15,7 +15,7 @@ struct Args {
     device: Device,
 }
 
-/// Prints a step (a line of code) and the allocator's statistics after it.
+/// Prints a step (a line of code), and the allocator's statistics after the step.
 fn print_step(device: Device, step: &str, note: &str) -> claystone::Result<()> {
     let s = device.memory_stats()?;
     println!("{step}");

@@ -1,5 +1,5 @@
-//! LoRA on all-MiniLM-L6-v2: adapters of queries and values learn to distinguish questions from statements. Only the adapters
-//! are saved. `cargo run --release --example lora -- --model DIR`, with the folder of the example minilm.
+//! LoRA on all-MiniLM-L6-v2. Adapters of the query and value projections learn to distinguish questions from statements. Only the adapters
+//! are saved. `cargo run --release --example lora -- --model DIR`, with the same folder as for the example minilm.
 
 #[allow(dead_code)]
 #[path = "minilm/main.rs"]
@@ -11,7 +11,7 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use claystone::{DType, Device, Result, Tensor, io};
 use std::{error::Error, path::Path};
 
-/// Computes `base(x) + b(a(x))`; there are four features between `a` and `b` (Hu et al., 2021).
+/// Computes `base(x) + b(a(x))`. Between `a` and `b` there are only four features (Hu et al., 2021).
 struct Lora {
     base: Box<dyn Module>,
     lora_a: Linear,
@@ -23,7 +23,7 @@ impl Module for Lora {
         self.base.forward(x)?.add(&self.lora_b.forward(&self.lora_a.forward(x)?)?)
     }
 }
-/// Trains the adapters and returns the losses of 20 steps.
+/// Trains the adapters for 20 steps. Returns the loss of each step.
 pub fn train(folder: &Path, device: Device) -> Result<Vec<f32>, Box<dyn Error>> {
     let mut model = minilm::MiniLm::load(folder, device)?;
     model.requires_grad_(false)?;
@@ -31,7 +31,7 @@ pub fn train(folder: &Path, device: Device) -> Result<Vec<f32>, Box<dyn Error>> 
     let linear = |inputs, outputs| Linear::new(inputs, outputs, device).map(Linear::without_bias);
     let adapted = |layer: &mut Box<dyn Module>| -> Result<()> {
         let (lora_a, lora_b) = (linear(width, 4)?, linear(4, width)?);
-        init::constant_(lora_b.weight(), 0.0)?; // the adapter initially adds nothing
+        init::constant_(lora_b.weight(), 0.0)?; // with weights of 0 the adapter adds nothing at first
         *layer = Box::new(Lora { base: std::mem::replace(layer, Box::new(Identity)), lora_a, lora_b });
         Ok(())
     };

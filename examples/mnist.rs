@@ -40,7 +40,7 @@ struct Args {
 /// Builds the network for images of one channel, of any size that can be halved twice.
 fn network(rows: usize, columns: usize, options: (DType, Device)) -> claystone::Result<Sequential> {
     let same = ConvOptions { padding: 1.into(), ..ConvOptions::default() };
-    // Batch norm would cancel a bias.
+    // The convolutions have no bias, because the batch norm after them would cancel it.
     let conv = |from, to| Conv2d::new(from, to, [3, 3], same, options).map(Conv2d::without_bias);
     Ok(Sequential::new()
         .push(conv(1, 16)?)
@@ -97,7 +97,7 @@ fn main() -> common::Outcome {
             scheduler.step(&mut adam)?;
             losses.push(loss.detach());
         }
-        // Reading a number waits for the device, so it is done once per epoch.
+        // Reading a number waits for the device, so it is done only once per epoch.
         let loss = common::mean(&losses)?;
         training += begun.elapsed();
         let error = 1.0 - accuracy(&net, &test, |x| Ok(x.shallow_clone()))?;

@@ -1,4 +1,4 @@
-//! Trains ResNet-18 on CIFAR-10, or on synthetic images of its shape: `cargo run --release --example resnet -- --help`
+//! Trains ResNet-18 on CIFAR-10, or on synthetic images of the same shape: `cargo run --release --example resnet -- --help`
 
 mod common;
 
@@ -62,7 +62,7 @@ pub fn resnet18(width: usize, classes: usize, at: TensorOptions) -> Result<Seque
     Ok(net.push(AdaptiveAvgPool2d([1, 1])).push(Flatten::default()).push(Linear::new(8 * width, classes, at)?))
 }
 
-/// Trains the network and returns the accuracy on test images.
+/// Trains the network and returns the accuracy on the test images.
 pub fn train(args: &Args) -> std::result::Result<f64, Box<dyn std::error::Error>> {
     let watching = args.run.start()?;
     let (train, test) = args.data.as_deref().map_or_else(|| images::patterns(args.images), images::cifar10)?;

@@ -28,13 +28,13 @@ struct Args {
     run: common::Run,
 }
 
-/// Number of spirals, and of classes.
+/// The number of spirals, which is also the number of classes.
 const ARMS: usize = 3;
-/// The figure shows -EXTENT..EXTENT in both directions, in GRID x GRID cells.
+/// The figure shows the square from -EXTENT to EXTENT in both directions, as GRID x GRID cells.
 const EXTENT: f32 = 1.25;
 const GRID: usize = 240;
 
-/// Returns points and their arms. Arm k starts at the centre in direction k / ARMS and winds outwards, with noise.
+/// Returns points and the number of the arm of each. Arm k starts at the centre in direction k / ARMS and winds outwards, with noise.
 fn spirals(points: usize) -> claystone::Result<(Vec<[f32; 2]>, Vec<i64>)> {
     let noise = Tensor::randn([ARMS, points], Device::Cpu)?.to_vec::<f32>()?;
     let at = |i: usize| {
@@ -79,7 +79,7 @@ fn main() -> common::Outcome {
     }
     bar.finish_and_clear();
 
-    // Predict the arm at the centre of every cell of the figure, in one forward pass.
+    // The network predicts the arm at the centre of every cell of the figure, in one forward pass.
     let centre = |i: usize| EXTENT * ((2 * i + 1) as f32 / GRID as f32 - 1.0);
     let cells: Vec<f32> = (0..GRID * GRID).flat_map(|i| [centre(i % GRID), centre(i / GRID)]).collect();
     let cells = Tensor::from_slice(&cells, [GRID * GRID, 2], args.run.device)?.to_dtype(args.run.dtype)?;

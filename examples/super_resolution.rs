@@ -1,5 +1,5 @@
-//! Enlarges images three times with a network with pixel shuffle (Shi et al., 2016), as in PyTorch's example `super_resolution`:
-//! `cargo run --release --example super_resolution -- --help`. The images are synthetic.
+//! Enlarges images by a factor of three, with a network that ends in a pixel shuffle (Shi et al., 2016), as in PyTorch's example
+//! `super_resolution`: `cargo run --release --example super_resolution -- --help`. The images are synthetic.
 
 mod common;
 
@@ -9,7 +9,7 @@ use claystone::nn::{Activation, Conv2d, Module, PixelShuffle, Sequential, init};
 use claystone::optim::{Adam, AdamConfig, Optimizer};
 use claystone::{ConvOptions, Device, Interpolation, Result, Tensor, TensorOptions, no_grad};
 
-/// The factor of enlargement, and the side of the large images in pixels.
+/// The factor of enlargement; and `SIDE`, the side of the large images in pixels.
 const SCALE: usize = 3;
 const SIDE: usize = 36;
 
@@ -46,7 +46,7 @@ fn network(width: usize, at: TensorOptions) -> Result<Sequential> {
     Ok(net.push(layer(width / 2, SCALE * SCALE, 3, 1.0)?).push(PixelShuffle(SCALE)))
 }
 
-/// Generates images of discs with sharp edges on waves, `[n, 1, SIDE, SIDE]` in 0..1.
+/// Generates images of discs with sharp edges on a background of waves, `[n, 1, SIDE, SIDE]`, in 0..1.
 fn pictures(n: usize) -> Result<Tensor> {
     let at = Tensor::linspace(-1.0, 1.0, SIDE, Device::Cpu)?;
     let [x, y] = [at.reshape([1, 1, 1, SIDE])?, at.reshape([1, 1, SIDE, 1])?];
@@ -57,18 +57,18 @@ fn pictures(n: usize) -> Result<Tensor> {
     waves.add(&disc.sub_scalar(0.5)?.mul(&random(-0.6, 0.6)?)?)?.clamp(0, 1)
 }
 
-/// Reduces images to a third of their size by averaging nine pixels.
+/// Reduces images to a third of their size: each pixel is the mean of nine.
 fn small(large: &Tensor) -> Result<Tensor> {
     large.avg_pool2d([SCALE; 2], Default::default())
 }
 
-/// Computes the peak signal-to-noise ratio in dB of images in 0..1.
+/// Computes the peak signal-to-noise ratio, in dB, of images with pixels in 0..1.
 fn psnr(got: &Tensor, want: &Tensor) -> Result<f64> {
     let error = got.to_dtype(want.dtype())?.mse_loss(want)?.item::<f32>()?;
     Ok(-10.0 * f64::from(error).log10())
 }
 
-/// Trains the network. Returns the quality of enlarged test images in dB, and the quality of bilinear interpolation.
+/// Trains the network. Returns the quality in dB of the enlarged test images, and of images enlarged by bilinear interpolation.
 pub fn train(args: &Args) -> std::result::Result<[f64; 2], Box<dyn std::error::Error>> {
     let watching = args.run.start()?;
     let train = TensorDataset::new(vec![pictures(args.images)?])?;

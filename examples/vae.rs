@@ -37,7 +37,7 @@ pub struct Args {
     run: common::Run,
 }
 
-/// The encoder with its two heads, and the decoder.
+/// The encoder with two heads (mean and log variance of the code), and the decoder.
 struct Vae {
     encoder: Sequential,
     mean: Linear,
@@ -59,7 +59,7 @@ impl Vae {
         })
     }
 
-    /// Returns the negative evidence lower bound per image: the reconstruction loss plus the divergence of codes from the normal.
+    /// Returns the negative evidence lower bound per image: reconstruction loss plus divergence of the codes from the normal distribution.
     fn loss(&self, x: &Tensor) -> Result<Tensor> {
         let h = self.encoder.forward(x)?;
         let (mean, log_variance) = (self.mean.forward(&h)?, self.log_variance.forward(&h)?);
@@ -81,7 +81,7 @@ impl Module for Vae {
     }
 }
 
-/// Draws images `[n, rows * columns]` of numbers in 0..1 as a PNG, ten per row with a border, at least 64 pixels high each.
+/// Draws images `[n, rows * columns]` with pixels in 0..1 as a PNG: ten per row, with a border, each at least 64 pixels high.
 fn draw(path: &Path, images: &Tensor, [rows, columns]: [usize; 2]) -> Outcome {
     let zoom = 64usize.div_ceil(rows);
     let (across, down) = (10, images.shape().dims()[0] / 10);
@@ -94,7 +94,7 @@ fn draw(path: &Path, images: &Tensor, [rows, columns]: [usize; 2]) -> Outcome {
     Ok(())
 }
 
-/// Trains the autoencoder and returns the mean loss of the test images.
+/// Trains the autoencoder. Returns the mean loss of the test images.
 pub fn train(args: &Args) -> std::result::Result<f64, Box<dyn Error>> {
     let watching = args.run.start()?;
     let (train, test) = match &args.data {
@@ -105,7 +105,7 @@ pub fn train(args: &Args) -> std::result::Result<f64, Box<dyn Error>> {
     std::fs::create_dir_all(&args.pictures)?;
     let mut vae = Vae::new(rows * columns, args.latent, args.run.options().into())?;
     let mut adam = AdamW::new(vae.parameters_mut(), AdamWConfig { lr: 2e-3, ..Default::default() })?;
-    // The same codes every time, so that pictures can be compared.
+    // The codes are drawn once, so that pictures of different epochs can be compared.
     let mut codes = Tensor::randn([100, args.latent], args.run.options())?;
     let (mut epoch, mut random) = (0, Generator::current());
     args.training.resume(&mut [

@@ -1,8 +1,8 @@
 //! A tensor storage layer for machine learning on OpenCL.
 //!
-//! A [`Tensor`] is a view of a [`storage::Storage`], which is device memory from a caching allocator. Views share the
-//! storage; `clone` copies the elements on the device. Host and device exchange data through ndarray, f16 and bf16
-//! included. The same code runs on every OpenCL 1.2 device, and on the CPU where there is no OpenCL device.
+//! A [`Tensor`] is a view of a [`storage::Storage`], which is device memory from a caching allocator. Views share their
+//! storage; `clone` copies the elements on the device. Host and device exchange data through ndarray, including f16 and
+//! bf16. The same code runs on every OpenCL 1.2 device, and on the CPU if there is no OpenCL device.
 //!
 //! ```
 //! use claystone::{Device, Tensor};
@@ -24,22 +24,22 @@
 //!
 //! # The modules
 //!
-//! - [`tensor`]: shapes, strides and offsets over a storage. Creation, views, conversion, display.
-//! - [`ops`]: the operations, by name and as methods of [`Tensor`]. [`expr`]: formulas of elementwise operations.
+//! - [`tensor`]: shapes, strides and offsets over a storage. Creation, views, conversion and display.
+//! - [`ops`]: operations, by name and as methods of [`Tensor`]. [`expr`]: formulas for elementwise operations.
 //! - [`autograd`]: gradients. [`nn`] and [`optim`]: layers, losses and optimisers.
-//! - [`data`]: data sets, and worker threads that make batches. [`distributed`]: training on several devices and machines.
-//! - [`storage`]: device memory. Three allocators and their configuration, plans, history and snapshots, transfers.
-//! - [`device`]: OpenCL devices and the CPU. Discovery, streams and events, the program cache.
+//! - [`data`]: data sets, and worker threads that load batches. [`distributed`]: training on several devices and machines.
+//! - [`storage`]: device memory. Three allocators and their configuration, memory plans, history and snapshots, transfers.
+//! - [`device`]: OpenCL devices and the CPU. Device discovery, streams and events, the program cache.
 //! - [`io`]: npy, npz and safetensors files. [`file`](mod@file): atomic replacement of files.
-//! - [`tune`]: measures which kernel parameters suit a device.
+//! - [`tune`]: measures which kernel parameters are fastest on a device.
 //! - [`profiler`]: times of operations, kernels and copies, as a trace and as a table.
 //!
-//! `docs/architecture.md` describes the private layers between them.
+//! `docs/architecture.md` describes the private modules.
 //!
-//! Methods return [`Result`]. The message of an error is one sentence: the operation, the shapes or dtypes and the
+//! Methods return [`Result`]. An error message is one sentence with the operation, the shapes or dtypes, and the
 //! remedy. The operators `+ - * /` on tensors panic with the same sentence.
 #![warn(missing_docs)]
-#![deny(unsafe_code)] // except in device, storage and backend/cpu/kernels, which allow it
+#![deny(unsafe_code)] // except in device, storage and backend/cpu/kernels, which allow unsafe code
 
 #[macro_use]
 mod options;
@@ -85,7 +85,7 @@ pub use ops::{
 };
 pub use tensor::{HostArray, Index, Indices, Tensor, TensorOptions};
 
-/// Helpers that `nn`, `optim`, `io` and `distributed` take from the modules below, and code that [`parts!`] expands to. Not part of the
+/// Helpers from other modules for `nn`, `optim`, `io` and `distributed`, and code to which [`parts!`] expands. Not part of the
 /// public interface.
 #[doc(hidden)]
 pub mod internal {
@@ -96,7 +96,7 @@ pub mod internal {
     pub use crate::sync::lock;
 }
 
-/// Compiles and runs the snippets of the pages as documentation tests.
+/// Compiles and runs the code snippets of the documentation pages as documentation tests.
 macro_rules! doctest_pages {
     ($($name:ident $page:literal)*) => { $(
         #[cfg(doctest)]

@@ -1,4 +1,4 @@
-//! Ends processes while devices, and threads that use them, are working.
+//! Ends processes while devices, and threads that use devices, are working. The processes must exit without a crash or hang.
 
 mod common;
 
@@ -11,7 +11,7 @@ use std::time::Duration;
 use claystone::{Device, Result, Stream, Tensor, with_stream};
 use tempfile::TempDir;
 
-/// The name and the last actions of a process that then ends.
+/// The name of an ending, and the last actions of a process before it exits.
 type Ending = (&'static str, fn(Device));
 
 const ENDINGS: [Ending; 4] = [
@@ -30,7 +30,7 @@ const ENDINGS: [Ending; 4] = [
     }),
 ];
 
-/// Checks that a forked child can register an exit handler while the driver registers its own.
+/// Checks that a forked child can register an exit handler while the driver in the parent registers its own handler.
 fn registers_in_a_child() {
     // SAFETY: the child calls only C functions, which do not unwind, and exits without running destructors.
     let child = unsafe { libc::fork() };
@@ -46,7 +46,7 @@ fn registers_in_a_child() {
     assert_eq!((unsafe { libc::waitpid(child, &mut status, 0) }, status), (child, 0));
 }
 
-/// Enqueues several kernels on each of three streams without waiting.
+/// Enqueues kernels on each of three streams without waiting for them.
 fn queue(device: Device, operations: usize) -> Result<()> {
     let x = Tensor::ones([100, 100], device)?;
     for _ in 0..3 {
@@ -56,18 +56,18 @@ fn queue(device: Device, operations: usize) -> Result<()> {
     Ok(())
 }
 
-/// An exit handler that is registered before the driver is loaded, and so runs after the driver's handlers. If the driver is
-/// still compiling then, the process crashes.
+/// An exit handler that is registered before the driver is loaded, and so runs after the driver's handlers. If the driver is still
+/// compiling during this handler, the process crashes.
 extern "C" fn linger() {
     thread::sleep(Duration::from_millis(1500));
 }
 
-/// Milliseconds between a thread's first use of a device and the end of the process.
+/// The milliseconds between a thread's first use of a device and the end of the process.
 const MOMENTS_MS: [u64; 16] = [0, 1, 2, 4, 8, 15, 25, 40, 60, 100, 200, 350, 600, 1000, 1500, 2500];
-/// The exit status of these processes.
+/// The exit status with which the processes end.
 const STATUS: i32 = 7;
 
-/// Starts this program again and tells it how to end. Its caches are empty, so every kernel is compiled.
+/// Starts this program again with the given ending. Its caches are empty, so every kernel is compiled.
 fn start(end: String) -> (Child, TempDir) {
     let cache = tempfile::tempdir().unwrap();
     let mut child = Command::new(std::env::current_exe().unwrap());
@@ -92,8 +92,8 @@ fn process_ends_cleanly_while_work_is_pending() {
 }
 
 /// Ends processes while the driver is being loaded, or while it compiles a program or the code of a launch for the first time. PoCL
-/// registers exit handlers during both. In one process the main thread exits while another thread uses the device, in the
-/// other process the other way round. The thread that exits has listed the devices.
+/// registers exit handlers during both. In the first process the main thread exits while another thread uses the device; in the second
+/// process the roles are swapped. The exiting thread has listed the devices before.
 fn process_ends_cleanly_during_first_compilation() {
     for device in common::devices() {
         for delay in MOMENTS_MS {
@@ -134,7 +134,7 @@ fn end(how: &str) {
     ENDINGS[number as usize].1(device)
 }
 
-/// This test has no harness, because a harness would run tests in other threads, but the main thread has to end.
+/// This test runs without a test harness: a harness runs tests in other threads, but here the main thread has to exit.
 fn main() {
     if let Ok(how) = std::env::var("CLAYSTONE_EXIT") {
         return end(&how);

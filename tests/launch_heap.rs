@@ -1,5 +1,5 @@
-//! Checks that an operation whose kernel and memory exist already allocates nothing on the host's heap, and that a bounded number of
-//! formulas is cached.
+//! Checks that an operation allocates nothing on the host's heap if its kernel and device memory already exist, and that the number of
+//! cached formulas is bounded.
 
 mod common;
 
@@ -12,12 +12,12 @@ use claystone::optim::*;
 use claystone::profiler::{Category, profile};
 use claystone::{DType, Device, Expr, Graph, Result, Tensor, no_grad};
 
-/// Counts this thread's allocations. Drivers have their own heap.
+/// An allocator that counts the allocations of this thread. Drivers have their own heap, which is not counted.
 struct Counting;
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-    /// Bytes that this thread has allocated and not freed.
+    /// The bytes that this thread has allocated and not freed.
     static HELD_BYTES: Cell<isize> = const { Cell::new(0) };
 }
 
@@ -53,7 +53,7 @@ static COUNTING: Counting = Counting;
 
 type Step = Box<dyn FnMut() -> Result<()>>;
 
-/// A step of every optimizer, on two parameters in f32 or bf16, with a new learning rate each time.
+/// Returns a step of every optimizer, on two parameters in f32 or bf16. The learning rate is new in each step.
 fn optimisers(device: Device) -> Result<Vec<(String, Step)>> {
     fn of<R: Rule + 'static>(rule: R, dtype: DType, device: Device) -> Result<(String, Step)> {
         let leaf = |n: usize| Tensor::ones(n, (dtype, device))?.requires_grad_(true);
@@ -113,24 +113,24 @@ fn launches_do_not_allocate_on_the_heap() {
             ("cross_entropy", Box::new(|| x.cross_entropy(&labels))),
         ];
         for (name, op) in &cases {
-            (0..3).for_each(|_| drop(op().unwrap())); // builds the kernel and fills the caches
+            (0..3).for_each(|_| drop(op().unwrap())); // builds the kernel and fills the caches, so that later calls need not allocate
             let before = ALLOCATIONS.get();
             (0..20).for_each(|_| drop(op().unwrap()));
             assert_eq!(ALLOCATIONS.get() - before, 0, "20 times {name} on {device}");
         }
-        // In place.
+        // The operation in place.
         (0..3).for_each(|_| _ = y.add_(&x).unwrap());
         let before = ALLOCATIONS.get();
         (0..20).for_each(|_| _ = y.add_(&x).unwrap());
         assert_eq!(ALLOCATIONS.get() - before, 0, "add_ on {device}");
-        // Optimizer steps with a changing learning rate.
+        // Steps of optimizers with a changing learning rate.
         for (name, step) in &mut optimisers(device).unwrap() {
             (0..3).for_each(|_| step().unwrap());
             let before = ALLOCATIONS.get();
             (0..20).for_each(|_| step().unwrap());
             assert_eq!(ALLOCATIONS.get() - before, 0, "20 steps of {name} on {device}");
         }
-        // Graph replays of kernels, fills and copies.
+        // Replays of a graph with kernels, fills and copies.
         let work = || Tensor::zeros(6, device)?.add(&x)?.softmax(1)?.t()?.contiguous();
         let (graph, _out) = Graph::capture(device, work).unwrap();
         graph.replay().unwrap();
@@ -141,7 +141,7 @@ fn launches_do_not_allocate_on_the_heap() {
     }
 }
 
-/// A sign-descent rule whose learning rate is a literal number in the formula.
+/// A sign-descent rule whose formula contains the learning rate as a literal number.
 #[derive(Clone)]
 struct Literal {
     lr: f64,
@@ -163,7 +163,7 @@ impl Rule for Literal {
     }
 }
 
-/// An API function that takes a formula with a number in it: its name, how often to call it on the CPU, and the call.
+/// An API function that takes a formula with a number in it: its name, the number of calls on the CPU, and the call.
 type FormulaApi<'a> = (&'a str, usize, Box<dyn Fn(f64) -> Result<f32> + 'a>);
 
 fn formula_apis(device: Device) -> Result<Vec<FormulaApi<'static>>> {
@@ -250,7 +250,7 @@ fn formula_apis(device: Device) -> Result<Vec<FormulaApi<'static>>> {
 
 #[test]
 fn changing_numbers_in_formulas_adds_no_programs_or_memory() {
-    // In its own process, because it fills caches that other tests measure.
+    // Runs in its own process: it fills caches that other tests measure.
     if !common::in_own_process("changing_numbers_in_formulas_adds_no_programs_or_memory") {
         return;
     }
@@ -271,14 +271,14 @@ fn changing_numbers_in_formulas_adds_no_programs_or_memory() {
     }
 }
 
-/// A different formula for each `n`.
+/// Returns a different formula for each `n`.
 fn formula(x: &Expr, n: usize) -> Expr {
     (0..usize::BITS - n.leading_zeros()).fold(x.clone(), |e, bit| if n >> bit & 1 == 1 { e.abs() + x } else { e * x })
 }
 
 #[test]
 fn cache_of_formulas_is_bounded() {
-    // In its own process, because it fills caches that other tests measure.
+    // Runs in its own process: it fills caches that other tests measure.
     if !common::in_own_process("cache_of_formulas_is_bounded") {
         return;
     }

@@ -1,7 +1,7 @@
-//! Under a memory limit of N bytes, an operation on inputs of N / 8 bytes must use at most N bytes and a little scratch memory. The test
-//! runs every operation in the catalogue with contiguous and strided inputs. `MEMORY_LIMIT_OP=name` selects one operation.
+//! Under a memory limit of N bytes, an operation on inputs of N / 8 bytes must succeed and use at most N bytes plus little scratch memory.
+//! The test runs every operation of the catalogue, with contiguous and strided inputs. `MEMORY_LIMIT_OP=name` selects one operation.
 //!
-//! On the CPU device it also checks the heap used outside the allocator, and the process's resident memory as the system reports it.
+//! On the CPU device the test also limits the heap used outside the allocator, and the resident memory that the system reports.
 
 mod common;
 
@@ -13,13 +13,13 @@ use claystone::{DType, Device, Error, Result, Tensor};
 
 const MIB: usize = 1 << 20;
 const LIMIT_BYTES: usize = 64 * MIB;
-/// Bytes of heap that may be used outside the allocator: in total, and for each thread.
+/// The bytes of heap that may be used outside the allocator: this many in total, and this many for each thread.
 const SCRATCH_BYTES: usize = 8 * MIB;
 const SCRATCH_BYTES_PER_THREAD: usize = 4 * MIB;
-/// Elements in a row.
+/// The number of elements in a row.
 const ROW: usize = 512;
 
-/// Operations that may run out of memory, because they keep an 8-byte index of each element. They still stay below the limit.
+/// Operations that may run out of memory, because they keep an 8-byte index for each element. They must still not exceed the limit.
 const OUT_OF_MEMORY: [&str; 9] = [
     "masked_scatter",
     "masked_scatter_",
@@ -32,17 +32,17 @@ const OUT_OF_MEMORY: [&str; 9] = [
     "unique_inverse",
 ];
 
-/// Operations that may also run out of memory on OpenCL devices: sorts keep the keys and indices of two passes, and transposed 3-D
+/// Operations that may also run out of memory on OpenCL devices. Sorts keep the keys and indices of two passes. Transposed 3-D
 /// convolutions keep a copy in f32.
 const OUT_OF_MEMORY_ON_OPENCL: [&str; 3] = ["argsort", "conv_transpose3d", "sort"];
 
-/// Counts the heap in use and its peak, without the segments of the CPU device's allocator.
+/// An allocator that counts the heap in use and its peak, without the segments of the CPU device's allocator.
 struct Counting;
 
 static LIVE: AtomicIsize = AtomicIsize::new(0);
 static PEAK: AtomicIsize = AtomicIsize::new(0);
 
-/// Adds `sign` times the size. Segments are excluded by their 16-byte alignment, which no vector of elements has.
+/// Adds or subtracts the size. Segments are recognised and left out by their 16-byte alignment, which no vector of elements has.
 fn count(layout: Layout, sign: isize) {
     if layout.align() < 16 || layout.size() < MIB {
         let change = sign * layout.size() as isize;
@@ -77,9 +77,9 @@ static COUNTING: Counting = Counting;
 
 /// A tensor argument of a call.
 enum Input {
-    /// Numbers in the tested dtype: floats in (0, 1), integers from 1 to 100.
+    /// Numbers in the tested dtype: floats in (0, 1), or integers from 1 to 100.
     Numbers(Vec<usize>),
-    /// I64 indices below this bound.
+    /// I64 indices that are below this bound.
     Index(Vec<usize>, usize),
     Mask(Vec<usize>),
     /// Ascending numbers in the tested dtype.
@@ -87,7 +87,7 @@ enum Input {
     None,
 }
 
-/// The arguments of an operation, with about `n` tensor elements in total. `None` for operations that compute nothing.
+/// Returns the arguments of an operation, with about `n` tensor elements in total. `None` for operations that compute nothing.
 fn call(op: &Operation, n: usize, dtype: DType, device: Device) -> Option<(Vec<Input>, Vec<Argument>)> {
     use Input::{Index, Mask, None as Missing, Numbers, Sorted};
     let x = |dims: &[usize]| Numbers(dims.to_vec());
@@ -98,7 +98,7 @@ fn call(op: &Operation, n: usize, dtype: DType, device: Device) -> Option<(Vec<I
     let (rows, half) = (n / ROW, n / 2 / ROW);
     let side = n.isqrt();
     let index = |below: usize, dims: &[usize]| Index(dims.to_vec(), below);
-    // Indices have 8 bytes in every dtype.
+    // Indices have 8 bytes in every dtype, so there are fewer of them.
     let few = n * dtype.size() / (dtype.size() + 8) / ROW;
     let pair = || vec![x(&[half, ROW]), x(&[half, ROW])];
     let indexed = || vec![x(&[few, ROW]), index(few, &[few, ROW]), x(&[few, ROW])];
@@ -228,7 +228,7 @@ fn call(op: &Operation, n: usize, dtype: DType, device: Device) -> Option<(Vec<I
         "cosine_embedding_loss" => (vec![x(&[half, ROW]), x(&[half, ROW]), x(&[half])], vec![]),
         "cross_entropy" | "nll_loss" => (vec![x(&[rows, ROW]), index(ROW, &[rows])], vec![]),
         "nan_to_num" | "nan_to_num_" => (vec![x(&[rows, ROW])], vec![int(0), int(1), int(1)]),
-        // The required parameters: tensors of one shape, and other arguments by their kinds.
+        // The required parameters: tensors get equal shapes, and other arguments a value of their type.
         _ => {
             let required = || op.signature().parameters.iter().filter(|p| p.default.is_none());
             let tensors = required().filter(|p| p.kind == ParameterKind::Tensor).count();
@@ -253,7 +253,7 @@ impl Input {
                 return Tensor::linspace(top / *n as f64, top, *n, device)?.to_dtype(dtype).map(Some);
             }
         };
-        // Strided: reversed dims, and every other element of the first dim.
+        // Strided input: the dims are reversed, and only every other element of the first dim is used.
         let mut memory = dims.clone();
         if strided {
             memory.reverse();
@@ -280,7 +280,7 @@ impl Input {
     }
 }
 
-/// Peak resident memory of the process since the last call, in bytes.
+/// Returns the peak resident memory of the process since the last call, in bytes.
 fn peak_resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -320,7 +320,7 @@ fn check(op: &Operation, dtype: DType, strided: bool, device: Device) -> Result<
             None
         }
         Err(error @ Error::OutOfMemory { .. }) => {
-            // The inputs and results alone may exceed the limit.
+            // Running out of memory is right if inputs and results alone exceed the limit. Their size is measured without the limit.
             device.set_memory_limit(u64::MAX)?;
             let results = ops::call(op.name, &tensors, &arguments)?;
             let bytes: usize = results.iter().map(|t| t.storage().nbytes()).sum();
@@ -340,7 +340,7 @@ fn check(op: &Operation, dtype: DType, strided: bool, device: Device) -> Result<
     })
 }
 
-/// Resident memory of the process, in bytes.
+/// Returns the resident memory of the process, in bytes.
 fn resident() -> usize {
     let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
     pages.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 4096
@@ -357,17 +357,17 @@ fn every_operation_stays_within_the_memory_limit() {
             if only.as_deref().is_some_and(|only| only != op.name) {
                 continue;
             }
-            // All elementwise formulas take the same path through a backend: each is tested in one dtype, and on OpenCL only every 16th.
+            // All elementwise formulas take the same path through a backend. So each is tested in one dtype, and on OpenCL only every 16th.
             let is_row = op.row().is_some();
             if is_row && device != Device::Cpu && i % 16 > 0 && only.is_none() {
                 continue;
             }
             let mut dtypes: Vec<DType> = DType::ALL.into_iter().filter(|&t| op.takes.contains(t)).collect();
             if is_row && op.name.ends_with('_') {
-                // Float results cannot be stored in integers, nor integer results in bool.
+                // Integers cannot store float results, and bool cannot store integer results.
                 dtypes.retain(|&t| t.is_float() || (t != DType::Bool && !op.takes.contains(DType::F32)));
             }
-            // Temporaries in other dtypes are relatively largest for the smallest dtype.
+            // Temporaries of other dtypes are largest, relative to the input, for the dtype with the smallest elements.
             let smallest = dtypes.iter().copied().min_by_key(|t| t.size()).unwrap();
             let mut variants = vec![(smallest, false), (smallest, true), (dtypes[i % dtypes.len()], i % 2 == 0)];
             if is_row {

@@ -1,5 +1,5 @@
-//! Tiny shapes in every kernel family, compared with the CPU device. `scripts/test` also runs this file under Oclgrind, which detects
-//! accesses out of bounds, data races between work-items and wrong use of the OpenCL API.
+//! Runs every kernel family on tiny shapes and compares with the CPU device. `scripts/test` also runs this file under Oclgrind, which
+//! detects accesses out of bounds, data races between work-items and wrong use of the OpenCL API.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -26,20 +26,20 @@ fn devices() -> Vec<Device> {
     devices
 }
 
-/// Asserts that `f` has the same results on each OpenCL device and on the CPU, with the same seed.
+/// Asserts that `f`, with the same seed, has the same results on the CPU and on each OpenCL device.
 fn assert_devices_agree(tolerance: f64, f: impl Fn(Device) -> Result<Vec<Tensor>>) {
     agree_on(devices(), tolerance, f);
 }
 
-/// Like [`assert_devices_agree`], for these devices and the CPU.
+/// Does the same as [`assert_devices_agree`] for these devices and the CPU.
 fn agree_on(devices: Vec<Device>, tolerance: f64, f: impl Fn(Device) -> Result<Vec<Tensor>>) {
     let run = |device| {
-        // The seed is process-wide, so only one test at a time may use it.
+        // The random seed is process-wide, so only one test at a time may use it.
         static SEED: Mutex<()> = Mutex::new(());
         let _alone = SEED.lock().unwrap_or_else(PoisonError::into_inner);
         manual_seed(3);
         let tensors = f(device).unwrap();
-        // Converted on the host, because not every device supports f64.
+        // Values are converted to f64 on the host, because not every device supports f64.
         let values = |t: &Tensor| t.to_device(Device::Cpu)?.to_dtype(DType::F64)?.to_vec::<f64>();
         tensors.iter().map(|t| values(t).unwrap()).collect::<Vec<_>>()
     };
@@ -57,11 +57,11 @@ fn agree_on(devices: Vec<Device>, tolerance: f64, f: impl Fn(Device) -> Result<V
 
 fn numbers(n: usize, dtype: DType, device: Device) -> Result<Tensor> {
     let values: Vec<f32> = (0..n).map(|i| (i * 37 % 19) as f32 / 8.0 - 1.0).collect();
-    // Converted on the host, so that all devices start from the same bits.
+    // Values are converted on the host, so that all devices start from the same bits.
     Tensor::from_slice(&values, n, Device::Cpu)?.to_dtype(dtype)?.to_device(device)
 }
 
-/// Prints the device, which `scripts/test-implementations` shows in its table.
+/// Checks the device's limits. Prints the device, for the table of `scripts/test-implementations`.
 #[test]
 fn devices_meet_the_minimum_that_kernels_need() {
     for device in devices() {
@@ -230,7 +230,8 @@ fn windows() {
     }
 }
 
-/// Norms and pools of channels-last images; work-groups of 32 split 144 pixels into slices.
+/// Batch norm and 2-D pooling of channels-last images. The 2 x 9 x 8 = 144 pixels exceed a work-group of 32 work-items, so the reduction
+/// runs in several slices.
 #[test]
 fn windows_and_norms_of_channels_last() {
     for (dtype, c) in [(DType::F32, 8), (DType::BF16, 16), (DType::F32, 3)] {
@@ -256,7 +257,7 @@ fn windows_and_norms_of_channels_last() {
     }
 }
 
-/// Resizes images of one to three dims to larger, smaller and equal sizes, with gradients.
+/// Resizes images of one to three spatial dims to larger, smaller and equal sizes, with gradients.
 #[test]
 fn images_of_other_sizes() {
     let linear = [false, true].map(|align_corners| Interpolation::Linear { align_corners });
@@ -305,7 +306,7 @@ fn norms_and_attention() {
     }
 }
 
-/// Attention with masks, grouped heads and dropout. In the last case, work-groups share the keys of few queries.
+/// Attention with masks, grouped heads and dropout. In the last case there are few queries, and several work-groups divide their keys.
 #[test]
 fn attention() {
     for (dtype, queries, keys) in [(DType::F32, 11, 17), (DType::F16, 5, 9), (DType::F32, 1, 520)] {
@@ -347,7 +348,7 @@ fn training_steps() {
             let x = numbers(20, dtype, device)?.reshape([4, 5])?;
             let y = Tensor::from_slice(&[0i64, 2, 1, 2], 4, device)?;
             let mut losses = Vec::new();
-            // One optimizer at a time, because an optimizer takes over the parameters.
+            // The optimizers run one after the other, because an optimizer takes over the parameters.
             for sgd in [true, false] {
                 let parameters = net.parameters_mut();
                 let mut optimizer: Box<dyn Optimizer> = match sgd {

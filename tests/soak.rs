@@ -1,7 +1,7 @@
-//! Endurance test: networks train for a given time, and the memory, descriptors and cache of the process must not grow.
+//! An endurance test: networks train for a given time. The memory, file descriptors and program cache of the process must not grow.
 //!
-//! Runs for ten seconds unless `CLAYSTONE_SOAK_SECONDS` is set: `CLAYSTONE_SOAK_SECONDS=3600 cargo test --release --test soak --
-//! --nocapture` prints a line of measurements for each hundredth of the time.
+//! Runs for ten seconds unless `CLAYSTONE_SOAK_SECONDS` is set. `CLAYSTONE_SOAK_SECONDS=3600 cargo test --release --test soak --
+//! --nocapture` prints a line of measurements after each hundredth of the time.
 
 mod common;
 
@@ -17,17 +17,17 @@ use claystone::{ConvOptions, DType, Device, Result, Stream, Tensor, with_stream}
 use common::{devices, in_child_with};
 
 const THREADS: usize = 4;
-/// Number of measurements in a run.
+/// The number of measurements in a run.
 const SAMPLES: u32 = 100;
 
 /// The resources that the process holds at one moment.
 #[derive(Debug, Clone, Copy, Default)]
 struct Sample {
     resident: u64,
-    /// Bytes reserved by the allocators of all devices.
+    /// The bytes that the allocators of all devices have reserved.
     reserved: u64,
     descriptors: u64,
-    /// Size of the program cache on disk, in bytes.
+    /// The size of the program cache on disk, in bytes.
     cache: u64,
 }
 
@@ -41,7 +41,7 @@ impl Sample {
         Sample { resident: pages * 4096, reserved, descriptors, cache }
     }
 
-    /// The maximum of both in each field.
+    /// Returns the larger of both values for each field.
     fn max(self, other: Sample) -> Sample {
         Sample {
             resident: self.resident.max(other.resident),
@@ -52,13 +52,12 @@ impl Sample {
     }
 }
 
-/// A program cache for this test only, because other tests fill the user's cache meanwhile.
+/// A program cache used by this test only, because other tests change the user's cache meanwhile.
 const CACHE: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/soak-cache");
-/// The largest batch size. 48 consecutive steps use each size from 1 to 48 once.
+/// The largest batch size. In 48 consecutive steps each size from 1 to 48 is used once.
 const SIZES: usize = 48;
 
-/// Trains two networks, convolutions with AdamW and linear layers with SGD, in turns on two streams, until `more(step)` is
-/// false.
+/// Trains two networks in turns on two streams, until `more(step)` is false: convolutions with AdamW, and linear layers with SGD.
 fn train(device: Device, first: usize, more: impl Fn(usize) -> bool, steps: &AtomicU64) -> Result<()> {
     let streams = [Stream::new(device)?, Stream::new(device)?];
     let mut images = Sequential::new()
@@ -77,7 +76,7 @@ fn train(device: Device, first: usize, more: impl Fn(usize) -> bool, steps: &Ato
         let labels = Tensor::randint(0, 10, &[batch], (DType::I64, device))?;
         streams[step % 2].wait_stream(&Stream::current(device)?)?;
         let loss = with_stream(&streams[step % 2], || -> Result<Tensor> {
-            // The labels are used on another stream from now on.
+            // From now on the labels are used on another stream, so their memory must not be reused early.
             labels.storage().record_stream(&streams[step % 2])?;
             let (net, optimizer, shape): (&Sequential, &mut dyn Optimizer, Vec<usize>) = match step / 2 % 2 {
                 0 => (&rows, &mut sgd, vec![batch, 64]),
@@ -87,7 +86,7 @@ fn train(device: Device, first: usize, more: impl Fn(usize) -> bool, steps: &Ato
             let loss = net.forward(&Tensor::rand(shape, device)?)?.cross_entropy(&labels)?;
             loss.backward()?;
             optimizer.step()?;
-            streams[step % 2].synchronize()?; // the next step of this network may use the other stream
+            streams[step % 2].synchronize()?; // the next step of this network may use the other stream, so this one must be finished
             Ok(loss)
         })?;
         assert!(loss.item::<f32>()?.is_finite());
@@ -110,7 +109,7 @@ fn memory_descriptors_and_cache_do_not_grow() {
     let options = HistoryOptions::default().max_entries(10_000);
     for device in devices() {
         device.record_memory_history(options).unwrap();
-        train(device, 0, |step| step < SIZES, &AtomicU64::new(0)).unwrap(); // compiles all kernels that the threads need
+        train(device, 0, |step| step < SIZES, &AtomicU64::new(0)).unwrap(); // compiles all kernels that the training threads need
     }
     let mut samples = Vec::new();
     thread::scope(|scope| {
@@ -132,13 +131,13 @@ fn memory_descriptors_and_cache_do_not_grow() {
         }
         stop.store(true, Relaxed);
     });
-    // During the first half the allocators may still grow.
+    // The allocators may still grow during the first half, so the second half is compared with the maximum of the first.
     let most = |part: &[Sample]| part.iter().fold(Sample::default(), |most, &s| most.max(s));
     let (early, late) = samples.split_at(samples.len() / 2);
     let (before, after) = (most(early), most(late));
     println!("at most {before:?} in the first half, {after:?} in the second");
     assert!(steps.load(Relaxed) > 0);
-    let slack = 16 << 20; // bytes, for the system allocator and for varying overlaps between threads
+    let slack = 16 << 20; // bytes that the system allocator and the varying overlap of threads may add
     assert!(after.resident <= before.resident + before.resident / 20 + slack, "resident memory grows");
     assert!(after.reserved <= before.reserved + before.reserved / 20 + slack, "reserved memory grows");
     assert!(after.descriptors <= before.descriptors + 2, "descriptors are not closed");

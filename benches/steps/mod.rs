@@ -1,4 +1,4 @@
-//! Helpers for benches of training steps: saving the first weights and the data for PyTorch, and timing steps and recording losses.
+//! Helpers for benches of training steps. They save the first weights and the data for PyTorch, time steps, and record losses.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -7,25 +7,25 @@ use claystone::io::{self, StateDict};
 use claystone::nn::Module;
 use claystone::{Device, Result, Tensor};
 
-/// The number of untimed steps, in which kernels are compiled and memory is allocated.
+/// The number of steps that are not timed. In these steps kernels are compiled and memory is allocated.
 pub const WARM_UP_STEPS: usize = 10;
 
-/// Copies the current weights and the data, to be written to `path` after the steps.
+/// Copies the first weights and the data. `run` writes them to `path` after the steps.
 pub fn copy_first_state(
     path: Option<PathBuf>,
     net: &impl Module,
     data: &[(&str, &Tensor)],
 ) -> Option<(PathBuf, StateDict)> {
-    // `cargo bench` starts programs in benches/; a relative path is meant from the repository.
+    // `cargo bench` starts programs in benches/, but a relative path is meant relative to the repository.
     let repository = std::env::var_os("CARGO_MANIFEST_DIR").map(|benches| Path::new(&benches).join(".."));
     let path = repository.unwrap_or_default().join(path?);
-    // Copies, because parameters whose storage is shared are not updated in one launch.
+    // The weights are copied: an optimiser cannot update parameters whose storage is shared in one launch.
     let mut first: StateDict = net.state_dict().iter().map(|(name, t)| (name.to_owned(), t.clone())).collect();
     data.iter().for_each(|(name, t)| first.insert(*name, t.shallow_clone()));
     Some((path, first))
 }
 
-/// Takes [`WARM_UP_STEPS`] steps and then `steps` timed steps, prints the time, and writes `saved` with the losses.
+/// Runs [`WARM_UP_STEPS`] steps, then `steps` timed steps. Prints the time, and writes `saved` with the losses.
 pub fn run(
     device: Device,
     steps: usize,

@@ -1,9 +1,9 @@
 //! Trains a small GPT on text, character by character, and generates text.
 //!
 //! `cargo run --release --example char_transformer` reads this crate's own sources. On two CPU cores (PoCL) the default 300 steps take two
-//! or three minutes. The loss on held-out text falls below 2.2 nats a character (2.12), from 4.8 for the uniform distribution.
+//! or three minutes. The loss on held-out text falls from 4.8 (uniform distribution) to 2.12 nats per character.
 //! `--dtype bf16` trains in mixed precision. Other text: `cargo run --release --example char_transformer -- shakespeare.txt --steps 2000`.
-//! With `--graph` each step is one replay of a captured graph on an OpenCL device. Built with `--features mpi`,
+//! With `--graph` each step on an OpenCL device is one replay of a captured graph. Built with `--features mpi`,
 //! `mpirun -n 2 target/release/examples/char_transformer --distributed` trains on two devices or processes.
 
 #[path = "../common/mod.rs"]
@@ -66,7 +66,7 @@ struct Args {
     run: common::Run,
 }
 
-/// Appends the text of a file, or of all Rust sources in a folder in the order of their names.
+/// Appends the text of a file, or of all Rust sources in a folder, sorted by name.
 fn read(path: &Path, text: &mut String) -> Result<(), Box<dyn std::error::Error>> {
     if path.is_dir() {
         let mut inside: Vec<PathBuf> = fs::read_dir(path)?.map(|e| Ok(e?.path())).collect::<std::io::Result<_>>()?;
@@ -78,14 +78,14 @@ fn read(path: &Path, text: &mut String) -> Result<(), Box<dyn std::error::Error>
     }
 }
 
-/// Generates `count` characters after `numbers`, one after the other.
+/// Generates `count` characters after `numbers`, one at a time.
 fn write(gpt: &Gpt, numbers: &[i64], count: usize, device: Device) -> Result<Vec<i64>> {
     const TEMPERATURE: f64 = 0.7;
     let mut numbers = numbers.to_vec();
     let start = numbers.len();
     while numbers.len() < start + count {
         let logits = gpt.next(&numbers, device)?;
-        // The argmax of logits with Gumbel noise is a sample from their softmax.
+        // The argmax of logits plus Gumbel noise is a sample from the softmax of the logits.
         let uniform = Tensor::rand(logits.shape(), device)?;
         let noisy = Tensor::map(&[&logits, &uniform], |e| &e[0] * (1.0 / TEMPERATURE) - (-(&e[1] + 1e-9).log()).log())?;
         numbers.push(noisy.argmax(1, false)?.item::<i64>()?);
@@ -104,7 +104,7 @@ fn main() -> Outcome {
     }
     let text = Text::new(&text);
     let length = args.context + 1;
-    // The last twentieth is held out.
+    // The last twentieth of the text is held out for testing.
     let (train, held) = text.numbers.split_at(text.numbers.len() - text.numbers.len() / 20);
     if held.len() < length {
         return Err(format!("{} characters are too few for a context of {}", text.numbers.len(), args.context).into());
@@ -121,7 +121,7 @@ fn main() -> Outcome {
         tied: args.tied,
         dropout: args.dropout,
     };
-    // Gradients are sent in the precision in which they were computed.
+    // Gradients are sent in the dtype in which they were computed.
     let gradient_dtype = (args.run.dtype == DType::BF16).then_some(DType::BF16);
     let options = DataParallelOptions { gradient_dtype, ..DataParallelOptions::default() };
     let mut gpt = DataParallel::new(Gpt::new(sizes, args.run.device)?, &group, options)?;
@@ -149,7 +149,7 @@ fn main() -> Outcome {
         })?;
         Ok(loss)
     };
-    // Each replay draws other windows and uses the current learning rate.
+    // Each replay draws other windows, and uses the learning rate at that time.
     let graph = args.graph.then(|| Graph::capture(args.run.device, || step(&mut optimizer))).transpose()?;
     let started = Instant::now();
     for number in 1..=args.steps {
@@ -180,7 +180,7 @@ fn main() -> Outcome {
     let gpt = gpt.module();
     gpt.eval();
     let mut total = 0.0;
-    /// Number of batches of held-out text over which the final loss is averaged.
+    /// The number of batches of held-out text over which the final loss is averaged.
     const BATCHES: usize = 10;
     for _ in 0..BATCHES {
         total +=

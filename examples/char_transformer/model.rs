@@ -4,25 +4,25 @@ use claystone::nn::{Activation, Dropout, Embedding, LayerNorm, Linear, Module, i
 use claystone::ops::Attention;
 use claystone::{DType, Device, Result, Tensor, autocast, no_grad};
 
-/// The sizes of a model.
+/// The sizes and options of a model.
 #[derive(Clone, Copy)]
 pub struct Sizes {
     pub vocabulary: usize,
-    /// Length of the context in characters.
+    /// The length of the context in characters.
     pub context: usize,
     pub width: usize,
     pub layers: usize,
     pub heads: usize,
-    /// Whether the projection onto the vocabulary shares the weight of the token embedding.
+    /// Whether the projection onto the vocabulary uses the weight of the token embedding.
     pub tied: bool,
-    /// The dropout probability of the features that a block adds; 0 for none.
+    /// The dropout probability of the features that a block adds to its input; 0 for no dropout.
     pub dropout: f64,
 }
 
-/// Attention and an MLP, each with a residual connection.
+/// Attention, then an MLP. Each has a residual connection.
 struct Block {
     ln_1: LayerNorm,
-    /// The projection to queries, keys and values of all heads.
+    /// The projection from features to queries, keys and values of all heads.
     attn: Linear,
     proj: Linear,
     ln_2: LayerNorm,
@@ -46,7 +46,7 @@ impl Block {
             dropout: (sizes.dropout > 0.0).then(|| Dropout::new(sizes.dropout)).transpose()?,
             heads: sizes.heads,
         };
-        // As in GPT-2: layers that add to the residual stream start smaller if there are more of them.
+        // As in GPT-2: the more layers add to the residual stream, the smaller their initial weights are.
         let small = 0.02 / (2.0 * sizes.layers as f64).sqrt();
         for (layer, std) in [(&block.attn, 0.02), (&block.proj, small), (&block.fc, 0.02), (&block.out, small)] {
             init_weight(layer.weight(), std)?;
@@ -62,7 +62,7 @@ impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let heads = self.attn.forward(&self.ln_1.forward(x)?)?;
         let causal = Attention { is_causal: true, ..Attention::default() };
-        // The residual stream stays in f32, whatever dtype autocast chooses for the products.
+        // The residual stream stays in f32, even if autocast computes the products in another dtype.
         let plus = |x: &Tensor, y: Tensor| {
             let y = self.dropout.as_ref().map_or(Ok(y.shallow_clone()), |dropout| dropout.forward(&y))?;
             x.add(&y)
@@ -72,7 +72,7 @@ impl Module for Block {
     }
 }
 
-/// The model: maps characters `[batch, length]` as i64 to logits `[batch, length, vocabulary]`.
+/// The model. It maps characters `[batch, length]` (i64) to logits `[batch, length, vocabulary]`.
 pub struct Gpt {
     wte: Embedding,
     wpe: Embedding,
@@ -103,14 +103,14 @@ impl Gpt {
         Ok(gpt)
     }
 
-    /// Returns the logits after the last of these characters, computed from the last `context` characters.
+    /// Returns the logits for the character after `numbers`. Reads at most the last `context` characters.
     pub fn next(&self, numbers: &[i64], device: Device) -> Result<Tensor> {
         let seen = &numbers[numbers.len().saturating_sub(self.context)..];
         self.forward(&Tensor::from_slice(seen, [1, seen.len()], device)?)?.select(1, -1)
     }
 
-    /// Returns the mean cross-entropy of predicting each next character in the windows `[batch, context + 1]`. `precision` is f32,
-    /// or the dtype of autocast.
+    /// Returns the mean cross-entropy of predicting each next character in windows `[batch, context + 1]`. `precision` is f32, or the
+    /// dtype of autocast.
     pub fn loss(&self, windows: &Tensor, precision: DType) -> Result<Tensor> {
         let length = windows.shape().dims()[1] - 1;
         autocast((precision != DType::F32).then_some(precision), || {
@@ -139,7 +139,7 @@ fn init_weight(weight: &Tensor, std: f64) -> Result<()> {
     init::normal_(weight, 0.0, std)
 }
 
-/// A text as numbers: the index of each character among its distinct characters.
+/// A text as numbers. Each number is the index of a character among the distinct characters of the text.
 pub struct Text {
     pub characters: Vec<char>,
     pub numbers: Vec<i64>,
@@ -156,7 +156,7 @@ impl Text {
     }
 }
 
-/// Returns `batch` random windows of `length` characters.
+/// Returns `batch` random windows, each of `length` characters.
 pub fn windows(text: &Tensor, batch: usize, length: usize) -> Result<Tensor> {
     let all = text.unfold(0, length, 1)?; // a view whose windows overlap
     let first = Tensor::randint(0, all.shape().dims()[0] as i64, &[batch], (DType::I64, text.device()))?;

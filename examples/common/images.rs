@@ -1,4 +1,4 @@
-//! Labelled images: the digits of this repository, data sets in MNIST's IDX format, CIFAR-10, and synthetic ones.
+//! Labelled images: this repository's digits, data sets in MNIST's IDX format, CIFAR-10, and synthetic images.
 
 use std::error::Error;
 use std::fs::File;
@@ -11,31 +11,31 @@ use claystone::nn::Module;
 use claystone::{DType, Device, Generator, Interpolation, PadMode, Tensor, no_grad, with_generator};
 use flate2::read::GzDecoder;
 
-/// The digits: each row has an image of 8 x 8 pixels and its label.
+/// The digits, as gzipped CSV. Each row has an image of 8 x 8 pixels and its label.
 const DIGITS: &[u8] = include_bytes!("../data/digits.csv.gz");
-/// Number of images in the test set.
+/// The number of images in the test set.
 pub const HELD_OUT: usize = 360;
-/// Seed of the split into training and test set, independent of an example's `--seed`.
+/// The seed of the split into training and test set. It does not depend on an example's `--seed`.
 const SPLIT_SEED: u64 = 20;
 
-/// Images `[N, channels, rows, columns]` and labels `[N]`.
+/// A set of images `[N, channels, rows, columns]` and their labels `[N]`.
 pub struct Set {
     pub images: Tensor,
     pub labels: Tensor,
 }
 
 impl Set {
-    /// Selects the rows `order`, in that order, with two gather kernels.
+    /// Returns the images and labels with the indices `order`, in that order. Takes two gather kernels.
     pub fn select(&self, order: &Tensor) -> claystone::Result<Set> {
         Ok(Set { images: self.images.index_select(0, order)?, labels: self.labels.index_select(0, order)? })
     }
 
-    /// Returns the images in random order.
+    /// Returns the images and labels in random order.
     pub fn shuffled(&self) -> claystone::Result<Set> {
         self.select(&Tensor::randperm(self.len(), self.labels.device())?)
     }
 
-    /// Returns up to `len` rows, beginning with row `from`, as views.
+    /// Returns up to `len` images and labels, beginning with number `from`, as views.
     pub fn batch(&self, from: usize, len: usize) -> claystone::Result<Set> {
         let len = len.min(self.len() - from);
         Ok(Set { images: self.images.narrow(0, from, len)?, labels: self.labels.narrow(0, from, len)? })
@@ -50,7 +50,7 @@ impl Set {
     }
 }
 
-/// The usual augmentation for CIFAR-10: half of the images are mirrored, and each is shifted by up to four pixels.
+/// A set with the usual augmentation for CIFAR-10: half of the images are mirrored, and each image is shifted by up to four pixels.
 pub struct Augmented(pub Set);
 
 impl Dataset for Augmented {
@@ -71,19 +71,19 @@ impl Dataset for Augmented {
     }
 }
 
-/// Returns the starts of this rank's batches. The ranks take batches in turns, and all take the same number.
+/// Returns the number of the first image of each of this rank's batches. Ranks take batches in turns, and all take equally many.
 pub fn batches(images: usize, batch: usize, group: &Group) -> impl Iterator<Item = usize> + use<> {
     let count = images.div_ceil(batch) / group.size();
     (0..images).step_by(batch).skip(group.rank()).step_by(group.size()).take(count)
 }
 
-/// Converts bytes to numbers with about zero mean and unit variance.
+/// Converts pixel bytes to numbers with a mean of about 0 and a variance of about 1.
 pub fn normalised(images: &Tensor, dtype: DType) -> claystone::Result<Tensor> {
     images.to_dtype(dtype)?.sub_scalar(128)?.div_scalar(64)
 }
 
-/// Computes the fraction of images whose largest logit is that of the label, 1,000 images at a time. `input` converts images to
-/// the input of the network.
+/// Returns the fraction of images whose largest logit is that of the label. Computes 1,000 images at a time. `input` converts images
+/// to the input of the network.
 pub fn accuracy(
     net: &dyn Module,
     set: &Set,
@@ -100,7 +100,7 @@ pub fn accuracy(
     Ok(Tensor::stack(&right, 0)?.sum((), false)?.item::<i64>()? as f64 / set.len() as f64)
 }
 
-/// Loads the digits for training and for testing on the device, with pixels in 0..1 like those of [`idx`].
+/// Loads the digits as a training set and a test set on the device. Pixels are in 0..1, like those of [`idx`].
 pub fn digits(device: Device, dtype: DType) -> Result<(Set, Set), Box<dyn Error>> {
     let mut reader = csv::ReaderBuilder::new().has_headers(false).from_reader(GzDecoder::new(DIGITS));
     let (mut pixels, mut labels) = (Vec::<f32>::new(), Vec::<i64>::new());
@@ -119,7 +119,7 @@ pub fn digits(device: Device, dtype: DType) -> Result<(Set, Set), Box<dyn Error>
     Ok((train, all.select(&order.narrow(0, 0, HELD_OUT)?)?))
 }
 
-/// Loads a data set in MNIST's format for training and for testing. The folder has the files `train-images-idx3-ubyte`,
+/// Loads a training set and a test set in MNIST's format. The folder has the files `train-images-idx3-ubyte`,
 /// `t10k-labels-idx1-ubyte` and so on, gzipped (`.gz`) or not.
 pub fn idx(folder: &Path, device: Device, dtype: DType) -> Result<(Set, Set), Box<dyn Error>> {
     let set = |name: &str| -> Result<Set, Box<dyn Error>> {
@@ -138,8 +138,8 @@ pub fn idx(folder: &Path, device: Device, dtype: DType) -> Result<(Set, Set), Bo
     Ok((set("train")?, set("t10k")?))
 }
 
-/// Reads the shape and the bytes of an IDX file. The format: two zeros, the type (8 for bytes), the number of dimensions, each
-/// dimension as four big-endian bytes, the elements.
+/// Reads the shape and the bytes of an IDX file. The format is: two zeros, the type (8 for bytes), the number of dims, each dim as four
+/// big-endian bytes, the elements.
 fn idx_file(folder: &Path, name: &str) -> Result<(Vec<usize>, Vec<u8>), Box<dyn Error>> {
     let plain = folder.join(name);
     let packed = folder.join(format!("{name}.gz"));
@@ -160,10 +160,10 @@ fn idx_file(folder: &Path, name: &str) -> Result<(Vec<usize>, Vec<u8>), Box<dyn 
     Ok((shape, elements.to_vec()))
 }
 
-/// Loads the binary version of CIFAR-10 for training and for testing: `data_batch_1.bin` to `data_batch_5.bin` and
+/// Loads the training set and the test set of CIFAR-10's binary version: `data_batch_1.bin` to `data_batch_5.bin`, and
 /// `test_batch.bin`. Images are bytes `[N, 3, 32, 32]` on the CPU.
 pub fn cifar10(folder: &Path) -> Result<(Set, Set), Box<dyn Error>> {
-    // One byte for the label, then the pixels.
+    // An image has one byte for the label, then the pixels.
     const IMAGE_BYTES: usize = 1 + 3 * 32 * 32;
     let set = |names: &[String]| -> Result<Set, Box<dyn Error>> {
         let mut bytes = Vec::new();
@@ -184,8 +184,8 @@ pub fn cifar10(folder: &Path) -> Result<(Set, Set), Box<dyn Error>> {
     Ok((set(&train)?, set(&["test_batch.bin".into()])?))
 }
 
-/// Generates images like those of [`cifar10`]: a coarse pattern for each of ten classes, with noise. The test set is half as
-/// large as the training set.
+/// Generates images like those of [`cifar10`]. Each of ten classes has a coarse pattern, to which noise is added. The test set has half
+/// as many images as the training set.
 pub fn patterns(train: usize) -> Result<(Set, Set), Box<dyn Error>> {
     let coarse = Tensor::rand([10, 3, 4, 4], Device::Cpu)?;
     let classes = coarse.interpolate(&[32, 32], Interpolation::Nearest)?;

@@ -1,5 +1,5 @@
-//! Timing, and results as JSON lines in the common format of all programs of a comparison: the median of many samples of a case,
-//! and, if meaningful, the time of a call when many calls are enqueued before one wait.
+//! Timing, and results as JSON lines. All programs of a comparison use this format: the median of many samples of a case and, if it is
+//! meaningful, the time per call when many calls are enqueued before one wait.
 
 use std::error::Error;
 use std::hint::black_box;
@@ -7,52 +7,52 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// The work of a call, from which its rate is computed.
+/// The work of a call, from which the rate (GB/s or GFLOP/s) is computed.
 #[derive(Clone, Copy)]
 pub enum Work {
     Nothing,
-    /// Bytes read and written.
+    /// The number of bytes read and written.
     Bytes(usize),
-    /// Floating-point operations.
+    /// The number of floating-point operations.
     Flops(f64),
 }
 
-/// One measurement: a line of the results.
+/// A case to measure, which gives one line of the results.
 #[derive(Clone)]
 pub struct Case {
     pub peer: String,
     pub name: &'static str,
-    /// The size: bytes, elements, rows of a matrix or of a batch, depending on the case.
+    /// The size of the case: a number of bytes, elements, or rows of a matrix or batch.
     pub n: usize,
     pub dtype: &'static str,
     pub work: Work,
 }
 
-/// The sampling of a case.
+/// How the calls of a case are sampled.
 #[derive(Clone, Copy)]
 pub enum Calls {
-    /// Wait after each call.
+    /// Each sample is one call and a wait.
     Single,
-    /// Like `Single`, and additionally many calls before one wait.
+    /// As `Single`, and additionally samples of many calls before one wait.
     Pipelined,
-    /// This number of calls before each wait; times are per call.
+    /// Each sample is this number of calls before one wait. Times are per call.
     Batch(usize),
 }
 
-/// The result of a case whose correctness was checked before.
+/// The result of a case. The caller has checked that the computed values are right.
 pub struct Line {
     pub case: Case,
     pub device: String,
     pub median_us: f64,
     min_us: f64,
-    /// Time per call when many calls are enqueued before one wait.
+    /// The time per call in microseconds when many calls are enqueued before one wait. `None` if not measured.
     pipe_us: Option<f64>,
     samples: usize,
     pub note: Option<String>,
 }
 
 impl Line {
-    /// Returns GB/s or GFLOP/s of a call and its wait.
+    /// Returns the rate of a call including its wait, in GB/s or GFLOP/s.
     pub fn rate(&self) -> f64 {
         let work = match self.case.work {
             Work::Nothing => 0.0,
@@ -88,7 +88,7 @@ impl Case {
         json!({ "peer": self.peer, "device": device, "case": self.name, "n": self.n, "dtype": self.dtype })
     }
 
-    /// Returns the line of a case that failed.
+    /// Returns the JSON line of a case that failed.
     pub fn failed(&self, device: &str, error: &dyn Error) -> Value {
         let mut line = self.json(device);
         line["median_us"] = Value::Null;
@@ -101,7 +101,7 @@ fn round(x: f64) -> f64 {
     (x * 1e3).round() / 1e3
 }
 
-/// Measures each case for about `budget`.
+/// Measures each case for about the time `budget`.
 pub struct Meter {
     pub budget: Duration,
     pub device: String,
@@ -134,7 +134,7 @@ impl Meter {
             Ok::<_, Box<dyn Error>>(times)
         };
         let batch = if let Calls::Batch(n) = calls { n } else { 1 };
-        let mut times = sample(batch, self.budget / 4)?; // warms up caches and clocks
+        let mut times = sample(batch, self.budget / 4)?; // also warms up caches and clocks
         if times[0] < 1e6 {
             times = sample(batch, self.budget)?;
         }
@@ -151,14 +151,14 @@ impl Meter {
         Ok(Line { case, device, median_us, min_us, pipe_us, samples, note: None })
     }
 
-    /// Times two calls in turns of several samples, so that other load on the machine affects both alike.
+    /// Times two calls in turns of several samples each, so that other load on the machine affects both alike.
     #[allow(dead_code)] // not used by every program
     pub fn beside(
         &self,
         cases: [Case; 2],
         mut calls: [&mut dyn FnMut() -> Result<(), Box<dyn Error>>; 2],
     ) -> Result<[Line; 2], Box<dyn Error>> {
-        /// Number of samples of one call in a row.
+        /// The number of consecutive samples of one call in a turn.
         const TURN_SAMPLES: usize = 25;
         let mut times = [Vec::new(), Vec::new()];
         let start = Instant::now();

@@ -1,5 +1,5 @@
-//! Shared code of the examples: arguments, progress bars, and plots as PNG.
-#![allow(dead_code)] // each example uses a part
+//! Code used by several examples: arguments, progress bars, and plots as PNG files.
+#![allow(dead_code)] // each example uses only a part of this module
 
 pub mod images;
 pub mod measure;
@@ -64,7 +64,7 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// Joins the ranks of the job, each with its own device; without `--distributed` a group of this process alone.
+    /// Joins the job as one of its ranks, each with its own device. Without `--distributed`, returns a group of this process alone.
     pub fn join(&self, run: &mut Run) -> Result<Group, Box<dyn Error>> {
         if !self.distributed {
             return Ok(Group::threads(&[run.device])?.remove(0));
@@ -83,20 +83,20 @@ impl Ranks {
     }
 }
 
-/// Recordings that are in progress until [`finish`](Self::finish).
+/// The recordings in progress. [`finish`](Self::finish) ends them.
 pub struct Recording<'a> {
     profile: Option<(Profiler, &'a Path)>,
     snapshot: Option<(Device, &'a Path)>,
 }
 
 impl Run {
-    /// Prints the device, seeds the generator, and starts the requested recordings.
+    /// Prints the device, seeds the random generator, and starts the requested recordings.
     pub fn start(&self) -> claystone::Result<Recording<'_>> {
         if self.rank == 0 {
             announce(self.device)?;
         }
         manual_seed(self.seed);
-        // Only rank 0 records, because all ranks would write the same file.
+        // Only rank 0 records, because otherwise all ranks would write the same file.
         let (profile, snapshot) = match self.rank {
             0 => (self.profile.as_deref(), self.snapshot.as_deref()),
             _ => (None, None),
@@ -115,12 +115,12 @@ impl Run {
         }
     }
 
-    /// Returns [`progress`] on rank 0, and a hidden bar on other ranks.
+    /// Returns a [`progress`] bar on rank 0, and a hidden bar on other ranks.
     pub fn progress(&self, steps: usize) -> ProgressBar {
         if self.rank == 0 { progress(steps) } else { ProgressBar::hidden() }
     }
 
-    /// Returns the dtype and the device of new tensors.
+    /// Returns the dtype and the device with which to create tensors.
     pub fn options(&self) -> (DType, Device) {
         (self.dtype, self.device)
     }
@@ -156,7 +156,7 @@ pub struct Training<const EPOCHS: usize> {
 }
 
 impl<const EPOCHS: usize> Training<EPOCHS> {
-    /// Loads the checkpoint, if there is one.
+    /// Loads the checkpoint of `--resume`, if the file exists.
     pub fn resume(&self, parts: &mut [(&str, &mut dyn io::Stateful)]) -> claystone::Result<()> {
         let Some(file) = self.resume.as_ref().filter(|file| file.exists()) else { return Ok(()) };
         io::load_checkpoint(file, parts)?;
@@ -170,23 +170,23 @@ impl<const EPOCHS: usize> Training<EPOCHS> {
     }
 }
 
-/// Computes the mean of losses in f64. Reading a number waits for the device, so call it once per epoch.
+/// Returns the mean of losses, computed in f64. Reading the mean waits for the device, so call this function once per epoch.
 pub fn mean(losses: &[Tensor]) -> claystone::Result<f64> {
     Tensor::stack(losses, 0)?.to_device(Device::Cpu)?.to_dtype(DType::F64)?.mean((), false)?.item::<f64>()
 }
 
-/// Runs `f` under a name that profiles and snapshots show.
+/// Runs `f`. Profiles and snapshots show its operations under `name`.
 pub fn phase<R>(name: &str, f: impl FnOnce() -> R) -> R {
     annotate(name, || with_context(name, f))
 }
 
-/// Creates a bar of `steps` steps on stderr; hidden if stderr is not a terminal.
+/// Creates a progress bar of `steps` steps on stderr. It is hidden if stderr is not a terminal.
 pub fn progress(steps: usize) -> ProgressBar {
     let style = "{elapsed_precise} {bar:40} {pos}/{len} {msg}";
     ProgressBar::new(steps as u64).with_style(ProgressStyle::with_template(style).expect("the template is valid"))
 }
 
-/// Returns the path of a figure: `target/NAME` in the repository, or in the current folder if the repository does not exist.
+/// Returns the path for a figure: `target/NAME` in the repository, or in the current folder if there is no repository.
 pub fn figure(name: &str) -> std::io::Result<PathBuf> {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = if manifest.is_dir() { manifest.with_file_name("target") } else { PathBuf::from("target") };
@@ -194,7 +194,7 @@ pub fn figure(name: &str) -> std::io::Result<PathBuf> {
     Ok(folder.join(name))
 }
 
-/// Returns the colour of series `i`: readable on white, and without red-green contrasts.
+/// Returns the colour of series `i`. The colours are readable on white and avoid red-green contrasts.
 pub fn colour(i: usize) -> RGBColor {
     const COLOURS: [(u8, u8, u8); 6] =
         [(0, 90, 160), (230, 130, 0), (0, 150, 110), (170, 60, 140), (90, 90, 90), (90, 180, 230)];
@@ -202,7 +202,7 @@ pub fn colour(i: usize) -> RGBColor {
     RGBColor(r, g, b)
 }
 
-/// Creates a white picture of `size` pixels, which `present` writes to `path`. Text uses a font that is built in.
+/// Creates a white picture of `size` pixels. Its method `present` writes it to `path`. The font is built in.
 pub fn canvas(
     path: &Path,
     size: (u32, u32),
@@ -220,18 +220,18 @@ pub struct Curve {
     pub points: Vec<(f64, f64)>,
 }
 
-/// Returns the range of some values, for an axis.
+/// Returns the range of some values, for the axis of a plot.
 pub fn span(values: impl Iterator<Item = f64>) -> Range<f64> {
     let (lo, hi) = values.fold((f64::MAX, f64::MIN), |(lo, hi), v| (lo.min(v), hi.max(v)));
     if lo < hi { lo..hi } else { lo - 1.0..lo + 1.0 }
 }
 
-/// Draws curves over a logarithmic y axis, with a legend. Labels are `(title, x axis, y axis)`.
+/// Draws curves with a logarithmic y axis and a legend. `labels` are the title, the x axis and the y axis.
 pub fn plot(path: &Path, labels: (&str, &str, &str), curves: &[Curve]) -> Outcome {
     let area = canvas(path, (720, 420))?;
     let points = || curves.iter().flat_map(|c| c.points.iter());
     let heights = span(points().map(|p| p.1).filter(|&y| y > 0.0));
-    let floor = heights.start * 0.8; // zeros are drawn at this height
+    let floor = heights.start * 0.8; // zeros, which have no logarithm, are drawn at this height
     let mut chart = ChartBuilder::on(&area)
         .caption(labels.0, ("sans-serif", 20))
         .margin(12)

@@ -52,7 +52,7 @@ pub struct Args {
     run: common::Run,
 }
 
-/// Samples one token for each row of logits, `[batch, 1]`.
+/// Samples one token for each row of logits. Returns `[batch, 1]`.
 fn sample(logits: &Tensor, args: &Args) -> Result<Tensor> {
     if args.temperature == 0.0 {
         return logits.argmax(-1, true);
@@ -63,7 +63,7 @@ fn sample(logits: &Tensor, args: &Args) -> Result<Tensor> {
     tokens.gather(1, &drawn)
 }
 
-/// Generates the tokens after the prompt.
+/// Generates the tokens that follow the prompt.
 pub fn write(args: &Args) -> std::result::Result<Vec<Vec<i64>>, Box<dyn Error>> {
     let watching = args.run.start()?;
     let at = args.run.options();
@@ -90,7 +90,7 @@ pub fn write(args: &Args) -> std::result::Result<Vec<Vec<i64>>, Box<dyn Error>> 
     }
 
     let device = args.run.device;
-    device.synchronize()?; // the time of loading the weights is not measured
+    device.synchronize()?; // the time to load the weights is not measured
     let (bar, begin) = (common::progress(args.tokens), Instant::now());
     let written = no_grad(|| {
         let prompt = Tensor::from_slice(&prompt, [1, prompt.len()], device)?.expand([args.batch, prompt.len()])?;
@@ -99,7 +99,7 @@ pub fn write(args: &Args) -> std::result::Result<Vec<Vec<i64>>, Box<dyn Error>> 
         device.synchronize()?;
         let (read, begin) = (begin.elapsed().as_secs_f64(), Instant::now());
         for _ in bar.wrap_iter(1..args.tokens) {
-            // Tokens stay on the device, so that the device never waits for the host.
+            // Tokens stay on the device, so the device need not wait for the host.
             let next = sample(&gpt.call((&written[written.len() - 1], &mut cache))?, args)?;
             written.push(next);
         }

@@ -10,7 +10,7 @@ use claystone::{DType, Device, Error, Result, Tensor, io};
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
     pub vocabulary: usize,
-    /// Length of the context in tokens.
+    /// The length of the context in tokens.
     pub context: usize,
     pub width: usize,
     pub layers: usize,
@@ -29,7 +29,7 @@ impl Conv1d {
     }
 
     fn map(&self, x: &Tensor, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
-        x.linear_map(&self.weight.t()?, Some(&self.bias), f) // `t` is a view and copies nothing
+        x.linear_map(&self.weight.t()?, Some(&self.bias), f) // `t` is a view, so nothing is copied
     }
 }
 
@@ -47,7 +47,7 @@ fn random(shape: &[usize], at: (DType, Device)) -> Result<Tensor> {
     Ok(weight)
 }
 
-/// Causal self-attention with a cache.
+/// Causal self-attention with a cache of keys and values.
 struct SelfAttention {
     c_attn: Conv1d,
     c_proj: Conv1d,
@@ -58,13 +58,13 @@ impl Module for SelfAttention {
     claystone::parts!(c_attn, c_proj);
 }
 
-/// The keys and values of all previous tokens, each `[batch, heads, context, head width]`, and the number of these tokens.
+/// The keys and values of all previous tokens, each `[batch, heads, context, head width]`, and the number of previous tokens.
 pub struct Cache {
     layers: Vec<[Tensor; 2]>,
     pub length: usize,
 }
 
-/// One layer's part of the cache, and the number of previous tokens.
+/// One layer's keys and values in the cache, and the number of previous tokens.
 type Past<'a> = (&'a [Tensor; 2], usize);
 
 impl Forward<(&Tensor, Past<'_>)> for SelfAttention {
@@ -79,13 +79,13 @@ impl Forward<(&Tensor, Past<'_>)> for SelfAttention {
             cache.narrow(2, length, new)?.copy_(&part(i)?)?;
         }
         let [k, v] = [cache[0].narrow(2, 0, length + new)?, cache[1].narrow(2, 0, length + new)?];
-        // A single new token attends to all previous tokens, without a mask.
+        // A single new token attends to all previous tokens, so it needs no causal mask.
         let options = Attention { is_causal: new > 1, ..Attention::default() };
         self.c_proj.forward(&part(0)?.scaled_dot_product_attention(&k, &v, options)?.transpose(1, 2)?.flatten(2, 3)?)
     }
 }
 
-/// The feed-forward block.
+/// The feed-forward block of a layer.
 struct Mlp {
     c_fc: Conv1d,
     c_proj: Conv1d,
@@ -99,7 +99,7 @@ impl Module for Mlp {
     }
 }
 
-/// Attention and an MLP, each after a norm and with a residual connection.
+/// Attention, then an MLP. Each comes after a norm and has a residual connection.
 struct Block {
     ln_1: LayerNorm,
     attn: SelfAttention,
@@ -120,7 +120,7 @@ impl Forward<(&Tensor, Past<'_>)> for Block {
     }
 }
 
-/// The model; the token embedding is also the output projection.
+/// The model. The token embedding is also used as the output projection.
 pub struct Gpt2 {
     wte: Embedding,
     wpe: Embedding,
@@ -152,7 +152,7 @@ impl Gpt2 {
         Ok(Gpt2 { wte, wpe, h, ln_f: LayerNorm::new(&[width], at)?, sizes })
     }
 
-    /// Loads a safetensors file, whose shapes determine all sizes but the number of heads; heads are 64 wide in OpenAI's models.
+    /// Loads a safetensors file. Its shapes determine all sizes except the number of heads. By default heads are 64 wide, as in OpenAI's models.
     pub fn load(path: &Path, heads: Option<usize>, at: (DType, Device)) -> Result<Gpt2> {
         let state = io::load(path, at.1)?.strip_prefix("transformer");
         let missing = |name: &str| Error::invalid("gpt2", format!("{} has no {name}", path.display()));
@@ -164,14 +164,14 @@ impl Gpt2 {
         let layers = (0..).take_while(|i| state.get(&format!("h.{i}.ln_1.weight")).is_some()).count();
         let heads = heads.unwrap_or(width.div_ceil(64));
         let mut gpt = nn::uninit(|| Gpt2::new(Sizes { vocabulary, context, width, layers, heads }, at))?;
-        // Files also contain causal masks, and the output projection, which is the token embedding.
+        // Files also contain causal masks and the output projection. They are not needed: the projection is the token embedding.
         match gpt.assign_state_dict(state, false)?.missing_keys.first() {
             Some(name) => Err(missing(name)),
             None => Ok(gpt),
         }
     }
 
-    /// Creates an empty cache.
+    /// Creates a cache without tokens.
     pub fn cache(&self, batch: usize) -> Result<Cache> {
         let Sizes { context, width, heads, .. } = self.sizes;
         let weight = self.wte.weight();
@@ -185,7 +185,7 @@ impl Module for Gpt2 {
     claystone::parts!(wte, wpe, h, ln_f);
 }
 
-/// Maps tokens `[batch, length]`, first the whole prompt and then one token at a time, to the last logits `[batch, vocabulary]`.
+/// Maps tokens `[batch, length]` to the logits after the last token, `[batch, vocabulary]`. Pass the whole prompt first, then single tokens.
 impl Forward<(&Tensor, &mut Cache)> for Gpt2 {
     type Output = Tensor;
 

@@ -1,18 +1,18 @@
-//! GPT-2's byte-pair encoding: pairs are merged in the order of `merges.txt`.
+//! GPT-2's byte-pair encoding. Pairs of symbols are merged in the order of `merges.txt`.
 
 use std::collections::HashMap;
 use std::error::Error;
 use std::path::Path;
 
-/// A vocabulary and the order of its merges.
+/// A vocabulary, and the order in which pairs are merged.
 pub struct Tokenizer {
     tokens: HashMap<String, i64>,
     names: HashMap<i64, String>,
-    /// The position of each pair in `merges.txt`; the lowest is merged first.
+    /// The line of each pair in `merges.txt`. The pair with the lowest line is merged first.
     ranks: HashMap<(String, String), usize>,
 }
 
-/// Returns the character that represents a byte in the files: the byte's own if printable, otherwise one from 256 on.
+/// Returns the character that represents a byte in the files: the byte itself if it is printable, otherwise a character from 256 on.
 pub fn character(byte: u8) -> char {
     let seen = |b: u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     match seen(byte) {
@@ -23,8 +23,8 @@ pub fn character(byte: u8) -> char {
     }
 }
 
-/// Cuts a text before bytes are merged: English endings with an apostrophe; runs of letters, of digits or of other characters, each
-/// with an optional space before it; and runs of white space.
+/// Cuts a text into words, inside which bytes are merged. A word is an English ending with an apostrophe; a run of letters, digits or
+/// other characters, with an optional space before it; or a run of white space.
 pub fn words(text: &str) -> Vec<&str> {
     let kind = |c: char| match c {
         _ if c.is_alphabetic() => 0,
@@ -41,7 +41,7 @@ pub fn words(text: &str) -> Vec<&str> {
         let end = body.find(|c| kind(c) != of).unwrap_or(body.len());
         let mut length = rest.len() - body.len() + end;
         if of == 2 && length < rest.len() {
-            // The last white space before a word belongs to the word.
+            // The last white space before a word becomes part of the word.
             let last = rest[..length].chars().next_back().map_or(0, char::len_utf8);
             length = if length > last { length - last } else { length };
         }
@@ -67,7 +67,7 @@ impl Tokenizer {
         Ok(Tokenizer { tokens, names, ranks })
     }
 
-    /// Returns the numbers of a text's tokens.
+    /// Returns the numbers of the tokens of a text.
     pub fn encode(&self, text: &str) -> Result<Vec<i64>, Box<dyn Error>> {
         let mut tokens = Vec::new();
         for word in words(text) {
@@ -84,7 +84,7 @@ impl Tokenizer {
         Ok(tokens)
     }
 
-    /// Returns the text of tokens. Unknown tokens and invalid UTF-8 become replacement characters.
+    /// Returns the text of some tokens. Unknown tokens and invalid UTF-8 become replacement characters.
     pub fn decode(&self, tokens: &[i64]) -> String {
         let bytes: HashMap<char, u8> = (0..=255).map(|byte| (character(byte), byte)).collect();
         let names = tokens.iter().map(|token| self.names.get(token).map_or("\u{fffd}", String::as_str));

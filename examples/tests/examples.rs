@@ -1,5 +1,5 @@
 //! Runs the example programs with small sizes on every device.
-#![allow(clippy::duplicate_mod)] // each program includes the shared module
+#![allow(clippy::duplicate_mod)] // each example program includes the common module
 
 #[allow(dead_code)]
 #[path = "../gpt2/main.rs"]
@@ -35,13 +35,13 @@ use claystone::{DType, Device, Error, Generator, Graph, Tensor, TensorOptions, i
 
 use tests_common::{devices, each_device, in_own_process, values, vec};
 
-/// Parses a program's arguments: words separated by spaces, followed by `more`, such as the device.
+/// Parses a program's arguments: `words`, separated by spaces, then `more`, such as the device.
 fn args<A: Parser>(words: &str, more: &[&str]) -> A {
     let words = ["program"].into_iter().chain(words.split_whitespace());
     A::parse_from(words.chain(more.iter().copied()))
 }
 
-/// A restarted run continues with the first epoch that was not completed.
+/// A resumed run must continue with the first epoch that was not completed.
 #[test]
 fn resnet_learns_and_resumes() {
     // The default random generator is shared by the process.
@@ -66,10 +66,10 @@ fn resnet_learns_and_resumes() {
     });
 }
 
-/// Captured training steps of the ResNet with dropout: replays with new images give the same results as direct calls.
+/// Captures training steps of the ResNet with dropout. Replays with new images must give the same results as direct calls.
 #[test]
 fn resnet_steps_can_be_captured() {
-    // Captured steps read buffers. Direct steps must too, as reading images rounds differently.
+    // Captured steps read buffers. Direct steps must read buffers too, because reading images rounds differently.
     with_memory_mode(MemoryMode::Buffer, || {
         devices().into_iter().filter(|&d| d != Device::Cpu).for_each(captured_steps)
     });
@@ -110,10 +110,10 @@ fn captured_steps(device: Device) {
         let want = with_generator(&calls, || step(&same, &mut eager, &same_images, &same_labels)).unwrap();
         assert_eq!(results.each_ref().map(vec), want.each_ref().map(vec), "step {number} on {device}");
     }
-    // Running statistics are equal too.
+    // Running statistics must be equal too.
     let state = |net: &Sequential| net.state_dict().iter().map(|(_, t)| values(t)).collect::<Vec<_>>();
     assert_eq!(state(&net), state(&same));
-    // An invalid label is reported as in a direct call.
+    // A replay must report an invalid label like a direct call.
     labels.fill_(10).unwrap();
     graph.replay().unwrap();
     let told = results[0].item::<f32>();
@@ -138,7 +138,7 @@ fn vae_learns_and_generates_images() {
         let picture = |epoch: u8| image::open(folder.path().join(format!("epoch-{epoch:03}.png"))).unwrap().to_luma8();
         assert!(!folder.path().join("epoch-001.png").exists());
         assert_eq!(picture(2).dimensions(), (800, 800));
-        // Generated elements are eight pixels wide. Strokes are in the middle of an image, and the border is darker.
+        // Each generated pixel is drawn eight pixels wide. Strokes are in the middle of an image, so the border must be darker.
         let last = picture(3);
         assert!(last.enumerate_pixels().all(|(x, y, p)| p == last.get_pixel(x - x % 8, y - y % 8)));
         let mean = |column: u32| (0..800).map(|y| u32::from(last.get_pixel(column, y).0[0])).sum::<u32>() / 800;
@@ -170,7 +170,7 @@ const GPT2: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/gpt2");
 
 const MINILM: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/minilm");
 
-/// Compares tokens and embeddings of a padded batch with PyTorch's, which `tests/data/minilm.py` prints.
+/// Compares tokens and embeddings of a padded batch with PyTorch's values, which `tests/data/minilm.py` prints.
 #[test]
 fn minilm_embeddings_match_pytorch() {
     each_device(|device| {
@@ -197,7 +197,7 @@ fn minilm_embeddings_match_pytorch() {
     assert!(missing.is_err());
 }
 
-/// Only the adapters are trained and saved.
+/// Only the adapters must be trained and saved.
 #[test]
 fn lora_learns() {
     each_device(|device| {
@@ -208,12 +208,12 @@ fn lora_learns() {
         let losses = lora::train(folder.path(), device).unwrap();
         assert!(losses[19] < losses[0], "{losses:?} on {device}");
         let saved = io::load(folder.path().join("lora.safetensors"), Device::Cpu).unwrap();
-        assert_eq!(saved.len(), 8); // two matrices for queries and two for values in each of two layers
+        assert_eq!(saved.len(), 8); // two layers, each with two matrices for queries and two for values
         assert!(saved.names().all(|name| name.starts_with("encoder.layer.") && name.contains("lora_")));
     });
 }
 
-/// Compares logits with PyTorch's, written by `tests/data/gpt2.py`: for the whole text at once, and per token with the cache.
+/// Compares logits with PyTorch's, which `tests/data/gpt2.py` wrote: for the whole text at once, and token by token with the cache.
 #[test]
 fn gpt2_logits_match_pytorch() {
     each_device(|device| {
@@ -255,7 +255,7 @@ fn gpt2_generates_text() {
     });
 }
 
-/// Uses a vocabulary of all bytes and four merges.
+/// The vocabulary has all bytes and four merges.
 #[test]
 fn gpt2_tokenizes_and_decodes_text() {
     use gpt2::tokenizer::{Tokenizer, character, words};
@@ -272,7 +272,7 @@ fn gpt2_tokenizes_and_decodes_text() {
     for text in ["hello world", "naïve: ¿日本?\n\t x", ""] {
         assert_eq!(tokenizer.decode(&tokenizer.encode(text).unwrap()), text);
     }
-    // The expected words are those of GPT-2's regular expression.
+    // The expected words are those that GPT-2's regular expression gives.
     assert_eq!(
         words("It's  12 o'clock,\n ok? "),
         ["It", "'s", " ", " 12", " o", "'", "clock", ",", "\n", " ok", "?", " "]

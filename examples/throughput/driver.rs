@@ -1,4 +1,4 @@
-//! Bare driver calls on the same device, as the baseline of the measurements.
+//! Driver calls without claystone on the same device, as a baseline of the measurements.
 
 use std::ptr::null_mut;
 
@@ -19,11 +19,11 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Opens the `nth` device of this name.
+    /// Opens the `nth` device with this name.
     pub fn open(name: &str, nth: usize) -> Result<Driver> {
         let mut found = Vec::new();
         for platform in get_platforms()? {
-            // A platform without devices returns an error.
+            // A platform without devices returns an error, which counts as no devices.
             found.extend(platform.get_devices(CL_DEVICE_TYPE_ALL).unwrap_or_default().into_iter().map(Device::new));
         }
         let mut named = found.into_iter().filter(|d| d.name().is_ok_and(|n| n.trim() == name.trim()));
@@ -48,14 +48,14 @@ impl Driver {
         check("clEnqueueCopyBuffer", code)
     }
 
-    /// Writes `src` to the start of `dst`, and waits.
+    /// Writes `src` to the start of `dst`, and waits for the transfer.
     pub fn write(&self, src: &[u8], dst: &mut Buffer<u8>) -> Result<()> {
         // SAFETY: the call blocks, so `src` outlives the transfer; `dst` holds at least as many bytes.
         unsafe { self.queue.enqueue_write_buffer(dst, CL_TRUE, 0, src, &[])? };
         Ok(())
     }
 
-    /// Reads from the start of `src` into `dst`, and waits.
+    /// Reads from the start of `src` into `dst`, and waits for the transfer.
     pub fn read(&self, src: &Buffer<u8>, dst: &mut [u8]) -> Result<()> {
         // SAFETY: the call blocks, so `dst` outlives the transfer; `src` holds at least as many bytes.
         unsafe { self.queue.enqueue_read_buffer(src, CL_TRUE, 0, dst, &[])? };
@@ -67,7 +67,7 @@ impl Driver {
         Ok(self.queue.finish()?)
     }
 
-    /// Allocates host memory that the driver can access directly: a CL_MEM_ALLOC_HOST_PTR buffer, mapped for its whole life.
+    /// Allocates host memory that the driver can access directly: a CL_MEM_ALLOC_HOST_PTR buffer that stays mapped until it is dropped.
     pub fn pinned(&self, bytes: usize) -> Result<Pinned> {
         let mut mapping = null_mut();
         // SAFETY: no host pointer is passed; the mapping covers exactly the buffer.
@@ -81,7 +81,7 @@ impl Driver {
     }
 }
 
-/// Page-locked host memory.
+/// Page-locked (pinned) host memory.
 pub struct Pinned {
     mapping: *mut u8,
     bytes: usize,

@@ -1,4 +1,4 @@
-//! Measures how fast tensors are cloned and transferred, for many sizes, compared with memcpy and bare driver calls.
+//! Measures the throughput of clones and transfers of tensors of many sizes. Compares with memcpy and with driver calls.
 //!
 //! `cargo run --release --example throughput -- --help`
 
@@ -55,12 +55,12 @@ fn size(text: &str) -> Result<usize, String> {
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
-/// Returns the value at index `i` of all measured tensors.
+/// Returns the value of element `i`, the same in all measured tensors.
 fn value(i: usize) -> f32 {
     (i % 1009) as f32 / 1009.0 - 0.5
 }
 
-/// Returns an error unless `get(i)` is the expected value at a few indices.
+/// Returns an error unless `get(i)` is the expected value of element `i`, at a few indices.
 fn check(
     case: &str,
     len: usize,
@@ -84,7 +84,7 @@ fn case(peer: &str, name: &'static str, n: usize, moved: usize) -> Case {
     Case { peer: peer.into(), name, n, dtype: "f32", work: Work::Bytes(moved) }
 }
 
-/// Measures deep clones, in turns with the driver's copy of the same number of bytes between two existing buffers.
+/// Measures deep clones. They alternate with the driver's copy of the same number of bytes between two existing buffers.
 fn clones(meter: &Meter, a: &Tensor, driver: Option<&Driver>) -> Outcome<Vec<Line>> {
     let size = a.numel() * a.dtype().size();
     let mine = case("claystone", "clone", size, 2 * size);
@@ -98,11 +98,11 @@ fn clones(meter: &Meter, a: &Tensor, driver: Option<&Driver>) -> Outcome<Vec<Lin
     Ok(meter.beside(cases, [&mut clone, &mut copy])?.into())
 }
 
-/// Measures the library's cases on one device; clones also with the driver's copy.
+/// Measures claystone's cases on one device. Clones are also compared with the driver's copy.
 fn measure_library(meter: &Meter, device: Device, driver: Option<&Driver>, host: &[f32]) -> Outcome<Vec<Line>> {
     let (len, size) = (host.len(), size_of_val(host));
     let case = |name, moved| case("claystone", name, size, moved);
-    let (wait, done) = (|| Ok(device.synchronize()?), || Ok(())); // clones and copies to the host have already waited
+    let (wait, done) = (|| Ok(device.synchronize()?), || Ok(())); // clones and copies to the host have already waited, so they use `done`
     let mut lines = Vec::new();
 
     let a = Tensor::from_slice(host, [len], device)?;
@@ -120,7 +120,7 @@ fn measure_library(meter: &Meter, device: Device, driver: Option<&Driver>, host:
     let side = len.isqrt();
     let transposed = a.reshape([side, side])?.t()?;
     check("transpose_copy", len, |i| element(&transposed.contiguous()?, i), |i| value(i % side * side + i / side))?;
-    let transpose = Case { n: len, ..case("transpose_copy", 2 * size) }; // counted in elements; the other cases in bytes
+    let transpose = Case { n: len, ..case("transpose_copy", 2 * size) }; // the size is a number of elements; in other cases, of bytes
     lines.push(meter.time(transpose, Calls::Pipelined, || transposed.contiguous(), wait)?);
     drop(transposed);
 
@@ -134,8 +134,8 @@ fn measure_library(meter: &Meter, device: Device, driver: Option<&Driver>, host:
     Ok(lines)
 }
 
-/// Measures the driver's calls on the same device: a copy between two existing buffers, and transfers from and to pageable and
-/// pinned host memory.
+/// Measures driver calls on the same device: a copy between two existing buffers, and transfers from and to host memory, both pageable
+/// and pinned.
 fn measure_driver(meter: &Meter, driver: &Driver, host: &[f32]) -> Outcome<Vec<Line>> {
     let (len, size) = (host.len(), size_of_val(host));
     let case = |name, moved| case("driver", name, size, moved);
@@ -160,7 +160,7 @@ fn measure_driver(meter: &Meter, driver: &Driver, host: &[f32]) -> Outcome<Vec<L
     Ok(lines)
 }
 
-/// Measures memcpy on one thread of the host.
+/// Measures memcpy on one host thread.
 fn memcpy(meter: &Meter, host: &[f32]) -> Outcome<Line> {
     let mut to = vec![0f32; host.len()];
     let case = case("host", "memcpy", size_of_val(host), 2 * size_of_val(host));
@@ -172,7 +172,7 @@ fn memcpy(meter: &Meter, host: &[f32]) -> Outcome<Line> {
     meter.time(case, Calls::Single, copy, || Ok(()))
 }
 
-/// Measures all cases at one size.
+/// Measures all cases of one size.
 fn measure(meter: &Meter, device: Device, driver: Option<&Driver>, size: usize) -> Outcome<Vec<Line>> {
     let host: Vec<f32> = (0..size / 4).map(value).collect();
     let mut lines = measure_library(meter, device, driver, &host)?;
@@ -193,11 +193,11 @@ fn main() -> common::Outcome {
         let driver = if device == Device::Cpu {
             None
         } else {
-            // Devices of the same name are distinguished by their order.
+            // Devices with the same name are distinguished by their order.
             let before = names.iter().take_while(|(d, _)| *d != device).filter(|(_, name)| *name == info.name).count();
             Some(Driver::open(&info.name, before)?)
         };
-        // A tensor, its copies, the driver's buffers and their sources on the host take at most eight times the size.
+        // The measured tensors, their copies, the driver's buffers and the host's data together take at most eight times the size.
         let room = info.memory.min(Device::Cpu.info()?.memory) / 8;
         let largest = args.max.min(room as usize).min(info.largest_buffer as usize);
         let sizes: Vec<usize> = (0..10).map(|i| 4096 << (2 * i)).take_while(|&s| s <= largest).collect();

@@ -1,11 +1,11 @@
-//! The table, the plot and the summary of a device.
+//! The table, the plot and the summary of the results of a device.
 
 use claystone::Device;
 use plotters::prelude::*;
 
 use crate::common::{self, measure::Line};
 
-/// Formats a number of bytes, such as 4096 as `4 KiB`.
+/// Formats a number of bytes, for example 4096 as `4 KiB`.
 pub fn bytes(n: usize) -> String {
     match n.ilog2() / 10 {
         0 => format!("{n} B"),
@@ -13,7 +13,7 @@ pub fn bytes(n: usize) -> String {
     }
 }
 
-/// The columns: heading, peer, case.
+/// The columns of the table: heading, library, case.
 const HOST: &[(&str, &str, &str)] = &[
     ("clone", "claystone", "clone"),
     ("copy_", "claystone", "clone_into"),
@@ -43,12 +43,12 @@ fn find<'a>(lines: &'a [(usize, Line)], peer: &str, case: &str, size: usize) -> 
     lines.iter().find(found).map(|(_, line)| line)
 }
 
-/// Returns the rate of a clone divided by the rate of clEnqueueCopyBuffer and clFinish on two existing buffers.
+/// Returns the rate of a clone divided by the rate of the driver's copy (clEnqueueCopyBuffer and clFinish on two existing buffers).
 fn ratio(lines: &[(usize, Line)], size: usize) -> Option<f64> {
     Some(find(lines, "claystone", "clone", size)?.rate() / find(lines, "driver", "clone_raw", size)?.rate())
 }
 
-/// Prints GB/s, with a row for each size.
+/// Prints a table of rates in GB/s, with one row for each size.
 pub fn table(device: Device, sizes: &[usize], lines: &[(usize, Line)]) {
     println!("GB/s (clone, copy_, strided and memcpy: bytes read + written; transfers: bytes moved), medians");
     print!("{:>8}", "size");
@@ -67,7 +67,7 @@ pub fn table(device: Device, sizes: &[usize], lines: &[(usize, Line)]) {
     }
 }
 
-/// Prints the result of the device in one line.
+/// Prints a one-line summary for the device.
 pub fn summary(sizes: &[usize], lines: &[(usize, Line)]) {
     let Some(&size) = sizes.last() else { return };
     let Some(clone) = find(lines, "claystone", "clone", size) else { return };
@@ -79,9 +79,9 @@ pub fn summary(sizes: &[usize], lines: &[(usize, Line)]) {
     println!("clone of {}: {:.1} GB/s{beside}\n", bytes(size), clone.rate());
 }
 
-/// Draws the curves to `target/throughput-DEVICE.png`.
+/// Draws the curves and writes them to `target/throughput-DEVICE.png`.
 pub fn draw(device: Device, name: &str, sizes: &[usize], lines: &[(usize, Line)]) -> common::Outcome {
-    /// The curves: legend, peer, case.
+    /// The curves of the plot: legend, library, case.
     const CURVES: [(&str, &str, &str); 6] = [
         ("clone", "claystone", "clone"),
         ("driver's copy", "driver", "clone_raw"),

@@ -1,4 +1,4 @@
-//! A thread's mixed-precision scope. `ops::dispatch::autocast` says what operations do in it.
+//! The mixed-precision mode of a thread. `ops::dispatch::autocast` defines the dtype that each operation uses in this mode.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -15,22 +15,22 @@ thread_local! {
 #[derive(PartialEq, Eq, Hash)]
 struct CastKey {
     node: u64,
-    /// The storage's version: after an optimiser's step the parameter is cast again.
+    /// The storage's version. An in-place change, such as an optimiser's step, raises it, so the parameter is cast again.
     version: u64,
     dtype: DType,
-    /// Whether the cast was recorded. A cast that was not passes no gradient on.
+    /// Whether the cast was recorded. An unrecorded cast passes no gradient to the parameter, so it is not reused where recording is on.
     recorded: bool,
 }
 
 /// Runs `f` in mixed precision (PyTorch's `torch.autocast`).
 ///
-/// Matrix products, linear layers, convolutions, attention, einsum and `prelu` convert their inputs to `dtype`, BF16 or
-/// F16, and return it. Softmax, losses, norms, distances, sums and products (cumulative ones too), powers, exponentials
-/// and logarithms convert half-precision inputs to f32, and return f32. Other operations keep the dtype of their
-/// inputs, and f64 is never converted.
+/// Matrix products, linear layers, convolutions, attention, einsum and `prelu` convert their inputs to `dtype` (BF16 or
+/// F16) and return that dtype. Softmax, losses, norms, distances, sums, products, `cumsum`, `cumprod`, powers,
+/// exponentials and logarithms convert half-precision inputs to f32 and return f32. Other operations keep the dtype of
+/// their inputs. f64 is never converted.
 ///
-/// A parameter is cast once a scope, however often it is used. `None` disables autocast inside `f`. Backward always
-/// runs without autocast, in the dtypes of forward.
+/// Within a scope, each parameter is cast only once, however often it is used. A `dtype` of `None` disables autocast
+/// inside `f`. Backward always runs without autocast, in the dtypes that forward used.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, autocast};
@@ -54,7 +54,7 @@ pub fn autocast<R>(dtype: impl Into<Option<DType>>, f: impl FnOnce() -> R) -> R 
                 modes.autocast_depth
             });
             if depth == 0 {
-                // Taken out first: dropping a tensor may run code that uses the map.
+                // The map is taken before its tensors are dropped: dropping a tensor may run code that borrows the map.
                 drop(CAST_PARAMETERS.take());
             }
         }
@@ -73,7 +73,7 @@ pub fn autocast_dtype() -> Option<DType> {
     modes().autocast_dtype
 }
 
-/// Returns the tensor in `dtype`. A parameter is cast only once a scope.
+/// Returns `t` in `dtype`. Within a scope, a parameter is cast only once; later calls return the first cast.
 pub(crate) fn cast_once(t: &Tensor, dtype: DType) -> Result<Tensor> {
     let Some(node) = t.leaf_id().filter(|_| t.dtype != dtype) else { return t.to_dtype(dtype) };
     let key = CastKey { node, version: t.storage.version(), dtype, recorded: is_grad_enabled() };

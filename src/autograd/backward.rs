@@ -1,4 +1,4 @@
-//! The engine of the backward pass: a heap of nodes ordered by age.
+//! The engine of the backward pass. It visits the nodes of the graph from the newest to the oldest, with a heap.
 
 use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
@@ -22,7 +22,7 @@ thread_local! {
 
 type Callback = Box<dyn FnOnce() -> Result<()>>;
 
-/// A backward pass in progress, possibly inside another one.
+/// Marks that a backward pass is in progress on this thread. The pass may run inside another one.
 struct CallbackScope {
     is_outermost: bool,
 }
@@ -36,7 +36,7 @@ impl CallbackScope {
         })
     }
 
-    /// Runs the queued callbacks, unless this pass is inside another one. Callbacks of a failed pass are dropped.
+    /// Runs the queued callbacks, unless this pass runs inside another one. Drops the callbacks if the pass has failed.
     fn run_queued(self) -> Result<()> {
         let queued = match self.is_outermost {
             true => CALLBACKS.with_borrow_mut(Option::take).unwrap_or_default(),
@@ -54,9 +54,9 @@ impl Drop for CallbackScope {
     }
 }
 
-/// Runs `f` once, at the end of the backward pass in progress on this thread. Call this function from a hook (PyTorch's
-/// `Variable._execution_engine.queue_callback`). An error of `f` becomes the error of the pass; if the pass fails, `f`
-/// is not called.
+/// Runs `f` once, at the end of the backward pass in progress on this thread (PyTorch's
+/// `Variable._execution_engine.queue_callback`). Call this function from a hook. An error of `f` becomes the error of
+/// the pass. If the pass fails, `f` is not called.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd};
@@ -86,15 +86,15 @@ pub fn queue_callback(f: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
     })
 }
 
-/// An entry of the heap, which pops the highest first: the node's number (its age), or the maximum for a leaf with a complete gradient;
-/// and the node's number again, so that of several complete leaves the oldest comes first.
+/// A heap entry; the heap returns the largest first. The first field is the node's number (newer nodes have higher numbers), or the maximum
+/// for a leaf whose gradient is complete. The second field is the node's number, reversed: among complete leaves, the oldest comes first.
 type QueuedNode = (u64, Reverse<u64>);
 
-/// The gradients accumulated so far for nodes not yet visited, with the nodes, by number.
+/// The gradients accumulated so far for nodes that are not visited yet. The key is the node's number.
 pub(super) type PendingGradients = HashMap<u64, (Arc<Node>, Gradient)>;
 
-/// Counts, for each leaf with post-accumulate hooks, the gradients that operations reachable from the roots will add. Leaves are older
-/// than those operations and would be visited last; the count shows earlier that a gradient is complete.
+/// Counts the gradients that each leaf with post-accumulate hooks will receive from operations reachable from the roots. Leaves are older
+/// than these operations and would be visited last. With the count, a leaf is visited as soon as its gradient is complete.
 fn count_expected_gradients<'a>(roots: impl Iterator<Item = &'a Arc<Node>>) -> HashMap<u64, usize> {
     let mut leaves = HashMap::new();
     if !hooks::has_post_accumulate_hooks() {
@@ -120,22 +120,22 @@ fn count_expected_gradients<'a>(roots: impl Iterator<Item = &'a Arc<Node>>) -> H
 /// One traversal of the graph, from the newest node to the oldest.
 #[derive(Default)]
 pub(super) struct Engine {
-    /// Whether to keep the closures for another traversal.
+    /// Whether to keep the backward closures for another backward pass.
     pub(super) retain_graph: bool,
-    /// Whether to record the operations of the closures.
+    /// Whether to record the operations that the backward closures run.
     pub(super) create_graph: bool,
-    /// The nodes whose gradients are returned; with None, leaves accumulate theirs instead.
+    /// The nodes whose gradients are returned. If None, leaves accumulate their gradients in `Tensor::grad` instead.
     pub(super) wanted: Option<WantedNodes>,
-    /// Whether this pass is part of another backward pass, which continues from the returned gradients and calls their hooks.
+    /// Whether this pass runs inside another backward pass. The outer pass continues from the returned gradients, and it calls their hooks.
     pub(super) is_nested: bool,
-    /// Gradient slots of wanted leaves, by node, that the outer pass has lent to the operation whose backward is this pass.
+    /// Gradient slots of wanted leaves, by node number. The outer pass has lent them to the operation whose backward runs this pass.
     pub(super) lent_slots: RefCell<HashMap<u64, Tensor>>,
-    /// Whether a leaf has accumulated a gradient. A later failure leaves some leaves with their gradients and others without.
+    /// Whether a leaf has accumulated a gradient. If the pass fails after that, some leaves have new gradients and others do not.
     pub(super) has_accumulated: Cell<bool>,
 }
 
 impl Engine {
-    /// True if a gradient is wanted of this node, or of a node that it depends on.
+    /// True if a gradient is wanted for this node, or for a node that this node depends on.
     pub(super) fn leads_to_wanted(&self, node: &Node) -> bool {
         self.wanted.as_ref().is_none_or(|wanted| wanted.leads_to_wanted(node.seq))
     }
@@ -144,13 +144,13 @@ impl Engine {
         self.wanted.as_ref().is_some_and(|wanted| wanted.returns_gradient_of(node.seq))
     }
 
-    /// Runs the pass from `seeds`. Returns the gradients of the wanted nodes, by number.
+    /// Runs the pass from `seeds`. Returns the gradients of the wanted nodes. The key is the node's number.
     pub(super) fn run_pass(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
         let traverse = || match self.create_graph {
             true => enable_grad(|| self.traverse(seeds)),
             false => no_grad(|| self.traverse(seeds)),
         };
-        // Without autocast, so that backward uses forward's dtypes. With buffers: each operand is read once, so an image would not pay off.
+        // Autocast is off, so that backward uses forward's dtypes. Operands are read as buffers: each is read once, so images would not pay off.
         let outermost = CallbackScope::begin();
         let returned = with_memory_mode(MemoryMode::Buffer, || autocast(None, traverse));
         let ended = returned.and_then(|returned| outermost.run_queued().map(|()| returned));
@@ -199,7 +199,7 @@ impl Engine {
             let results = (operation.backward)(&mut context)?;
             drop(recorded);
             let multiplied = std::mem::take(&mut context.multiplied);
-            // Dropped before the results are added: handles on gradients would make them look shared.
+            // The context is dropped before gradients are added: its handles would make gradients look shared, and adding would copy them.
             drop(context);
             drop(operation.backward);
             debug_assert_eq!(results.len(), node.inputs.len(), "{}: one gradient an input", node.op);
@@ -221,7 +221,7 @@ impl Engine {
                     let reason = format!("its backward gave NaN, in a gradient of shape {}", result.shape());
                     return Err(Error::Autograd { op: node.op, reason });
                 }
-                // Copied into the slot now: leaves are visited last, so until then all gradients would be in memory twice.
+                // The gradient is copied into the leaf's slot now. Leaves are visited last, so until then both copies would be in memory.
                 if let Some(slot) = offered.filter(|_| !in_slot && !gradients.contains_key(&input.seq)) {
                     slot.copy_(&result)?;
                     (result, in_slot) = (slot, true);
@@ -249,12 +249,12 @@ impl Engine {
         Ok(returned)
     }
 
-    /// Takes a closure's gradient out of the graph, unless a graph is being created.
+    /// Takes a gradient that a closure returned out of the graph, unless this pass records a graph (`create_graph`).
     fn detach_unless_recording(&self, grad: Tensor) -> Tensor {
         if self.create_graph { grad } else { grad.into_detached() }
     }
 
-    /// Returns the operation to differentiate at a node, or None if the pass ends there. A leaf accumulates `grad`.
+    /// Returns the operation to differentiate at `node`. If `node` is a leaf, accumulates `grad` and returns None.
     fn take_operation(&self, node: &Node, grad: &mut Gradient) -> Result<Option<Operation>> {
         let mut state = node.state();
         if let State::Leaf(leaf) = &mut *state {
@@ -295,7 +295,7 @@ impl Engine {
         Ok(Some(operation))
     }
 
-    /// Lends the gradient slot of input `i`, if the input is a leaf without a gradient whose slot is not lent already.
+    /// Lends the gradient slot of input `i`. Returns None if the input is not a leaf, has a gradient already, or its slot is already lent.
     fn lend_slot(
         &self,
         node: &Node,
@@ -322,11 +322,11 @@ impl Engine {
     }
 }
 
-/// Returns a leaf's gradient with `grad` added, in the leaf's slot if it has one.
+/// Returns the leaf's gradient plus `grad`. The result is in the leaf's gradient slot if the leaf has one.
 fn accumulate(leaf: &Leaf, grad: &mut Gradient) -> Result<Tensor> {
     let in_slot = grad.in_slot();
     let tensor = grad.tensor()?;
-    // Replaced, so that `tensor` is the only handle on a gradient that no other code uses.
+    // `grad` is replaced, so that `tensor` is the only handle if no other code uses the gradient.
     *grad = Gradient::ones(&tensor);
     match (&leaf.grad, leaf.slot.as_ref().filter(|_| in_slot || !leaf.lent)) {
         (Some(total), _) if total.requires_grad() || tensor.requires_grad() => total.add(&tensor),
@@ -339,7 +339,7 @@ fn accumulate(leaf: &Leaf, grad: &mut Gradient) -> Result<Tensor> {
             slot.copy_(&tensor)?;
             Ok(slot.shallow_clone())
         }
-        // A gradient with other users (an expanded view, or the caller's own tensor) is copied for the leaf.
+        // The leaf gets a copy if other code uses the gradient: an expanded view, or the tensor that the caller passed.
         (None, None) if !tensor.storage.is_unique() || !tensor.layout.is_dense() => tensor.deep_copy(false),
         (None, _) => Ok(tensor),
     }

@@ -1,4 +1,4 @@
-//! Gradient checking by central differences.
+//! Gradient checks by central differences.
 
 use super::{GradOptions, enable_grad, grad_with_options};
 use crate::{DType, Error, Result, Tensor, no_grad};
@@ -7,8 +7,8 @@ use crate::{DType, Error, Result, Tensor, no_grad};
 /// (PyTorch's `gradcheck`). The differences are `(f(x+h) - f(x-h)) / 2h`, with `h` = 1e-6 of the value's scale.
 ///
 /// `inputs` are f64 tensors of any shape, strides and device. `f` must be deterministic and return an f64 tensor of any
-/// shape. Each element of the result takes a forward and a backward pass, and each element of the inputs two forward
-/// passes. An element passes if both gradients agree to `tolerance`, absolute below 1 and relative above.
+/// shape. The check runs one forward and one backward pass per element of the result, and two forward passes per element
+/// of the inputs. An element passes if both gradients agree to `tolerance`: absolute for gradients below 1, else relative.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, autograd::gradcheck};
@@ -27,7 +27,7 @@ pub fn gradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tol
         dtype => Err(Error::UnsupportedDType { op, dtype, expected: "f64: differences need the digits" }),
     };
     inputs.iter().try_for_each(check_dtype)?;
-    // The gradients of the inputs, for each element of the result.
+    // `analytic` holds the gradients of all inputs for each element of the result.
     let mut analytic: Vec<Vec<Vec<f64>>> = Vec::new();
     for j in 0.. {
         let leaves = inputs.iter().map(|t| t.detach().requires_grad_(true)).collect::<Result<Vec<_>>>()?;
@@ -82,14 +82,14 @@ pub fn gradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tol
     Ok(())
 }
 
-/// Returns the sum of the elements, weighted with fixed numbers that differ between neighbouring elements.
+/// Returns the weighted sum of the elements. The weights are constants that differ between neighbouring elements.
 fn weighted_sum(x: &Tensor) -> Result<Tensor> {
     let weights: Vec<f64> = (0..x.numel()).map(|k| 0.5 + ((7 * k + 3) % 11) as f64 / 11.0).collect();
     x.mul(&Tensor::from_slice(&weights, x.shape(), x.device())?)?.sum((), false)
 }
 
-/// Checks gradients of gradients (PyTorch's `gradgradcheck`). The gradient of `f`, recorded with `create_graph` and
-/// weighted with fixed numbers, is checked as in [`gradcheck`].
+/// Checks gradients of gradients (PyTorch's `gradgradcheck`). Computes the gradient of `f` with `create_graph`, weights
+/// its elements with constants, and checks the weighted gradient as [`gradcheck`] does.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, autograd::gradgradcheck};
@@ -99,13 +99,13 @@ fn weighted_sum(x: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As for [`gradcheck`]; [`Error::Autograd`] if an operation's backward is not made of differentiable operations.
+/// Errors of [`gradcheck`]. [`Error::Autograd`] if an operation's backward is not made of differentiable operations.
 pub fn gradgradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tolerance: f64) -> Result<()> {
     if inputs.is_empty() {
         return Ok(());
     }
     let weighted = |x: &[Tensor]| {
-        // Central differences pass plain tensors, under no_grad.
+        // `gradcheck` evaluates central differences with inputs outside the graph, under no_grad. This closure needs leaves.
         let leaf = |t: &Tensor| if t.requires_grad() { Ok(t.shallow_clone()) } else { t.detach().requires_grad_(true) };
         enable_grad(|| {
             let x = x.iter().map(leaf).collect::<Result<Vec<_>>>()?;

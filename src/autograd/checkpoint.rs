@@ -1,4 +1,4 @@
-//! Checkpointing, which trades computing time for memory.
+//! Gradient checkpointing: recomputes a function in backward instead of keeping its intermediate tensors in memory.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use crate::{Result, Tensor};
 
 /// Computes `f(inputs)` without keeping the tensors that its operations would save for backward (PyTorch's
 /// `torch.utils.checkpoint.checkpoint`). In backward, `f` runs again with the same random numbers and is then
-/// differentiated. This takes memory of the size of the inputs instead of all intermediate results, and the time of `f`
-/// once more.
+/// differentiated. Until backward only the inputs stay in memory, not the intermediate results; in return, `f` runs
+/// twice.
 ///
-/// Gradients also flow to tensors that `f` captures, such as a layer's parameters. Neither these nor the inputs may be
-/// changed in place between the two runs; this is checked for the inputs.
+/// Gradients also flow to tensors that `f` captures, such as a layer's parameters. Do not change captured tensors or
+/// inputs in place between the two runs. Such a change of an input is an error; of a captured tensor, it is not detected.
 /// [`Module::forward_checkpointed`](crate::nn::Module::forward_checkpointed) checkpoints a module.
 ///
 /// ```
@@ -30,7 +30,7 @@ use crate::{Result, Tensor};
 /// ```
 ///
 /// # Errors
-/// Errors of `f`, here and in backward; in backward also if `f` returns another shape, dtype or device than before.
+/// Errors of `f`, in both runs. Backward also fails if `f` then returns a different shape, dtype or device.
 pub fn checkpoint(
     f: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
     inputs: &[&Tensor],
@@ -40,7 +40,7 @@ pub fn checkpoint(
     if !is_grad_enabled() {
         return f(&given);
     }
-    // Nodes without closures record which earlier nodes the result depends on.
+    // Nodes are recorded without closures: only the earlier nodes that the result depends on are needed here.
     let first = next_seq();
     let (out, seeds) = record_draws(|| dependencies_only(|| f(&given)));
     let out = out?;
@@ -49,7 +49,7 @@ pub fn checkpoint(
     if outside.iter().any(|node| node.seq == root.seq) {
         return Ok(out); // `f` returned an input
     }
-    // A view of an input would have a second node, in addition to the input's.
+    // A view of an input is copied: as a view it would get a second node, in addition to the input's node.
     let out = if given.iter().any(|t| t.shares_storage(&out)) { out.deep_copy(false)? } else { out.detach() };
     let precision = autocast_dtype();
     let saved: Vec<Saved> = given.iter().map(Saved::new).collect();
@@ -60,11 +60,11 @@ pub fn checkpoint(
     }))
 }
 
-/// Applies functions one after another, each as a [`checkpoint`] (PyTorch's `checkpoint_sequential`): the tensors
-/// between the functions are kept, and those inside are not.
+/// Applies functions one after another, each as a [`checkpoint`] (PyTorch's `checkpoint_sequential`). Keeps the tensors
+/// between the functions, but no tensors inside them.
 ///
 /// # Errors
-/// As for [`checkpoint`].
+/// Errors of [`checkpoint`].
 pub fn checkpoint_sequential<F>(functions: impl IntoIterator<Item = F>, input: &Tensor) -> Result<Tensor>
 where
     F: Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
@@ -72,7 +72,7 @@ where
     functions.into_iter().try_fold(input.shallow_clone(), |x, f| checkpoint(move |x| f(&x[0]), &[&x]))
 }
 
-/// Returns, for each path from `root`, the newest node older than `first`; each node once.
+/// Returns the first node older than `first` on each path from `root` to older nodes, without duplicates.
 fn input_nodes_before(root: &Arc<Node>, first: u64) -> Vec<Arc<Node>> {
     let mut seen = std::collections::HashSet::new();
     let (mut open, mut outside) = (vec![root], Vec::new());

@@ -14,26 +14,26 @@ use crate::{DType, Device, Error, Result, Shape, Tensor};
 /// The argument of an operation's backward closure.
 pub(crate) struct Context<'a> {
     pub(super) engine: &'a Engine,
-    /// The node whose gradient is given.
+    /// The node of the operation's result.
     pub(super) node: &'a Arc<Node>,
     /// The gradient of the node's result.
     pub(super) grad: Gradient,
     pub(super) gradients: &'a PendingGradients,
-    /// Gradient slots of the inputs that are leaves: see [`Context::slot`].
+    /// Gradient slots of those inputs that are leaves (see [`Context::slot`]).
     pub(super) slots: Gradients,
-    /// The factor that the result's gradient has yet to be multiplied by.
+    /// A factor by which the result's gradient still has to be multiplied. `None` if there is no factor, or if it is already applied.
     pub(super) factor: Option<Arc<Factor>>,
-    /// For each input, whether its gradient is multiplied by the input's own factor.
+    /// For each input: whether the closure has taken the input's factor ([`Context::take_input_factor`]), and so multiplies by it.
     pub(super) multiplied: SmallVec<[bool; 3]>,
 }
 
 impl Context<'_> {
-    /// Returns the gradient of the operation's result, of its shape and dtype.
+    /// Returns the gradient of the operation's result, in the result's shape and dtype.
     pub(crate) fn grad(&self) -> Result<Tensor> {
         self.grad.tensor()
     }
 
-    /// Returns the gradient; None if it is the implicit 1 that `backward()` starts from, so that a multiplication can be skipped.
+    /// Returns the gradient, or None if it is the implicit 1 that `backward()` starts from. The caller can then skip a multiplication.
     pub(crate) fn grad_unless_one(&self) -> Option<Tensor> {
         match &self.grad {
             Gradient::One { .. } => None,
@@ -41,26 +41,25 @@ impl Context<'_> {
         }
     }
 
-    /// True if the closure's operations are recorded. The closure may then use recorded operations only, and there are no slots and no input
-    /// factors. Only closures recorded with [`record_differentiable`](super::record_differentiable) can get true.
+    /// True if the operations of the closure are recorded. The closure may then use recorded operations only; slots and input factors are not
+    /// available. Always false for closures that were not recorded with [`record_differentiable`](super::record_differentiable).
     pub(crate) fn create_graph(&self) -> bool {
         self.engine.create_graph
     }
 
-    /// Returns the operation's own result, which was saved before it had a node, with its node.
+    /// Returns the operation's own result, with its node. The result was saved before it had a node.
     pub(crate) fn unpack_result(&self, saved: &Saved) -> Result<Tensor> {
         let node = self.create_graph().then(|| self.node.clone());
         Ok(Tensor { made_by: node, ..saved.unpack(self.node.op)? })
     }
 
-    /// Returns `values` with the node of input `i`.
+    /// Returns `values` as a tensor with the node of input `i`.
     pub(crate) fn with_input_node(&self, i: usize, values: Tensor) -> Tensor {
         Tensor { made_by: self.node.inputs[i].clone(), ..values }
     }
 
-    /// Computes the inputs' gradients by differentiating `again`: the operation's result, recomputed from the inputs by
-    /// operations whose gradients have gradients. For closures that otherwise call kernels without a gradient, if
-    /// [`Context::create_graph`].
+    /// Computes the inputs' gradients by differentiating `again`: the operation's result, recomputed from the inputs by operations that
+    /// support gradients of gradients. Closures whose kernels have no gradient call this method if [`Context::create_graph`] is true.
     pub(crate) fn differentiate_through(&mut self, again: &Tensor) -> Result<Gradients> {
         let inputs = &self.node.inputs;
         let mut gradients: Gradients = inputs.iter().map(|_| None).collect();
@@ -86,7 +85,7 @@ impl Context<'_> {
             ..Default::default()
         };
         let mut found = engine.run_pass(vec![(root, grad.into())])?;
-        // If an input is given twice, the first gets the gradient of both.
+        // If an operation has the same tensor as two inputs, the first of them gets the whole gradient.
         for (gradient, node) in gradients.iter_mut().zip(inputs) {
             *gradient = node.as_ref().and_then(|node| found.remove(&node.seq));
         }
@@ -101,12 +100,12 @@ impl Context<'_> {
         self.node.inputs[i].as_ref().is_some_and(|input| self.engine.leads_to_wanted(input))
     }
 
-    /// Takes the factor that the operation was recorded with, if the gradient is still to be multiplied by it.
+    /// Takes the factor that was recorded with the operation. None if the gradient is already multiplied by it. The caller must multiply by it.
     pub(crate) fn take_factor(&mut self) -> Option<Arc<Factor>> {
         self.factor.take()
     }
 
-    /// Returns the factor that the gradient of input `i` is multiplied by next. The caller must then multiply by it.
+    /// Returns the factor of input `i`, by which the pass would multiply the input's gradient next. The caller must multiply by it instead.
     pub(crate) fn take_input_factor(&mut self, i: usize) -> Option<Arc<Factor>> {
         let input = self.node.inputs[i].as_ref()?;
         if self.create_graph() || self.engine.returns_gradient_of(input) || self.gradients.contains_key(&input.seq) {
@@ -117,7 +116,7 @@ impl Context<'_> {
         factor
     }
 
-    /// Returns memory in which the gradient of input `i` may be computed: a view of an optimiser's flat buffer.
+    /// Returns a view of an optimiser's flat gradient buffer in which the caller may compute the gradient of input `i`. None if there is none.
     pub(crate) fn slot(&mut self, i: usize) -> Option<Tensor> {
         self.slots[i].take()
     }
@@ -129,10 +128,10 @@ pub(super) fn address(t: &Tensor) -> usize {
 
 /// A gradient that is passed to a node.
 pub(super) enum Gradient {
-    /// Ones: the gradient `backward()` starts from. The tensor is created only when it is needed.
+    /// A gradient of ones, which `backward()` starts from. Its tensor is created only when it is needed.
     One { shape: Shape, dtype: DType, device: Device },
-    /// `in_slot`: the tensor is in the leaf's slot, which no other code reads yet, so it may be changed in place.
-    /// `multiplied`: the tensor was multiplied by the receiving node's factor; then no other gradient is added to it.
+    /// `in_slot`: the tensor is in the leaf's gradient slot, which no other code reads yet, so it may be changed in place.
+    /// `multiplied`: the tensor is already multiplied by the receiving node's factor; then no other gradient is added to it.
     Tensor { tensor: Tensor, in_slot: bool, multiplied: bool },
 }
 
@@ -169,7 +168,7 @@ impl Gradient {
         matches!(self, Gradient::Tensor { multiplied: true, .. })
     }
 
-    /// Adds two gradients, in place if one of them has no other user and is in no graph.
+    /// Adds two gradients. Adds in place if one of them has no other handle and is in no graph.
     pub(super) fn add(self, other: Tensor) -> Result<Gradient> {
         let owned = |t: &Tensor| !t.requires_grad() && t.storage.is_unique() && t.layout.is_dense();
         let untracked = !other.requires_grad();

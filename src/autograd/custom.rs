@@ -1,4 +1,4 @@
-//! Users' own operations: a forward and a backward function in any code.
+//! Operations that users define with a forward and a backward function.
 
 use std::sync::Arc;
 
@@ -8,8 +8,8 @@ use super::record::{is_tracked, record, record_differentiable};
 use super::{Context, Gradients, Saved, no_grad};
 use crate::{Error, Result, Tensor};
 
-/// An operation with its own backward function (PyTorch's `torch.autograd.Function`): a composition of other
-/// operations, host code, or a [`Kernel`](crate::Kernel). [`Tensor::apply_op`] runs it.
+/// An operation with its own backward function (PyTorch's `torch.autograd.Function`). Both functions may compose other
+/// operations, compute on the host, or run a [`Kernel`](crate::Kernel). [`Tensor::apply_op`] runs the operation.
 ///
 /// ```
 /// use claystone::autograd::{CustomOp, OpContext};
@@ -40,29 +40,29 @@ use crate::{Error, Result, Tensor};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait CustomOp: Send + Sync + 'static {
-    /// Returns the operation's name for messages.
+    /// Returns the operation's name, for error messages.
     fn name(&self) -> &'static str;
 
-    /// Computes the result. Operations inside are not recorded. Store in `ctx` the tensors that backward needs.
+    /// Computes the result. Operations inside this function are not recorded. Save the tensors that backward needs in `ctx`.
     ///
     /// # Errors
-    /// Any errors, which [`Tensor::apply_op`] returns.
+    /// Any error. [`Tensor::apply_op`] returns it to its caller.
     fn forward(&self, ctx: &mut OpContext, inputs: &[&Tensor]) -> Result<Tensor>;
 
-    /// Computes each input's gradient, or None if there is none, from the gradient of the result. Called once in every backward pass.
+    /// Computes the gradient of each input from `grad`, the gradient of the result. None for an input without a gradient. Runs once per pass.
     ///
     /// # Errors
-    /// Any errors, which the backward pass returns.
+    /// Any error. The backward pass returns it to its caller.
     fn backward(&self, ctx: &OpContext, grad: &Tensor) -> Result<Vec<Option<Tensor>>>;
 
-    /// True if `backward` uses only recorded operations, on the gradient and on saved inputs and results, so that
-    /// gradients of gradients can be computed. Otherwise `create_graph` fails at this operation.
+    /// True if `backward` applies only recorded operations, to the gradient, saved inputs and saved results. Gradients of
+    /// gradients can then be computed. If false, `create_graph` fails at this operation.
     fn differentiable_twice(&self) -> bool {
         false
     }
 }
 
-/// Data passed from forward to backward.
+/// Data that [`CustomOp::forward`] passes to [`CustomOp::backward`].
 #[derive(Default)]
 pub struct OpContext {
     /// Saved tensors, and whether each is the operation's result.
@@ -75,13 +75,13 @@ pub struct OpContext {
 }
 
 impl OpContext {
-    /// Saves tensors for backward, after those saved before (PyTorch's `save_for_backward`). They may be inputs, the
-    /// result, or any other tensors. Changing a saved tensor in place before backward is an error there.
+    /// Saves tensors for backward, after any tensors saved before (PyTorch's `save_for_backward`). They can be inputs, the
+    /// result, or any other tensors. If a saved tensor is changed in place before backward, backward fails.
     pub fn save_for_backward(&mut self, tensors: &[&Tensor]) {
         self.saved.extend(tensors.iter().map(|t| (Saved::new(t), false)));
     }
 
-    /// Returns the saved tensors in order (PyTorch's `saved_tensors`).
+    /// Returns the saved tensors in the order in which they were saved (PyTorch's `saved_tensors`).
     ///
     /// # Errors
     /// [`Error::Autograd`] if a tensor was changed in place since it was saved.
@@ -93,24 +93,24 @@ impl OpContext {
         self.saved.iter().map(get).collect()
     }
 
-    /// In backward, returns memory of the shape, dtype and device of input `i`, which is a part of an optimiser's
-    /// buffer. Compute the gradient there, for instance with [`ops::call_into`](crate::ops::call_into), and return it,
-    /// to save a copy. None if there is no such memory, in forward, and if a graph is created.
+    /// In backward, returns a part of an optimiser's gradient buffer, with the shape, dtype and device of input `i`. To avoid
+    /// a copy, compute the gradient there, for instance with [`ops::call_into`](crate::ops::call_into), and return it.
+    /// Returns None if there is no such buffer, in forward, and in a backward pass with `create_graph`.
     pub fn grad_slot(&self, i: usize) -> Option<Tensor> {
         self.slots.get(i)?.as_ref().map(Tensor::shallow_clone)
     }
 
-    /// True if the gradient of input `i` is wanted (PyTorch's `needs_input_grad`).
+    /// True if the gradient of input `i` is needed (PyTorch's `needs_input_grad`).
     pub fn needs_input_grad(&self, i: usize) -> bool {
         self.needs.get(i).copied().unwrap_or(false)
     }
 }
 
 impl Tensor {
-    /// Runs your own operation: see [`CustomOp`].
+    /// Runs an operation that implements [`CustomOp`].
     ///
     /// # Errors
-    /// Errors of its forward function.
+    /// Errors of [`CustomOp::forward`].
     pub fn apply_op(custom: impl CustomOp, inputs: &[&Tensor]) -> Result<Tensor> {
         let name = custom.name();
         let tracked = is_tracked(inputs);
@@ -120,7 +120,7 @@ impl Tensor {
         if !tracked || !out.dtype.is_float() {
             return Ok(out.detach());
         }
-        // An input that forward returns, or a view of one, would lose its own node.
+        // The result is copied if forward returned an input or a view of one: otherwise the input's own node would be lost.
         let out = match inputs.iter().any(|t| t.shares_storage(&out)) {
             true => out.deep_copy(true)?,
             false => out.detach(),

@@ -1,4 +1,4 @@
-//! Entry points of the backward pass: the variants of [`Tensor::backward`], and [`grad`].
+//! The functions that start a backward pass: [`Tensor::backward`], its variants, and [`grad`].
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -13,12 +13,12 @@ use crate::{Error, Result, Tensor};
 /// The nodes whose gradients a backward pass returns.
 pub(super) struct WantedNodes {
     nodes: HashSet<u64>,
-    /// All nodes that depend on one of `nodes`, and `nodes` themselves.
+    /// The numbers of `nodes`, and of all nodes that depend on one of them.
     dependents: HashSet<u64>,
 }
 
 impl WantedNodes {
-    /// Selects `nodes`, which are searched for from `roots`.
+    /// Selects `nodes`. Searches the graph below `roots` for the nodes that depend on them.
     pub(super) fn new<'a>(
         roots: impl Iterator<Item = &'a Arc<Node>>,
         nodes: impl Iterator<Item = &'a Arc<Node>>,
@@ -32,7 +32,7 @@ impl WantedNodes {
                 open.extend(node.inputs.iter().flatten());
             }
         }
-        // In the order of age, because an operation is newer than its inputs.
+        // Nodes are visited from the oldest to the newest: an operation is newer than its inputs.
         let mut order: Vec<u64> = below.keys().copied().collect();
         order.sort_unstable();
         let mut dependents = HashSet::new();
@@ -57,33 +57,33 @@ impl WantedNodes {
 /// Options of [`Tensor::backward_with_options`].
 #[derive(Clone, Copy, Default)]
 pub struct BackwardOptions<'a> {
-    /// The gradient of the final value with respect to the tensor, of its shape, dtype and device. `None` stands for 1,
-    /// and requires a tensor of one element.
+    /// The gradient of the final value with respect to the tensor, in the tensor's shape, dtype and device. `None` means a
+    /// gradient of 1, and requires a tensor of one element.
     pub gradient: Option<&'a Tensor>,
-    /// Whether to keep the graph, and the tensors it saved, for another backward pass. Otherwise their memory is freed on the way.
+    /// Whether to keep the graph, with the tensors it saved, for another backward pass. If false, backward frees saved tensors as it runs.
     pub retain_graph: bool,
-    /// Whether to record the backward pass itself, so that gradients have gradients; also keeps the graph. The leaves'
-    /// [`Tensor::grad`] and the graph then keep each other alive: call [`Tensor::zero_grad`], or use
-    /// [`grad_with_options`].
+    /// Whether to record the backward pass itself, so that gradients of gradients can be computed. This also keeps the
+    /// graph. [`Tensor::grad`] of a leaf and the graph then keep each other alive: call [`Tensor::zero_grad`] to free them,
+    /// or use [`grad_with_options`], which stores no gradients in leaves.
     pub create_graph: bool,
 }
 
 /// Options of [`grad_with_options`].
 #[derive(Clone, Copy, Default)]
 pub struct GradOptions<'a> {
-    /// The gradient of the final value with respect to each output. Empty for gradients of 1, if all outputs have one element.
+    /// The gradient of the final value with respect to each output. If empty, all gradients are 1, and each output must have one element.
     pub grad_outputs: &'a [&'a Tensor],
-    /// As in [`BackwardOptions`].
+    /// See [`BackwardOptions::retain_graph`].
     pub retain_graph: bool,
-    /// As in [`BackwardOptions`].
+    /// See [`BackwardOptions::create_graph`].
     pub create_graph: bool,
-    /// Whether an input that no output depends on gets None instead of causing an error.
+    /// Whether to return None for an input that no output depends on. If false, such an input is an error.
     pub allow_unused: bool,
 }
 
-/// Returns the gradients of the sum of `outputs`, tensors of one element, with respect to `inputs`, which may be leaves
-/// or results of operations (PyTorch's `torch.autograd.grad`). No leaf's [`Tensor::grad`] changes. The graph between is
-/// consumed.
+/// Returns the gradients of the sum of `outputs` with respect to `inputs` (PyTorch's `torch.autograd.grad`). Each output
+/// has one element. Inputs are leaves or results of operations. [`Tensor::grad`] of leaves does not change. The graph
+/// between outputs and inputs is consumed.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd};
@@ -95,14 +95,14 @@ pub struct GradOptions<'a> {
 /// ```
 ///
 /// # Errors
-/// As for [`Tensor::backward`]; [`Error::Autograd`] for an input that requires no gradient or that no output depends on.
+/// Errors of [`Tensor::backward`]. [`Error::Autograd`] for an input that requires no gradient or that no output depends on.
 #[track_caller]
 pub fn grad(outputs: &[&Tensor], inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
     let gradients = grad_with_options(outputs, inputs, GradOptions::default())?;
     Ok(gradients.into_iter().flatten().collect())
 }
 
-/// Like [`grad`], for outputs of any shape, with options to keep the graph and to differentiate the gradients.
+/// Returns gradients as [`grad`] does, for outputs of any shape, with options to keep the graph and to differentiate the gradients.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd::{GradOptions, grad, grad_with_options}};
@@ -116,8 +116,8 @@ pub fn grad(outputs: &[&Tensor], inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
 /// ```
 ///
 /// # Errors
-/// As for [`grad`]; also if `grad_outputs` does not match `outputs`, and with `create_graph` if an operation's backward
-/// is not made of differentiable operations.
+/// Errors of [`grad`]. Also fails if `grad_outputs` does not match `outputs`, and with `create_graph` if an operation's
+/// backward is not made of differentiable operations.
 #[track_caller]
 pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradOptions) -> Result<Vec<Option<Tensor>>> {
     let _caller = Caller::enter();
@@ -128,7 +128,7 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
     })?;
     let mut seeds = Vec::with_capacity(outputs.len());
     for (i, output) in outputs.iter().enumerate() {
-        // As in PyTorch, outputs may be constants as long as one of them is not.
+        // As in PyTorch, constants are allowed among the outputs if at least one output requires a gradient.
         let gradient = seed_gradient(op, output, grad_outputs.get(i).copied(), create_graph)?;
         seeds.extend(output.node().map(|node| (node, gradient)));
     }
@@ -155,7 +155,7 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
     nodes.iter().enumerate().map(take).collect()
 }
 
-/// Returns the gradient at `output` that a backward pass starts with.
+/// Returns the gradient of `output` from which a backward pass starts.
 fn seed_gradient(op: &'static str, output: &Tensor, gradient: Option<&Tensor>, create_graph: bool) -> Result<Gradient> {
     let Some(gradient) = gradient else {
         invalid_if(op, output.numel() != 1, || {
@@ -170,15 +170,15 @@ fn seed_gradient(op: &'static str, output: &Tensor, gradient: Option<&Tensor>, c
     Ok(if create_graph { gradient.shallow_clone() } else { gradient.detach() }.into())
 }
 
-/// Returns the error for a tensor that depends on no leaf that requires a gradient.
+/// Returns the error for a tensor that does not depend on any leaf that requires a gradient.
 fn untracked_error(op: &'static str) -> Error {
     let reason = "no tensor it was made from requires a gradient: call requires_grad_(true) on the leaves";
     Error::Autograd { op, reason: reason.into() }
 }
 
 impl Tensor {
-    /// Computes the gradient of this one-element tensor with respect to every leaf it depends on, and adds it to the
-    /// leaf's [`Tensor::grad`]. The graph is consumed: a second call is an error.
+    /// Computes the gradient of this one-element tensor with respect to every leaf that it depends on, and adds the gradient
+    /// to the leaf's [`Tensor::grad`]. The graph is consumed: a second call is an error.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -189,8 +189,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Autograd`] if nothing requires a gradient, the graph was already consumed, or a saved tensor was
-    /// changed in place. [`Error::Invalid`] for more than one element (see [`Tensor::backward_with`]).
+    /// [`Error::Autograd`] if the tensor requires no gradient, the graph was already consumed, or a saved tensor was
+    /// changed in place. [`Error::Invalid`] if the tensor has more than one element (see [`Tensor::backward_with`]).
     /// [`Error::Partial`] if the device fails after some leaves have accumulated their gradients: call `zero_grad`
     /// before another attempt.
     #[track_caller]
@@ -198,17 +198,17 @@ impl Tensor {
         self.run_backward("backward", BackwardOptions::default())
     }
 
-    /// Like [`Tensor::backward`], for any shape, given the gradient of the final value with respect to this tensor
-    /// (PyTorch's `backward(gradient)`). `gradient` has the tensor's shape, dtype and device.
+    /// Like [`Tensor::backward`], for a tensor of any shape (PyTorch's `backward(gradient)`). `gradient` is the gradient of
+    /// the final value with respect to this tensor. It has this tensor's shape, dtype and device.
     ///
     /// # Errors
-    /// As for [`Tensor::backward`]; also if `gradient` does not match.
+    /// Errors of [`Tensor::backward`]. Also fails if `gradient` has another shape, dtype or device.
     #[track_caller]
     pub fn backward_with(&self, gradient: &Tensor) -> Result<()> {
         self.run_backward("backward_with", BackwardOptions { gradient: Some(gradient), ..Default::default() })
     }
 
-    /// Like [`Tensor::backward`], with all options of PyTorch's: the initial gradient, keeping the graph, and recording the pass.
+    /// Like [`Tensor::backward`], with all of PyTorch's options: an initial gradient, whether to keep the graph, whether to record the pass.
     ///
     /// ```
     /// use claystone::{Device, Tensor, autograd::BackwardOptions};
@@ -221,7 +221,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As for [`Tensor::backward_with`]; also with `create_graph` if an operation's backward is not made of
+    /// Errors of [`Tensor::backward_with`]. With `create_graph`, also fails if an operation's backward is not made of
     /// differentiable operations.
     #[track_caller]
     pub fn backward_with_options(&self, options: BackwardOptions) -> Result<()> {

@@ -1,8 +1,8 @@
-//! The current node of a tensor whose storage was changed in place by recorded operations.
+//! The nodes of tensors whose storage was changed in place by recorded operations.
 //!
-//! A handle holds the node it was created with. A recorded in-place change gives new nodes to the tensor and all its views, whose handles
-//! may be anywhere. So the storage keeps the node of the changed tensor, from which the nodes of older handles are derived, as nodes of
-//! views, when they are needed. Storages without such changes need no lookup.
+//! A handle keeps the node it was created with. A recorded in-place change gives new nodes to the tensor and all its views, but their
+//! handles are not known here. So the storage keeps the new node of the changed tensor. An older handle derives its new node from that
+//! node, as the node of a view, when the new node is needed. Storages without in-place changes need no lookup.
 
 use std::sync::{Arc, Mutex};
 
@@ -14,15 +14,15 @@ use crate::storage::Storage;
 use crate::tensor::{Layout, window};
 use crate::{DType, Tensor};
 
-/// Identifies the handles that an in-place change adds to a graph together: an untracked tensor and its views. A detached handle gets a new group.
+/// Identifies an untracked tensor and its views: an in-place change adds all of them to the graph together. Detaching makes a new group.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct DetachedGroup(u32);
 
 impl DetachedGroup {
-    /// Views of tracked tensors that were made without recording: a change through such a view cannot be recorded.
+    /// Marks views of tracked tensors that were made without recording. A change through such a view is an error, as it cannot be recorded.
     pub(crate) const UNRECORDED_VIEW: DetachedGroup = DetachedGroup(u32::MAX);
 
-    /// Returns the group for handles detached from tensors of this storage, until the next recorded change.
+    /// Returns the group of handles that are detached now. The group stays the same until the next recorded change of this storage.
     #[inline]
     pub(crate) fn detached(storage: &Storage) -> DetachedGroup {
         DetachedGroup(1 + if storage.has_attachment() { last_change(storage) } else { 0 })
@@ -34,11 +34,11 @@ fn last_change(storage: &Storage) -> u32 {
     storage.attachment::<History>().map_or(0, |history| lock(&history.0).changes)
 }
 
-/// The tensors of a storage that recorded operations changed in place.
+/// The tensors of one storage that recorded operations have changed in place.
 #[derive(Default)]
 pub(super) struct History(Mutex<StorageChanges>);
 
-/// The changed tensors, under the lock.
+/// The data of [`History`], behind its lock.
 #[derive(Default)]
 struct StorageChanges {
     changes: u32,
@@ -46,20 +46,20 @@ struct StorageChanges {
 }
 
 struct ChangedTensor {
-    /// Set if the tensor was outside the graph before the change.
+    /// The tensor's group, if the tensor was outside the graph before the change.
     group: Option<(DetachedGroup, DType)>,
-    /// The tensor and its last change, as in [`Node::change_id`].
+    /// The tensor's id; with `change`, the number of its last change, this is [`Node::change_id`].
     id: u64,
     change: u32,
     node: Arc<Node>,
-    /// The layout of the tensor that has `node`.
+    /// The layout of the changed tensor, to which `node` belongs.
     layout: Layout,
-    /// Nodes of views that are older than the change, by layout.
+    /// The nodes of views that were made before the change, by layout.
     views: Vec<(Layout, Arc<Node>)>,
 }
 
 impl ChangedTensor {
-    /// Returns the node of a view of this layout, made on first use.
+    /// Returns the node of a view with this layout; creates the node on first use.
     fn node_of_view(&mut self, layout: &Layout) -> Arc<Node> {
         if self.layout == *layout {
             return self.node.clone();
@@ -76,7 +76,7 @@ impl ChangedTensor {
     }
 }
 
-/// Records a change of `target`. The tensor that `target` is a view of, whose node was `base`, now has the node `node` and this layout.
+/// Records a change of `target`. Its base tensor (itself if it is no view), which had the node `base`, now has `node` and `layout`.
 pub(super) fn record_change(target: &Tensor, base: Option<&Arc<Node>>, node: Arc<Node>, layout: Layout) {
     let history = target.storage.attachment_or_default::<History>();
     let mut changed = lock(&history.0);
@@ -109,7 +109,7 @@ impl Tensor {
         }
     }
 
-    /// Like [`Tensor::node`], but also returns the leaf of a frozen tensor.
+    /// Returns the node that receives this tensor's gradient; for a frozen tensor, its leaf.
     pub(super) fn node_or_frozen(&self) -> Option<Arc<Node>> {
         self.made_by.as_ref().filter(|node| node.is_frozen()).cloned().or_else(|| self.node())
     }
@@ -123,7 +123,7 @@ impl Tensor {
     }
 }
 
-/// Looks up the node of a tensor whose storage may have been changed.
+/// Looks up the node of a tensor whose storage may have been changed in place.
 #[cold]
 fn current_node(t: &Tensor) -> Option<Arc<Node>> {
     let made_by = t.made_by.clone().filter(|node| !node.is_frozen());

@@ -1,4 +1,4 @@
-//! Access to gradients during backward: hooks, and retained gradients of tensors that are not leaves.
+//! Access to gradients during backward: hooks, and gradients retained for tensors that are not leaves.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -7,7 +7,7 @@ use super::node::{Node, State, take_seq};
 use crate::device::lock;
 use crate::{Error, Result, Tensor};
 
-/// A hook that is called with the gradient that a leaf has accumulated.
+/// A hook that gets the gradient of a leaf after the gradient was accumulated.
 pub(super) type PostAccumulateHook = Arc<dyn Fn(&Tensor) -> Result<()> + Send + Sync>;
 
 /// A hook that may replace a gradient: see [`Tensor::register_hook`].
@@ -20,7 +20,7 @@ pub(super) struct Hooks {
     retained: Mutex<Retained>,
 }
 
-/// The gradient kept for an operation's result.
+/// The gradient that [`Tensor::retain_grad`] keeps for the result of an operation.
 #[derive(Default)]
 pub(super) enum Retained {
     /// [`Tensor::retain_grad`] was not called.
@@ -30,9 +30,9 @@ pub(super) enum Retained {
 }
 
 impl Hooks {
-    /// Calls the hooks in order. Returns the replacement of `grad`, if any hook returned one.
+    /// Calls the hooks in the order of registration. Returns the gradient that replaces `grad`, if any hook returned one.
     pub(super) fn call(&self, op: &'static str, grad: &Tensor) -> Result<Option<Tensor>> {
-        // Hooks run without the lock, because a hook may remove itself.
+        // The hooks run without the lock on the list of hooks, because a hook may remove itself.
         let hooks: Vec<Hook> = lock(&self.hooks).iter().map(|(_, hook)| hook.clone()).collect();
         let mut replaced: Option<Tensor> = None;
         for hook in hooks {
@@ -67,7 +67,7 @@ impl Hooks {
     }
 }
 
-/// Removes a hook: see [`Tensor::register_hook`]. Dropping the handle leaves the hook in place.
+/// A handle with which to remove a hook (see [`Tensor::register_hook`]). Dropping the handle does not remove the hook.
 #[derive(Debug)]
 pub struct HookHandle {
     node: Weak<Node>,
@@ -75,7 +75,7 @@ pub struct HookHandle {
 }
 
 impl HookHandle {
-    /// Removes the hook.
+    /// Removes the hook, so that it is not called again.
     pub fn remove(self) {
         if let Some(node) = self.node.upgrade() {
             lock(&node.hooks_or_new().hooks).retain(|(id, _)| *id != self.id);
@@ -86,7 +86,7 @@ impl HookHandle {
     }
 }
 
-/// Whether a post-accumulate hook was ever registered in this process. Otherwise no graph is searched for leaves with hooks.
+/// Whether a post-accumulate hook was ever registered in this process. If not, backward need not search the graph for leaves with hooks.
 static HAS_POST_ACCUMULATE_HOOKS: AtomicBool = AtomicBool::new(false);
 
 pub(super) fn has_post_accumulate_hooks() -> bool {
@@ -95,9 +95,9 @@ pub(super) fn has_post_accumulate_hooks() -> bool {
 
 impl Tensor {
     /// Calls `hook` with the gradient of this tensor in every backward pass that reaches it (PyTorch's
-    /// `register_hook`). The gradient is the sum of all contributions, before a leaf accumulates it or an operation
-    /// passes it on. If the hook returns a tensor, that replaces the gradient. Several hooks are called in the order of
-    /// registration. The hook should not change the gradient in place.
+    /// `register_hook`). The gradient is the sum of all contributions. The hook runs before a leaf accumulates the gradient
+    /// or an operation passes it on. If the hook returns a tensor, the tensor replaces the gradient. Several hooks are
+    /// called in the order of registration. The hook should not change the gradient in place.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -123,8 +123,8 @@ impl Tensor {
     }
 
     /// Calls `hook` with the gradient of this leaf each time a backward pass has added to it (PyTorch's
-    /// `register_post_accumulate_grad_hook`). The call comes as soon as the gradient is complete, before older
-    /// operations are differentiated. The hook may change the gradient in place, or use it and drop it.
+    /// `register_post_accumulate_grad_hook`). The hook runs as soon as the gradient is complete, while backward may still
+    /// have other operations to differentiate. The hook may change the gradient in place, or use it and drop it.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -148,7 +148,7 @@ impl Tensor {
         Ok(HookHandle { node: Arc::downgrade(&self.tracked_node(op)?), id })
     }
 
-    /// Keeps the gradient of this tensor in [`Tensor::grad`], as leaves always do (PyTorch's `retain_grad`).
+    /// Keeps the gradient of this tensor in [`Tensor::grad`], as for a leaf (PyTorch's `retain_grad`).
     ///
     /// # Errors
     /// [`Error::Autograd`] if the tensor requires no gradient.

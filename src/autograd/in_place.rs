@@ -1,8 +1,8 @@
 //! Recording of operations that change tensors in place.
 //!
-//! The operation's own node is recorded like that of the operation out of place. If a view was changed, its base tensor
-//! gets a new node too. That node combines the view's new elements with the base's other elements (PyTorch's
-//! `CopySlices`).
+//! The node of an in-place operation is recorded like the node of the same operation out of place. If the changed tensor
+//! is a view, its base tensor gets a new node too. The base's node combines the new elements of the view with the other
+//! elements of the base (PyTorch's `CopySlices`).
 
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -23,19 +23,19 @@ pub(crate) struct InPlace<'t> {
     target: &'t Tensor,
     /// The target's node before the change.
     before: Option<Arc<Node>>,
-    /// The node of the target's base tensor: the target itself, or the tensor that the target is a view of. None if the target is not tracked.
+    /// The node of the target's base tensor (the tensor that the target is a view of, or the target itself). None if the target is untracked.
     base: Option<Arc<Node>>,
-    /// The layout of the base tensor; if there is none, of all elements of the storage.
+    /// The layout of the base tensor. Without a base, the layout of all elements of the storage.
     layout: Layout,
-    /// The dims of `layout` in the order of their strides, the largest first.
+    /// The dims of `layout`, sorted by stride from the largest to the smallest.
     dims_by_stride: Dims<usize>,
 }
 
-/// Starts recording an operation that changes `target` in place and reads `sources`; call it before the elements change. Returns None if
-/// nothing is tracked or recording is off.
+/// Starts recording an operation that changes `target` in place and reads `sources`. Call it before the elements change. Returns None if
+/// none of the tensors is tracked or recording is off.
 ///
 /// # Errors
-/// The same as PyTorch's: for a leaf that requires a gradient, a view of such a leaf, and a view made inside `no_grad`.
+/// As in PyTorch, [`Error::Autograd`] for a leaf that requires a gradient, a view of such a leaf, and a view made inside `no_grad`.
 #[inline]
 pub(crate) fn begin_in_place<'t>(
     op: &'static str,
@@ -49,7 +49,7 @@ pub(crate) fn begin_in_place<'t>(
     InPlace::new(op, target).map(Some)
 }
 
-/// Returns an error if an in-place operation that cannot be recorded changes or reads a tracked tensor.
+/// Returns an error if the operation cannot be recorded and changes or reads a tracked tensor.
 pub(crate) fn check_unrecorded(op: &'static str, target: &Tensor, sources: &[&Tensor]) -> Result<()> {
     if !is_grad_enabled() || !target.requires_grad() && !sources.iter().any(|t| t.requires_grad()) {
         return Ok(());
@@ -97,16 +97,16 @@ impl<'t> InPlace<'t> {
         Ok(InPlace { op, target, before, base, layout, dims_by_stride })
     }
 
-    /// Copies the target's current elements to new memory, with the target's node.
+    /// Copies the target's current elements to new memory. The copy has the target's node.
     pub(crate) fn copy(&self) -> Result<Tensor> {
         Ok(Tensor { made_by: self.before.clone(), ..self.target.deep_copy(false)? })
     }
 
-    /// Records the change. `target` now is the tensor that `record` returns for the changed elements: the operation's result, with its own node.
+    /// Records the change. `record` gets the changed elements and returns them with the operation's node, which becomes the target's node.
     pub(crate) fn finish(self, record: impl FnOnce(Tensor) -> Tensor) {
         let node = record(self.target.detach()).made_by.expect("the operation is recorded");
         let target = self.target;
-        // A view that permutes all elements of the base can serve as the new base.
+        // A view that permutes all elements of its base can replace the base, so the base needs no node of its own.
         let whole = target.numel() == self.layout.numel() && order_in_memory(&target.layout).is_some();
         match whole {
             true => history::record_change(target, self.base.as_ref(), node, target.layout.clone()),
@@ -119,13 +119,13 @@ impl<'t> InPlace<'t> {
         }
     }
 
-    /// Records that the target was overwritten by values that depend on no input, nor on its old elements.
+    /// Records that the target was overwritten by values that depend neither on an input nor on the target's old elements.
     pub(crate) fn finish_overwrite(self) {
         let op = self.op;
         self.finish(|out| record_differentiable(op, out, &[], |_| Ok(Gradients::new())));
     }
 
-    /// Returns the base's new node. `node` is the node of the target, a part of the base.
+    /// Returns the new node of the base. `node` is the node of the target, which is a view of the base.
     fn base_node(&self, node: Arc<Node>) -> Arc<Node> {
         let &InPlace { op, target, ref base, ref layout, ref dims_by_stride, .. } = self;
         let part = Layout { offset: target.layout.offset - layout.offset, ..target.layout.clone() };
@@ -146,7 +146,7 @@ impl<'t> InPlace<'t> {
     }
 }
 
-/// Returns the dims of a layout in the order that makes its elements contiguous, if there is one.
+/// Returns the order of dims in which the layout's elements are contiguous; None if there is no such order.
 fn order_in_memory(layout: &Layout) -> Option<Dims<usize>> {
     let mut dims_by_stride: Dims<usize> = (0..layout.shape.rank()).collect();
     dims_by_stride.sort_by_key(|&d| Reverse(layout.strides[d]));

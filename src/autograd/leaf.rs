@@ -1,4 +1,4 @@
-//! Leaves, as seen by optimisers and conversions of modules: their values, gradients and replacements.
+//! Values, gradients and replacements of leaves, for optimisers and conversions of modules.
 
 use smallvec::SmallVec;
 
@@ -8,8 +8,9 @@ use crate::{Error, Result, Tensor};
 
 /// Methods for optimisers and containers of layers.
 impl Tensor {
-    /// Returns a number shared by all handles on this leaf and by no other leaf (Python's `id` of a parameter). Layers
-    /// with tied weights hold the same leaf. None for tensors outside the graph and for results of operations.
+    /// Returns a number that identifies this leaf: the same for all its handles, different for other leaves (like Python's
+    /// `id` of a parameter). Layers with tied weights hold the same leaf. None for tensors outside the graph and for results
+    /// of operations.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -24,7 +25,7 @@ impl Tensor {
 
     /// Freezes this leaf (`false`) or makes it trainable again (`true`), for all its handles (PyTorch's
     /// `p.requires_grad = flag`). A frozen leaf is outside the graph. It keeps its gradient and its position in
-    /// optimisers, which skip it.
+    /// optimisers, which skip frozen leaves.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -38,7 +39,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Autograd`] if the tensor never was a leaf that requires a gradient: call [`Tensor::requires_grad_`].
+    /// [`Error::Autograd`] if the tensor never was a leaf that requires a gradient. Call [`Tensor::requires_grad_`] first.
     pub fn set_requires_grad(&self, requires_grad: bool) -> Result<()> {
         self.with_leaf_state("set_requires_grad", |_| ())?;
         let node = self.node_or_frozen().expect("a leaf has a node");
@@ -46,9 +47,9 @@ impl Tensor {
         Ok(())
     }
 
-    /// Returns this leaf with its values in `data`, of the same shape, dtype and device (PyTorch's `parameter.data =
-    /// data`). Optimisers use it to put parameters into one buffer. Other handles keep the old memory, so replace them
-    /// by the returned one.
+    /// Returns a handle on this leaf whose values are in `data`, of the same shape, dtype and device (PyTorch's
+    /// `parameter.data = data`). Optimisers use it to put parameters into one buffer. Other handles still refer to the old
+    /// memory, so replace them by the returned handle.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -61,8 +62,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Autograd`] if the tensor is not a leaf; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`] and
-    /// [`Error::DeviceMismatch`].
+    /// [`Error::Autograd`] if the tensor is not a leaf. [`Error::ShapeMismatch`], [`Error::DTypeMismatch`] or
+    /// [`Error::DeviceMismatch`] if `data` does not match it.
     pub fn with_data(&self, data: Tensor) -> Result<Tensor> {
         let op = "with_data";
         self.with_leaf_state(op, |_| ())?;
@@ -70,9 +71,9 @@ impl Tensor {
         Ok(Tensor { made_by: self.node_or_frozen(), ..data })
     }
 
-    /// Makes backward write this leaf's gradient into `view`, which [`Tensor::grad`] then returns. `view` is
-    /// contiguous, has the leaf's shape, dtype and device, and may be part of a buffer for many gradients (PyTorch's
-    /// `gradient_as_bucket_view`).
+    /// Makes backward write this leaf's gradient into `view`, which [`Tensor::grad`] then returns (PyTorch's
+    /// `gradient_as_bucket_view`). `view` must be contiguous and have the leaf's shape, dtype and device. It may be part
+    /// of a buffer that holds many gradients.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -85,7 +86,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As for [`Tensor::with_data`]; [`Error::Invalid`] for a view that is not contiguous.
+    /// Errors of [`Tensor::with_data`]. [`Error::Invalid`] if `view` is not contiguous.
     pub fn set_grad_slot(&self, view: Tensor) -> Result<()> {
         let op = "set_grad_slot";
         self.check_slot(op, &view)?;
@@ -104,7 +105,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As for [`Tensor::with_data`].
+    /// Errors of [`Tensor::with_data`].
     pub fn set_grad(&self, grad: Tensor) -> Result<()> {
         if let Some(new) = self.successor() {
             return new.set_grad(grad);
@@ -114,7 +115,7 @@ impl Tensor {
         self.with_leaf_state(op, |leaf| leaf.grad = Some(grad.detach()))
     }
 
-    /// Returns the memory that [`Tensor::set_grad_slot`] chose for this leaf's gradient, if any, for optimisers.
+    /// Returns the view that [`Tensor::set_grad_slot`] set for this leaf's gradient, or None. For optimisers.
     pub fn grad_slot(&self) -> Option<Tensor> {
         match &*self.node_or_frozen()?.state() {
             State::Leaf(leaf) => leaf.slot.as_ref().map(Tensor::shallow_clone),
@@ -122,9 +123,9 @@ impl Tensor {
         }
     }
 
-    /// Returns the leaf that has replaced this one, after its module was converted
+    /// Returns the leaf that replaced this one when its module was converted
     /// ([`Module::to_dtype`](crate::nn::Module::to_dtype), [`Tensor::succeeded_by`]). An optimiser of this leaf
-    /// continues with its successor. None if the leaf was not replaced.
+    /// continues with the successor. None if the leaf was not replaced.
     pub fn successor(&self) -> Option<Tensor> {
         let node = self.node_or_frozen()?;
         let State::Leaf(leaf) = &*node.state() else { return None };
@@ -132,9 +133,9 @@ impl Tensor {
         next.successor().or_else(|| Some(next.shallow_clone()))
     }
 
-    /// Makes a leaf over `data`, of the same shape, that replaces this one. [`Tensor::grad`] and [`Tensor::successor`]
-    /// of this leaf return the new leaf's from now on. `grad` is the new leaf's initial gradient and `slot` its
-    /// gradient slot ([`Tensor::set_grad_slot`]), both with the shape, dtype and device of `data`.
+    /// Makes a new leaf over `data`, of the same shape, that replaces this leaf. From now on [`Tensor::grad`] of this
+    /// leaf returns the gradient of the new leaf, and [`Tensor::successor`] the new leaf. `grad` is the new leaf's initial
+    /// gradient and `slot` its gradient slot ([`Tensor::set_grad_slot`]); both have the shape, dtype and device of `data`.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -147,7 +148,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As for [`Tensor::set_grad_slot`]; [`Error::UnsupportedDType`] for integers.
+    /// Errors of [`Tensor::set_grad_slot`]. [`Error::UnsupportedDType`] if `data` has integers.
     pub fn succeeded_by(&self, data: Tensor, grad: Option<Tensor>, slot: Option<Tensor>) -> Result<Tensor> {
         let op = "succeeded_by";
         data.dtype.check_float(op)?;

@@ -1,20 +1,21 @@
-//! Reverse-mode differentiation on a graph that the tensors own.
+//! Reverse-mode automatic differentiation, on a graph that is owned by the tensors.
 //!
 //! [`Tensor::requires_grad_`] gives a tensor a leaf node. Every operation on a tracked tensor returns a tensor with a
 //! node. The node holds the inputs' nodes and a closure that computes the inputs' gradients from the result's gradient.
 //! There is no tape: dropping the tensors drops the graph.
 //!
 //! [`Tensor::backward`] visits the nodes from the newest to the oldest with a heap, so long chains need no recursion.
-//! It consumes each closure on the way, which frees the tensors the closure saved, and adds the results to the leaves'
-//! [`Tensor::grad`]. [`grad()`] returns the gradients to the caller instead. [`BackwardOptions`] can keep the graph for
-//! another backward pass, or record the backward pass itself for gradients of gradients.
+//! It consumes each closure after running it, which frees the tensors that the closure saved, and adds the gradients of
+//! leaves to [`Tensor::grad`]. [`grad()`] returns the gradients to the caller instead. [`BackwardOptions`] can keep the
+//! graph for another backward pass, or record the backward pass itself for gradients of gradients.
 //!
-//! Operations save tensors as `Saved`, which remembers the storage's version: an in-place change between forward and
-//! backward is an error, never a wrong gradient. In-place operations are recorded too, whether they change a tensor or
-//! a view of one. A leaf that requires a gradient can be changed in [`no_grad`] only.
+//! Operations save tensors as `Saved`, which remembers the storage's version. If a saved tensor is changed in place
+//! before backward, backward returns an error instead of a wrong gradient. In-place operations on tensors and on views
+//! are recorded too. A leaf that requires a gradient can be changed in place only inside [`no_grad`].
 //!
 //! `node` defines the graph, and `record` adds operations to it. `in_place` and `history` record in-place operations.
-//! `backward` is the engine, and `context` the closures' interface to it. The other modules are features for users.
+//! `backward` is the engine; `context` is the interface between the engine and closures. The other modules are features
+//! for users.
 
 mod autocast;
 mod backward;
@@ -56,11 +57,11 @@ pub(crate) use record::{
     Saved, is_tracked, record, record_differentiable, record_unary_differentiable, record_view, record_with_factor,
 };
 
-/// The gradients of an operation's inputs, in order. `None` for an input without a gradient, or whose gradient is not wanted.
+/// The gradients of an operation's inputs, in order. `None` for an input that has no gradient, or whose gradient is not needed.
 pub(crate) type Gradients = SmallVec<[Option<Tensor>; 3]>;
 
 impl Tensor {
-    /// Makes this tensor a leaf that accumulates its gradient (`true`), or takes it out of the graph (`false`). Shares the storage.
+    /// Makes this tensor a leaf that accumulates its gradient (`true`), or removes it from the graph (`false`). The result has the same storage.
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Autograd`] for the result of a tracked operation.
@@ -83,20 +84,20 @@ impl Tensor {
         Ok(Tensor { made_by: requires_grad.then(leaf), ..self })
     }
 
-    /// Takes this handle out of the graph (PyTorch's `detach_`); [`Tensor::detach`] returns another handle.
+    /// Removes this handle from the graph (PyTorch's `detach_`). [`Tensor::detach`] returns a new handle instead.
     pub fn detach_(&mut self) -> &mut Tensor {
         *self = self.detach();
         self
     }
 
-    /// True if gradients flow to or through this tensor.
+    /// True if backward computes a gradient of this tensor: it is a leaf that requires one, or depends on such a leaf.
     #[inline]
     pub fn requires_grad(&self) -> bool {
         self.made_by.as_ref().is_some_and(|node| !node.is_frozen())
             || self.storage.has_attachment() && self.node().is_some()
     }
 
-    /// True if no tracked operation made this tensor. [`Tensor::backward`] stores gradients in leaves only.
+    /// True if this tensor is not the result of a tracked operation. [`Tensor::backward`] stores gradients in leaves only.
     pub fn is_leaf(&self) -> bool {
         self.node().is_none_or(|n| n.is_leaf())
     }
@@ -105,7 +106,7 @@ impl Tensor {
     /// [`Tensor::backward`], after [`Tensor::zero_grad`], and for tensors that are not leaves (unless
     /// [`Tensor::retain_grad`] was called).
     ///
-    /// The handle shares the gradient's storage. The next backward pass may write there, so keep a `clone()`.
+    /// The returned handle shares the gradient's storage. The next backward pass may write to it; `clone()` it to keep the values.
     pub fn grad(&self) -> Option<Tensor> {
         let node = self.node_or_frozen()?;
         if let State::Leaf(leaf) = &*node.state() {
@@ -120,12 +121,12 @@ impl Tensor {
         }
     }
 
-    /// Drops the gradient; the next backward pass moves a new one in (PyTorch's `zero_grad(set_to_none=True)`).
+    /// Drops the gradient. The next backward pass stores its gradient without an addition (PyTorch's `zero_grad(set_to_none=True)`).
     pub fn zero_grad(&self) {
         let Some(node) = self.node_or_frozen() else { return };
         if let State::Leaf(leaf) = &mut *node.state() {
             leaf.grad = None;
-            leaf.lent = false; // may still be set by a backward pass that failed
+            leaf.lent = false; // a backward pass that failed may have left the flag set
             if let Some(new) = &leaf.successor {
                 new.zero_grad();
             }

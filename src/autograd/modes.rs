@@ -1,5 +1,5 @@
-//! A thread's modes for operations on tracked tensors: whether to record them, whether to check gradients for NaN, and the dtype of
-//! mixed precision.
+//! The autograd modes of a thread: whether operations on tracked tensors are recorded, whether gradients are checked for NaN, and the
+//! dtype of mixed precision.
 
 use std::cell::Cell;
 
@@ -10,11 +10,11 @@ use crate::DType;
 pub(super) struct Modes {
     /// Whether operations on tracked tensors are recorded.
     grad_enabled: bool,
-    /// Whether backward checks gradients for NaN.
+    /// Whether backward checks gradients for NaN ([`detect_anomaly`]).
     anomaly: bool,
-    /// Whether nodes are recorded without closures.
+    /// Whether nodes are recorded without their backward closures.
     dependencies_only: bool,
-    /// Whether results that gradients do not depend on may be left uncomputed.
+    /// Whether operations may leave a result uncomputed if gradients do not depend on it.
     gradients_only: bool,
     /// The dtype of the innermost [`autocast`](super::autocast) scope.
     pub(super) autocast_dtype: Option<DType>,
@@ -41,7 +41,7 @@ pub(super) fn modes() -> Modes {
     MODES.get()
 }
 
-/// Changes the modes of this thread by `change`, and returns its result.
+/// Applies `change` to the modes of this thread. Returns the value that `change` returned.
 #[inline]
 pub(super) fn change_modes<R>(change: impl FnOnce(&mut Modes) -> R) -> R {
     let mut modes = MODES.get();
@@ -55,7 +55,7 @@ pub fn is_grad_enabled() -> bool {
     modes().grad_enabled
 }
 
-/// Runs `f` without recording operations on this thread (PyTorch's `torch.no_grad`). Inside, tracked leaves may be changed in place.
+/// Runs `f` without recording operations on this thread (PyTorch's `torch.no_grad`). Inside `f`, leaves may be changed in place.
 ///
 /// ```
 /// use claystone::{Device, Tensor, no_grad};
@@ -73,21 +73,21 @@ pub fn enable_grad<R>(f: impl FnOnce() -> R) -> R {
     with_flag(|modes| &mut modes.grad_enabled, true, f)
 }
 
-/// The same as [`no_grad`], under the name of PyTorch's stricter form (`torch.inference_mode`). Tensors made inside are
-/// ordinary tensors, because claystone's tensors do not have the overhead that PyTorch's mode avoids.
+/// Does the same as [`no_grad`], under the name of PyTorch's stricter form (`torch.inference_mode`). Tensors made inside
+/// are ordinary tensors, because claystone's tensors do not have the overhead that PyTorch's mode avoids.
 pub fn inference_mode<R>(f: impl FnOnce() -> R) -> R {
     no_grad(f)
 }
 
 /// Switches recording on this thread on or off, and returns the previous setting (PyTorch's `torch.set_grad_enabled`).
-/// Prefer [`no_grad`] and [`enable_grad`], which restore the setting.
+/// Prefer [`no_grad`] and [`enable_grad`], which restore the setting when they return.
 pub fn set_grad_enabled(enabled: bool) -> bool {
     change_modes(|modes| std::mem::replace(&mut modes.grad_enabled, enabled))
 }
 
-/// Runs `f` with a check for NaN in the gradients of each operation of every backward pass on this thread. The error
-/// names the first operation that returned NaN (PyTorch's `torch.autograd.detect_anomaly`). The check waits for the
-/// device after every operation, so use it only to find errors.
+/// Runs `f`; every backward pass on this thread then checks the gradients of each operation for NaN. The error names the
+/// first operation that returned NaN (PyTorch's `torch.autograd.detect_anomaly`). The check waits for the device after
+/// every operation, so use it only to locate errors.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd::detect_anomaly};
@@ -105,7 +105,7 @@ pub(super) fn anomaly() -> bool {
     modes().anomaly
 }
 
-/// Runs `f` recording only the dependencies between nodes, without the closures that differentiate them.
+/// Runs `f`. Recorded nodes keep their inputs, but not the closures that compute gradients.
 pub(super) fn dependencies_only<R>(f: impl FnOnce() -> R) -> R {
     with_flag(|modes| &mut modes.dependencies_only, true, f)
 }
@@ -114,12 +114,12 @@ pub(super) fn is_dependencies_only() -> bool {
     modes().dependencies_only
 }
 
-/// Runs `f`, which calls an operation only for its gradients; a result that the gradients do not depend on need not be computed.
+/// Runs `f`, whose caller needs only gradients. Operations inside may leave a result uncomputed if gradients do not depend on it.
 pub(crate) fn gradients_only<R>(f: impl FnOnce() -> R) -> R {
     with_flag(|modes| &mut modes.gradients_only, true, f)
 }
 
-/// True if results that gradients do not depend on may have arbitrary elements.
+/// True inside [`gradients_only`]: a result that gradients do not depend on may be left uncomputed, with arbitrary elements.
 pub(crate) fn is_gradients_only() -> bool {
     modes().gradients_only
 }

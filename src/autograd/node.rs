@@ -1,4 +1,4 @@
-//! The nodes of the graph, and their state.
+//! The nodes of the autograd graph and their state.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -14,48 +14,49 @@ use crate::{Expr, Result, Tensor};
 /// The nodes of an operation's inputs, in order. None for inputs that need no gradient.
 pub(super) type Inputs = SmallVec<[Option<Arc<Node>>; 3]>;
 
-/// Computes the gradients of an operation's inputs.
+/// Computes the gradients of an operation's inputs from the gradient of its result.
 pub(super) type BackwardFn = dyn Fn(&mut Context) -> Result<Gradients> + Send + Sync;
 
 /// A node of the graph: a leaf that accumulates a gradient, or the result of an operation.
 pub(crate) struct Node {
-    /// The node's number. Later nodes have higher numbers, so an operation's number is above those of its inputs.
+    /// The node's number. Newer nodes have higher numbers, so an operation's number is higher than those of its inputs.
     pub(super) seq: u64,
     pub(super) op: &'static str,
     pub(super) inputs: Inputs,
     /// The number of operations that have this node as an input.
     uses: AtomicU32,
-    /// Whether this leaf accumulates no gradient. Its tensors are outside the graph until it is trained again.
+    /// Whether this leaf is frozen: it accumulates no gradient, and its tensors are outside the graph until the leaf is unfrozen.
     frozen: AtomicBool,
     state: Mutex<State>,
-    /// Hooks on the gradient that arrives here; most nodes have none.
+    /// Hooks on the gradient of this node. Most nodes have none.
     hooks: OnceLock<Box<Hooks>>,
-    /// For a view, the layout of its input, which has the same storage.
+    /// For the node of a view, the layout of the input, which has the same storage.
     view_of: Option<Box<Layout>>,
-    /// For a tensor changed in place, the id of the tensor, and the number of the change of its storage.
+    /// For a tensor changed in place, its id and the number of the in-place change that made this node.
     changed: OnceLock<(u64, u32)>,
 }
 
-/// The role of a node, and whether it was consumed.
+/// The kind of a node: a leaf, an operation, or an operation that backward has consumed.
 pub(super) enum State {
-    /// Boxed, because most nodes are operations.
+    /// Boxed to keep the enum small, because most nodes are operations.
     Leaf(Box<Leaf>),
     Operation(Operation),
     Consumed,
 }
 
-/// How to compute the gradients of an operation's inputs.
+/// The backward function of an operation.
 #[derive(Clone)]
 pub(super) struct Operation {
     pub(super) backward: Arc<BackwardFn>,
     pub(super) factor: Option<Arc<Factor>>,
-    /// Whether the closure is made of recorded operations if [`Context::create_graph`].
+    /// Whether the closure uses only recorded operations if [`Context::create_graph`] is true.
     pub(super) is_differentiable: bool,
 }
 
-/// A factor that a result's gradient is multiplied by first. The operation that computes the gradient may multiply in the same launch.
+/// A factor by which a result's gradient is multiplied before its node is differentiated. An operation can do so in the launch that
+/// computes the gradient.
 pub(crate) struct Factor {
-    /// The product, as an expression of the gradient (input 0) and the tensor (input 1).
+    /// The product as an expression: input 0 is the gradient, and input 1 is `tensor`.
     pub(crate) product: Expr,
     /// The factor's tensor, of the result's shape.
     pub(crate) tensor: Saved,
@@ -64,25 +65,25 @@ pub(crate) struct Factor {
 #[derive(Default)]
 pub(super) struct Leaf {
     pub(super) grad: Option<Tensor>,
-    /// The memory in which an optimiser wants the gradient: a view of its flat gradient buffer.
+    /// The memory where an optimiser expects the gradient: a view of its flat gradient buffer.
     pub(super) slot: Option<Tensor>,
-    /// Whether a backward pass may be writing to the slot; a pass on another thread then does not use the slot.
+    /// Whether a backward pass may be writing to the slot. A pass on another thread must not use the slot then.
     pub(super) lent: bool,
     /// Hooks to call after a gradient was accumulated.
     pub(super) post_accumulate_hooks: Vec<(u64, PostAccumulateHook)>,
-    /// The leaf that replaced this one when its module was converted, and accumulates the gradient instead.
+    /// The leaf that replaced this one when its module was converted, and that accumulates the gradient instead.
     pub(super) successor: Option<Tensor>,
 }
 
 /// The number of the next node or hook.
 static SEQ: AtomicU64 = AtomicU64::new(0);
 
-/// Returns a bound that is above the numbers of all nodes made so far.
+/// Returns a number higher than those of all nodes made so far.
 pub(super) fn next_seq() -> u64 {
     SEQ.load(Ordering::Relaxed)
 }
 
-/// Returns a number that no node and no hook has.
+/// Returns a new number for a node or hook.
 pub(super) fn take_seq() -> u64 {
     SEQ.fetch_add(1, Ordering::Relaxed)
 }
@@ -92,7 +93,7 @@ impl Node {
         Node::view(op, inputs, state, None)
     }
 
-    /// Makes the node of a view; its only input has the layout `view_of`.
+    /// Makes the node of a view. Its only input has the layout `view_of`.
     pub(super) fn view(op: &'static str, inputs: Inputs, state: State, view_of: Option<Box<Layout>>) -> Arc<Node> {
         inputs.iter().flatten().for_each(|node| _ = node.uses.fetch_add(1, Ordering::Relaxed));
         let seq = take_seq();
@@ -109,7 +110,7 @@ impl Node {
         self.frozen.store(frozen, Ordering::Relaxed);
     }
 
-    /// Returns the node and the layout of the base tensor, followed through all views; the node itself and its `layout` if this is no view.
+    /// Returns the node and layout of the base tensor, through all levels of views. If this is no view, returns the node itself and `layout`.
     pub(super) fn base<'a>(self: &'a Arc<Node>, layout: &'a Layout) -> (&'a Arc<Node>, &'a Layout) {
         let (mut node, mut layout) = (self, layout);
         while let (Some(of), Some(Some(input))) = (&node.view_of, node.inputs.first()) {
@@ -118,7 +119,7 @@ impl Node {
         (node, layout)
     }
 
-    /// Returns the id that the tensor keeps through all in-place changes, and the number of the storage's change that made this node.
+    /// Returns the id that the tensor keeps through all in-place changes, and the number of the in-place change that made this node.
     pub(super) fn change_id(&self) -> (u64, u32) {
         self.changed.get().copied().unwrap_or((self.seq, 0))
     }
@@ -147,7 +148,7 @@ impl Node {
         self.hooks.get_or_init(Box::default)
     }
 
-    /// Returns the factor of the gradient. None if other operations than the caller contribute to the gradient, or if there are hooks.
+    /// Returns the factor of this node's gradient. None if other operations than the caller add to the gradient, or if the node has hooks.
     pub(super) fn factor(&self) -> Option<Arc<Factor>> {
         match &*self.state() {
             State::Operation(operation) if self.uses.load(Ordering::Relaxed) == 1 && self.hooks().is_none() => {
@@ -159,11 +160,11 @@ impl Node {
 }
 
 impl Drop for Node {
-    /// Drops the chain of inputs in a loop, because the default would recurse once per node.
+    /// Drops the inputs in a loop: the default drop would recurse once per node and overflow the stack.
     fn drop(&mut self) {
         let mut orphans: Vec<Arc<Node>> = Vec::new();
         let dismantle = |node: &mut Node, orphans: &mut Vec<Arc<Node>>| {
-            // The closure is dropped first: its saved tensors hold inputs too, which `inputs` still keeps alive.
+            // The closure is dropped first: its saved tensors hold the same input nodes, and `inputs` still keeps these nodes alive.
             let state = node.state.get_mut().unwrap_or_else(PoisonError::into_inner);
             drop(std::mem::replace(state, State::Consumed));
             orphans.extend(node.inputs.drain(..).flatten());

@@ -1,4 +1,4 @@
-//! Functions with which operations add themselves to the graph.
+//! Functions that add operations to the graph.
 
 use std::sync::Arc;
 
@@ -22,17 +22,16 @@ pub(crate) fn is_tracked(inputs: &[&Tensor]) -> bool {
     is_grad_enabled() && inputs.iter().any(|t| t.requires_grad())
 }
 
-/// Returns `out` with a node. `backward` gets the gradient of `out` and returns the inputs' gradients, in the order of
-/// `inputs`. Call this function only if [`is_tracked`]. The closure should keep tensors as [`Saved`].
-///
-/// The closure may launch any kernels, so its own result has no gradient: a backward pass that creates a graph fails
-/// here. For closures that can be recorded, use [`record_differentiable`].
+/// Returns `out` with a new node. `backward` gets the gradient of `out` and returns the gradients of the inputs, in the
+/// order of `inputs`. Call this function only if [`is_tracked`] is true. The closure should keep tensors as [`Saved`].
+/// The closure may launch any kernels, so its result cannot be differentiated: a backward pass that creates a graph
+/// fails here. Use [`record_differentiable`] for closures whose operations can be recorded.
 pub(crate) fn record(op: &'static str, out: Tensor, inputs: &[&Tensor], backward: impl Backward) -> Tensor {
     with_operation(op, out, inputs, Arc::new(backward), None, false)
 }
 
-/// Like [`record`], for a closure that uses only recorded operations, at least if [`Context::create_graph`]. These are
-/// methods of tensors, on the gradient and on the results of [`Saved::get`] and [`Context::unpack_result`].
+/// Like [`record`], for a closure that uses only recorded operations if [`Context::create_graph`] is true. Recorded
+/// operations are methods of the gradient and of tensors that [`Saved::get`] and [`Context::unpack_result`] return.
 pub(crate) fn record_differentiable(
     op: &'static str,
     out: Tensor,
@@ -42,8 +41,8 @@ pub(crate) fn record_differentiable(
     with_operation(op, out, inputs, Arc::new(backward), None, true)
 }
 
-/// Like [`record_differentiable`], for an operation that first multiplies its gradient by a factor, unless [`Context::take_factor`] reports
-/// that this was done.
+/// Like [`record_differentiable`], for an operation whose gradient is first multiplied by `factor`. The closure does not multiply if
+/// [`Context::take_factor`] returns `None`.
 pub(crate) fn record_with_factor(
     op: &'static str,
     out: Tensor,
@@ -54,8 +53,8 @@ pub(crate) fn record_with_factor(
     with_operation(op, out, inputs, Arc::new(backward), factor, true)
 }
 
-/// Like [`record_differentiable`], for an operation with one input, recorded if the input is tracked. `backward` maps the result's gradient
-/// to the input's, as the inverse of a view does.
+/// Like [`record_differentiable`], for an operation with one input. Records only if the input is tracked. `backward` maps the gradient
+/// of the result to the gradient of the input.
 pub(crate) fn record_unary_differentiable(
     op: &'static str,
     out: Tensor,
@@ -73,7 +72,7 @@ pub(super) fn operation_node(op: &'static str, inputs: Inputs, backward: impl Ba
     Node::new(op, inputs, state(operation))
 }
 
-/// Like [`record_differentiable`], for a result that depends on these nodes.
+/// Like [`record_differentiable`], with the nodes of the inputs in place of the inputs.
 pub(super) fn record_with_input_nodes(
     op: &'static str,
     out: Tensor,
@@ -96,12 +95,12 @@ fn with_operation(
     Tensor { made_by: Some(Node::new(op, inputs, state(operation))), ..out }
 }
 
-/// Returns the state of a new operation node; without the closure in [`dependencies_only`](super::modes::dependencies_only).
+/// Returns the state of a new operation node. Inside [`dependencies_only`](super::modes::dependencies_only) it has no closure.
 fn state(operation: Operation) -> State {
     if is_dependencies_only() { State::Consumed } else { State::Operation(operation) }
 }
 
-/// Returns a view of a tensor, recorded if the tensor is tracked. `backward` maps a gradient to the tensor's shape.
+/// Returns a view of a tensor; records it if the tensor is tracked. `backward` maps the gradient of the view to the tensor's shape.
 pub(crate) fn record_view(
     op: &'static str,
     layout: Layout,
@@ -119,7 +118,7 @@ pub(crate) fn record_view(
     Tensor { made_by, ..out }
 }
 
-/// Makes the node of a view of a tensor that has this node and the layout `of`.
+/// Makes the node of a view. The viewed tensor has the given node and the layout `of`.
 pub(super) fn view_node(
     op: &'static str,
     node: Arc<Node>,
@@ -131,15 +130,15 @@ pub(super) fn view_node(
     Node::view(op, SmallVec::from_iter([Some(node)]), state(operation), Some(Box::new(of)))
 }
 
-/// A tensor kept for backward, with the version of its storage.
+/// A tensor saved for backward, with the version its storage had when it was saved.
 ///
-/// The tensor keeps its node, which a backward pass that creates a graph needs: save inputs themselves, not detached
-/// views of them. An operation's own result has no node yet when it is saved; [`Context::unpack_result`] adds it. A saved
-/// tensor does not keep its storage's record of in-place changes alive, because that record may hold the saved tensor.
+/// The saved tensor keeps its node, which a backward pass that creates a graph needs. So save inputs themselves, not detached views of
+/// them. An operation's own result has no node yet when it is saved; [`Context::unpack_result`] adds the node. A saved tensor does not
+/// keep its storage's record of in-place changes alive: that record may hold the saved tensor, and the two would never be freed.
 pub(crate) struct Saved {
     tensor: Tensor,
     version: u64,
-    /// The storage's replay count. None for a tensor saved in a graph capture: backward after a replay needs the values written by the replay.
+    /// The storage's replay count. None if saved during a graph capture: backward after a replay uses the values that the replay wrote.
     replays: Option<u64>,
 }
 
@@ -158,17 +157,17 @@ impl Saved {
         Saved { tensor, version, replays }
     }
 
-    /// True if this is the saved `tensor`: the same elements of the same storage.
+    /// True if `tensor` views the same elements of the same storage as the saved tensor.
     pub(super) fn is_same_tensor(&self, tensor: &Tensor) -> bool {
         self.tensor.shares_storage(tensor) && self.tensor.layout == tensor.layout
     }
 
-    /// Returns another handle on the tensor, or an error if its storage was changed in place since.
+    /// Returns another handle on the saved tensor. Fails if its storage was changed in place after saving.
     pub(crate) fn unpack(&self, op: &'static str) -> Result<Tensor> {
         self.get(op).map(Tensor::shallow_clone)
     }
 
-    /// Returns the tensor, or an error if its storage was changed in place since.
+    /// Returns the saved tensor. Fails if its storage was changed in place after saving.
     pub(crate) fn get(&self, op: &'static str) -> Result<&Tensor> {
         let storage = &self.tensor.storage;
         if storage.version() == self.version && self.replays.is_none_or(|replays| replays == storage.replays()) {

@@ -1,4 +1,4 @@
-//! Replay of random seeds. A checkpoint computes the same random numbers twice, whatever other threads draw meanwhile.
+//! Recording and replay of random seeds. A checkpoint draws the same random numbers twice, even if other threads draw in between.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -7,19 +7,19 @@ use std::sync::Arc;
 use crate::Tensor;
 use crate::expr::philox::Seed;
 
-/// The source of a random operation's numbers.
+/// The seed of a random operation.
 #[derive(Clone)]
 pub(crate) struct RandomSource {
     pub(crate) seed: Seed,
-    /// For a draw captured in a graph: the number in device memory that every replay adds to the seed.
+    /// For an operation captured in a graph: a number in device memory that every replay adds to the seed.
     pub(crate) base: Option<Arc<Tensor>>,
 }
 
-/// The seeds that a thread records and replays.
+/// The seeds that a thread is recording or replaying.
 struct Draws {
-    /// The seeds drawn so far, a list for each [`record_draws`] call that this thread is in.
+    /// The seeds drawn so far: one list for each active call of [`record_draws`] on this thread.
     lists: Vec<Vec<RandomSource>>,
-    /// The seeds that [`replay_draws`] has yet to return.
+    /// The seeds that [`replay_draws`] has not returned yet.
     replayed: Option<VecDeque<RandomSource>>,
 }
 
@@ -27,7 +27,7 @@ thread_local! {
     static DRAWS: RefCell<Draws> = const { RefCell::new(Draws { lists: Vec::new(), replayed: None }) };
 }
 
-/// Returns the seed of this thread's next random operation: `fresh`, unless a seed is being replayed.
+/// Returns the seed of this thread's next random operation: the next replayed seed, or else `fresh()`.
 pub(crate) fn draw_seed(fresh: impl FnOnce() -> RandomSource) -> RandomSource {
     let again = DRAWS.with_borrow_mut(|draws| draws.replayed.as_mut().and_then(VecDeque::pop_front));
     let seed = again.unwrap_or_else(fresh);
@@ -35,7 +35,7 @@ pub(crate) fn draw_seed(fresh: impl FnOnce() -> RandomSource) -> RandomSource {
     seed
 }
 
-/// Runs `f`, and returns its result and the seeds that it drew.
+/// Runs `f`. Returns its result and the seeds drawn inside.
 pub(crate) fn record_draws<R>(f: impl FnOnce() -> R) -> (R, Vec<RandomSource>) {
     struct Remove(usize);
     impl Drop for Remove {
@@ -52,7 +52,7 @@ pub(crate) fn record_draws<R>(f: impl FnOnce() -> R) -> (R, Vec<RandomSource>) {
     (result, DRAWS.with_borrow_mut(|draws| std::mem::take(&mut draws.lists[depth])))
 }
 
-/// Runs `f`, which draws `seeds` again, in order.
+/// Runs `f`. Random operations inside draw `seeds` again, in order.
 pub(crate) fn replay_draws<R>(seeds: &[RandomSource], f: impl FnOnce() -> R) -> R {
     struct Restore(Option<VecDeque<RandomSource>>);
     impl Drop for Restore {

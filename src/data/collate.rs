@@ -1,9 +1,9 @@
-//! Collation of items to batches.
+//! Collation: how the items of a batch are joined to one value.
 
 use crate::{Device, Element, Error, Result, Tensor};
 
-/// Makes a batch of items (PyTorch's `default_collate`): tensors are stacked, numbers become a tensor, and pairs, triples and
-/// vectors are collated part by part. Implement this trait for an item type of your own, or pass a function to
+/// Joins the items of a batch (PyTorch's `default_collate`). Tensors are stacked, numbers become a tensor, and each field of a tuple
+/// and each element of a vector is collated separately. Implement this trait for your own item type, or pass a function to
 /// [`DataLoader::with_collate`](super::DataLoader::with_collate).
 ///
 /// ```
@@ -18,10 +18,10 @@ pub trait Collate: Sized {
     /// The type of a batch.
     type Batch;
 
-    /// Makes the batch of `items`, which are at least one.
+    /// Joins `items` (at least one) to a batch.
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] for tensors of different shapes, [`Error::Invalid`] for vectors of different lengths.
+    /// [`Error::ShapeMismatch`] for tensors of different shapes, and [`Error::Invalid`] for vectors of different lengths.
     fn collate(items: Vec<Self>) -> Result<Self::Batch>;
 }
 
@@ -70,7 +70,7 @@ impl<A: Collate, B: Collate, C: Collate> Collate for (A, B, C) {
 
 macro_rules! numbers {
     ($($type:ty),*) => { $(
-        /// One number for each item.
+        /// The batch is a tensor with one number for each item.
         impl Collate for $type {
             type Batch = Tensor;
 

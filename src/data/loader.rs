@@ -1,4 +1,4 @@
-//! The data loader: iterates over a data set in batches.
+//! The data loader, which iterates over a data set in batches.
 
 use std::sync::Arc;
 
@@ -15,23 +15,23 @@ options! {
     pub struct DataLoaderConfig {
         /// The number of items per batch.
         pub batch_size: usize = 1,
-        /// Whether each pass has its own random order.
+        /// Whether each pass visits the items in its own random order.
         pub shuffle: bool = false,
-        /// Whether to leave out a last batch that is smaller.
+        /// Whether to leave out the last batch of a pass if it is smaller than the others.
         pub drop_last: bool = false,
-        /// The number of threads that make batches ahead; with 0 the caller makes them.
+        /// The number of threads that load batches in advance. With 0, the calling thread loads each batch when it is requested.
         pub num_workers: usize = 0,
-        /// The number of batches that each worker makes ahead, at least 1.
+        /// The number of batches that each worker loads in advance, at least 1.
         pub prefetch_factor: usize = 2,
-        /// The generator of the order and the random numbers of a pass; by default [`Generator::current`] at the beginning of the pass.
-        /// With `Generator::new(seed)` the passes are the same in every run.
+        /// The generator of the random order and of all random numbers of a pass. By default [`Generator::current`] at the start of the pass.
+        /// With `Generator::new(seed)`, every run of the program has the same passes.
         pub generator: Option<Generator> = None,
     }
 }
 
-/// Iterates over a [`Dataset`] in batches of type `B` (PyTorch's `torch.utils.data.DataLoader`). Each pass is an iterator. Its
-/// batches are identical for any number of workers: in order and bit for bit, including random augmentations. A panic or an error
-/// of the data set is returned as an error instead of that batch, and the following batches are still made.
+/// Iterates over a [`Dataset`] in batches of type `B` (PyTorch's `torch.utils.data.DataLoader`). Each pass is an iterator. For any
+/// number of workers, its batches are the same bit for bit and in the same order, including random augmentations. If the data set
+/// panics or fails, the batch is replaced by an error, and the following batches are still loaded.
 ///
 /// ```
 /// use claystone::data::{DataLoader, DataLoaderConfig, TensorDataset};
@@ -55,7 +55,7 @@ options! {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub struct DataLoader<B> {
-    /// The number of items of the data set.
+    /// The number of items in the data set.
     items: usize,
     sampler: Option<Arc<dyn Sampler>>,
     load: LoadFn<B>,
@@ -63,24 +63,24 @@ pub struct DataLoader<B> {
     device_transfer: Option<Arc<DeviceTransfer<B>>>,
 }
 
-/// Makes the batch of the given indices.
+/// Loads the batch with the given indices of items.
 type LoadFn<B> = Arc<dyn Fn(&[usize]) -> Result<B> + Send + Sync>;
 
-/// The stream and functions that transfer batches to a device.
+/// The stream and the functions with which batches are copied to a device.
 struct DeviceTransfer<B> {
     stream: Stream,
     send: fn(B, &Stream) -> Result<(B, Event)>,
     receive: fn(B, &Event, Device) -> Result<B>,
 }
 
-/// A batch, and the event after which it is on its device.
+/// A batch and the event that completes once the batch is on its device. `None` if the batch is not copied.
 type SentBatch<B> = (B, Option<Event>);
 
 impl<B: Send + 'static> DataLoader<B> {
-    /// Creates a loader that makes batches with [`Collate`].
+    /// Creates a loader that joins items to batches with [`Collate`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a batch size of 0.
+    /// [`Error::Invalid`] if the batch size is 0.
     pub fn new<D>(dataset: D, config: DataLoaderConfig) -> Result<DataLoader<B>>
     where
         D: Dataset + 'static,
@@ -89,7 +89,7 @@ impl<B: Send + 'static> DataLoader<B> {
         DataLoader::with_collate(dataset, config, D::Item::collate)
     }
 
-    /// Creates a loader that makes batches with `collate` (PyTorch's `collate_fn`), such as padded sequences. Workers call `collate`.
+    /// Creates a loader that joins items with `collate` (PyTorch's `collate_fn`), for example to pad sequences. Workers call `collate`.
     ///
     /// ```
     /// use claystone::data::{DataLoader, DataLoaderConfig, TensorDataset};
@@ -102,7 +102,7 @@ impl<B: Send + 'static> DataLoader<B> {
     /// ```
     ///
     /// # Errors
-    /// As [`DataLoader::new`].
+    /// Errors of [`DataLoader::new`].
     pub fn with_collate<D: Dataset + 'static>(
         dataset: D,
         config: DataLoaderConfig,
@@ -120,10 +120,10 @@ impl<B: Send + 'static> DataLoader<B> {
         Ok(DataLoader { items, sampler: None, load: Arc::new(load), config, device_transfer: None })
     }
 
-    /// Makes passes over the items that a sampler selects (PyTorch's `sampler`), instead of all items.
+    /// Makes each pass visit the items that a sampler selects (PyTorch's `sampler`), instead of all items.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the loader shuffles, too.
+    /// [`Error::Invalid`] if the loader has `shuffle` set: the sampler already determines the order.
     pub fn with_sampler(mut self, sampler: impl Sampler + 'static) -> Result<DataLoader<B>> {
         invalid_if(
             "DataLoader",
@@ -134,11 +134,11 @@ impl<B: Send + 'static> DataLoader<B> {
         Ok(self)
     }
 
-    /// Makes workers copy batches to `device`, through pinned memory and on a separate stream, while the device computes
-    /// (`pin_memory=True` and `.to(device, non_blocking=True)` in PyTorch). Taking a batch makes the current stream wait, not the host.
+    /// Makes workers copy batches to `device` through pinned memory, on a separate stream, while the device computes (PyTorch's
+    /// `pin_memory=True` and `.to(device, non_blocking=True)`). When a batch is taken, the current stream waits for it; the host does not.
     ///
     /// # Errors
-    /// As [`Stream::new`].
+    /// Errors of [`Stream::new`].
     pub fn to_device(mut self, device: Device) -> Result<DataLoader<B>>
     where
         B: Transfer,
@@ -147,7 +147,7 @@ impl<B: Send + 'static> DataLoader<B> {
         Ok(self)
     }
 
-    /// Begins a pass; the workers start immediately.
+    /// Begins a pass. The workers start immediately.
     pub fn iter(&self) -> Batches<B> {
         let (source, end) = match self.start_pass() {
             Ok(source) => (source, self.len()),
@@ -156,7 +156,7 @@ impl<B: Send + 'static> DataLoader<B> {
         Batches { source, next: 0, end, device_transfer: self.device_transfer.clone() }
     }
 
-    /// Draws the order and the random key of a pass, and starts the workers, if any.
+    /// Draws the order and the random key of a pass. Starts the workers, if any.
     fn start_pass(&self) -> Result<BatchSource<B>> {
         let (load, device_transfer) = (self.load.clone(), self.device_transfer.clone());
         let DataLoaderConfig { batch_size, num_workers, prefetch_factor, .. } = self.config;
@@ -165,7 +165,7 @@ impl<B: Send + 'static> DataLoader<B> {
         let bits = with_generator(&generator, || Tensor::randint(0, 1 << 31, 2, (DType::I64, Device::default())))?;
         let key = bits.to_vec::<i64>()?.iter().fold(0, |key, &bits| key << 31 | bits as u64);
         let make: MakeFn<SentBatch<B>> = Arc::new(move |batch: usize| {
-            // Each batch draws from its own random stream, so that the draws do not depend on the worker.
+            // Each batch has its own random stream, so that its random numbers do not depend on the worker that loads it.
             let generator = Generator::new(key);
             generator.set_state(Seed { key, stream: (batch as u64) << 32 });
             let from = batch * batch_size;
@@ -205,7 +205,7 @@ impl<B: Send + 'static> DataLoader<B> {
 }
 
 impl<B> DataLoader<B> {
-    /// Returns the number of batches of a pass.
+    /// Returns the number of batches in a pass.
     pub fn len(&self) -> usize {
         let items = self.sampler.as_ref().map_or(self.items, |sampler| sampler.len());
         match self.config.drop_last {
@@ -229,7 +229,7 @@ impl<B: Send + 'static> IntoIterator for &DataLoader<B> {
     }
 }
 
-/// A pass of a [`DataLoader`]. If it is dropped, each worker ends after its current batch.
+/// One pass of a [`DataLoader`], an iterator over batches. If it is dropped, each worker stops after its current batch.
 pub struct Batches<B> {
     source: BatchSource<B>,
     next: usize,
@@ -239,7 +239,7 @@ pub struct Batches<B> {
 
 /// The source of a pass's batches.
 enum BatchSource<B> {
-    /// The pass could not begin: the error is returned instead of the first batch.
+    /// The pass could not begin. The error takes the place of the first batch.
     Failed(Option<Error>),
     Caller(MakeFn<SentBatch<B>>),
     Workers(Workers<SentBatch<B>>),

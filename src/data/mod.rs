@@ -1,9 +1,9 @@
-//! Data sets, and loaders whose worker threads make batches while the device computes.
+//! Data sets, and loaders whose worker threads load batches while the device computes.
 //!
-//! A [`Dataset`] returns the item of an index. A [`DataLoader`] iterates over it in batches, shuffled or not, and
+//! A [`Dataset`] returns the item with a given index. A [`DataLoader`] iterates over a data set in batches, shuffled or not.
 //! [`DataLoader::to_device`] copies the batches on a separate stream. The contents of a batch do not depend on the number of
 //! workers: each batch is collated in the order of its indices, arrives in order, and draws random numbers from its own
-//! generator, so that augmentations are repeatable bit for bit.
+//! generator. Random augmentations are therefore repeatable bit for bit.
 
 mod collate;
 mod loader;
@@ -19,7 +19,7 @@ pub use transfer::Transfer;
 use crate::internal::invalid_if;
 use crate::{Error, Generator, Result, Tensor, with_generator};
 
-/// Items by index (PyTorch's map-style `torch.utils.data.Dataset`). Several workers may ask for items at the same time.
+/// A data set whose items are loaded by index (PyTorch's map-style `torch.utils.data.Dataset`). Several workers may load items in parallel.
 ///
 /// ```
 /// use claystone::data::{DataLoader, DataLoaderConfig, Dataset};
@@ -49,25 +49,25 @@ use crate::{Error, Generator, Result, Tensor, with_generator};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Dataset: Send + Sync {
-    /// The type of an item, which [`Collate`] makes batches of, such as a pair of a tensor and a label.
+    /// The type of an item, such as a tuple of a tensor and a label. [`Collate`] joins items to batches.
     type Item;
 
     /// Returns the number of items.
     fn len(&self) -> usize;
 
-    /// Returns the item of an index below [`Dataset::len`].
+    /// Returns the item with this index, which is below [`Dataset::len`].
     ///
     /// # Errors
-    /// Any failure, for example [`Error::invalid`] with the file that cannot be read. A [`DataLoader`] returns the error to its caller.
+    /// Any error, for example [`Error::invalid`] with the name of an unreadable file. A [`DataLoader`] returns it in place of the batch.
     fn get(&self, index: usize) -> Result<Self::Item>;
 
-    /// True if there are no items.
+    /// True if the data set has no items.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// Tensors with the same size of dim 0; an item is a vector with one row of each (PyTorch's `TensorDataset`).
+/// A data set of tensors with equal sizes of dim 0 (PyTorch's `TensorDataset`). An item is a vector with one row of each tensor.
 ///
 /// ```
 /// use claystone::data::{Dataset, TensorDataset};
@@ -81,10 +81,10 @@ pub trait Dataset: Send + Sync {
 pub struct TensorDataset(Vec<Tensor>);
 
 impl TensorDataset {
-    /// Creates a data set of these tensors.
+    /// Creates a data set from these tensors.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for no tensor, for a tensor without dims, and for different sizes of dim 0.
+    /// [`Error::Invalid`] if there is no tensor, a tensor has no dims, or the sizes of dim 0 differ.
     pub fn new(tensors: Vec<Tensor>) -> Result<TensorDataset> {
         let op = "TensorDataset::new";
         let rows = |t: &Tensor| t.shape().dims().first().copied();
@@ -114,7 +114,7 @@ impl Dataset for TensorDataset {
     }
 }
 
-/// Some items of another data set (PyTorch's `Subset`); see [`random_split`].
+/// A selection of the items of another data set (PyTorch's `Subset`); see [`random_split`].
 #[derive(Debug)]
 pub struct Subset<D> {
     dataset: D,
@@ -122,10 +122,10 @@ pub struct Subset<D> {
 }
 
 impl<D: Dataset> Subset<D> {
-    /// Creates a data set of the items at these indices, in order.
+    /// Creates a data set of the items at these indices, in this order.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an index that is out of range.
+    /// [`Error::Invalid`] if an index is out of range.
     pub fn new(dataset: D, indices: Vec<usize>) -> Result<Subset<D>> {
         match indices.iter().find(|&&i| i >= dataset.len()) {
             None => Ok(Subset { dataset, indices }),
@@ -149,7 +149,7 @@ impl<D: Dataset> Dataset for Subset<D> {
     }
 }
 
-/// A data set can be shared, for example by the parts of [`random_split`] or by several loaders.
+/// A shared data set, for example one used by the subsets of [`random_split`] or by several loaders.
 impl<D: Dataset> Dataset for std::sync::Arc<D> {
     type Item = D::Item;
 
@@ -162,7 +162,7 @@ impl<D: Dataset> Dataset for std::sync::Arc<D> {
     }
 }
 
-/// Divides a data set randomly into parts of these lengths (PyTorch's `random_split`), the same for the same state of the generator.
+/// Divides a data set randomly into subsets of these lengths (PyTorch's `random_split`). Equal generator states give equal subsets.
 ///
 /// ```
 /// use claystone::data::{Dataset, TensorDataset, random_split};
@@ -174,7 +174,7 @@ impl<D: Dataset> Dataset for std::sync::Arc<D> {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for lengths with another sum.
+/// [`Error::Invalid`] if the sum of the lengths differs from the length of the data set.
 pub fn random_split<D: Dataset>(
     dataset: D,
     lengths: &[usize],
@@ -194,7 +194,7 @@ pub fn random_split<D: Dataset>(
     lengths.iter().map(part).collect()
 }
 
-/// Returns a random permutation of the numbers below `n`.
+/// Returns a random permutation of the numbers from 0 to `n - 1`.
 fn random_permutation(n: usize, generator: &Generator) -> Result<Vec<usize>> {
     let order = with_generator(generator, || Tensor::randperm(n, crate::Device::default()))?;
     Ok(order.to_vec::<i64>()?.into_iter().map(|i| i as usize).collect())

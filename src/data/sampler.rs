@@ -1,8 +1,8 @@
-//! Samplers: the items of a pass and their order.
+//! Samplers select the items of a pass and their order.
 
 use crate::Result;
 
-/// Selects and orders the items of a [`DataLoader`](super::DataLoader)'s passes (PyTorch's `torch.utils.data.Sampler`); see
+/// Selects and orders the items of each pass of a [`DataLoader`](super::DataLoader) (PyTorch's `torch.utils.data.Sampler`). See
 /// [`DataLoader::with_sampler`](super::DataLoader::with_sampler).
 /// [`distributed::DistributedSampler`](crate::distributed::DistributedSampler) gives each rank its part of the items.
 ///
@@ -29,13 +29,13 @@ use crate::Result;
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Sampler: Send + Sync {
-    /// Returns the number of items of a pass.
+    /// Returns the number of items in a pass.
     fn len(&self) -> usize;
 
-    /// Returns the items of the pass that begins now, in order.
+    /// Returns the indices of the items of a new pass, in order.
     ///
     /// # Errors
-    /// Any failure; the loader returns it instead of the first batch.
+    /// Any error. The loader returns it in place of the first batch.
     fn indices(&self) -> Result<Vec<usize>>;
 
     /// True if a pass has no items.

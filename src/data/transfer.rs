@@ -3,12 +3,12 @@
 use crate::device::Event;
 use crate::{Device, Result, Stream, Tensor, with_stream};
 
-/// A batch whose tensors can be copied to a device. For a type of your own, call `map_tensors` of the fields.
+/// A batch whose tensors can be copied to a device. Implementations for your own types call `map_tensors` on each field.
 pub trait Transfer: Sized {
     /// Replaces each tensor by the result of `f`.
     ///
     /// # Errors
-    /// The errors of `f`.
+    /// Errors of `f`.
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self>;
 }
 
@@ -42,7 +42,7 @@ impl<A: Transfer, B: Transfer, C: Transfer> Transfer for (A, B, C) {
     }
 }
 
-/// Copies a batch to the stream's device through pinned memory. The event completes when the copy is done.
+/// Copies a batch to the stream's device through pinned memory. The returned event completes when the copy is done.
 pub(super) fn send<B: Transfer>(batch: B, stream: &Stream) -> Result<(B, Event)> {
     let device = stream.device();
     let there = with_stream(stream, || {
@@ -54,7 +54,7 @@ pub(super) fn send<B: Transfer>(batch: B, stream: &Stream) -> Result<(B, Event)>
     Ok((there, stream.record_event()?))
 }
 
-/// Makes the calling thread's stream wait for a batch, and records the stream as a user of its memory. The host does not wait.
+/// Makes the calling thread's stream wait for a batch, and marks the batch's memory as used by that stream. The host does not wait.
 pub(super) fn receive<B: Transfer>(batch: B, sent: &Event, device: Device) -> Result<B> {
     let stream = Stream::current(device)?;
     stream.wait_event(sent)?;

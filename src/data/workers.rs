@@ -1,4 +1,4 @@
-//! Worker threads that compute a few results ahead, which are returned in order.
+//! Worker threads that compute results in advance. The results are returned in order.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use crate::internal::lock;
 use crate::{Error, Result};
 
-/// Computes the result with the given number.
+/// A function that computes the result with the given number.
 pub(super) type MakeFn<T> = Arc<dyn Fn(usize) -> Result<T> + Send + Sync>;
 
 /// Worker threads that compute the results 0, 1, 2 and so on. They stop when this handle is dropped.
@@ -22,26 +22,26 @@ pub(super) struct Workers<T> {
 /// The queue that workers and the caller share.
 struct Shared<T> {
     queue: Mutex<Queue<T>>,
-    /// Signalled after a result was computed.
+    /// Notified after a result was computed.
     made: Condvar,
-    /// Signalled after a result was taken, so that more may be computed.
+    /// Notified after a result was taken, because workers may then compute one more.
     taken: Condvar,
 }
 
 /// The state of the queue.
 struct Queue<T> {
-    /// The next number that a worker will claim.
+    /// The number of the next result that a worker will compute.
     next: usize,
     end: usize,
-    /// The number of the result that is returned next.
+    /// The number of the result that the caller gets next.
     next_result: usize,
-    /// How many results may be in progress or stored ahead of `next_result`.
+    /// The maximum number of results that are being computed or are stored at a time.
     ahead: usize,
     made: BTreeMap<usize, Result<T>>,
 }
 
 impl<T> Shared<T> {
-    /// Claims the next number to compute, waiting until it may be computed; `None` at the end.
+    /// Takes the next number to compute. Waits until there is room for one more result. `None` after the last number.
     fn claim(&self) -> Option<usize> {
         let is_full = |q: &mut Queue<T>| q.next < q.end && q.next >= q.next_result.saturating_add(q.ahead);
         let mut queue = self.taken.wait_while(lock(&self.queue), is_full).unwrap_or_else(PoisonError::into_inner);
@@ -54,7 +54,7 @@ impl<T> Shared<T> {
 }
 
 impl<T: Send + 'static> Workers<T> {
-    /// Starts `count` threads that compute `end` results with `make`, up to `ahead` in advance for each thread.
+    /// Starts `count` threads that compute `end` results with `make`. Each thread computes up to `ahead` results in advance.
     pub(super) fn start(count: usize, ahead: usize, end: usize, make: &MakeFn<T>) -> Result<Workers<T>> {
         let ahead = count.saturating_mul(ahead.max(1));
         let queue = Mutex::new(Queue { next: 0, end, next_result: 0, ahead, made: BTreeMap::new() });
@@ -91,14 +91,14 @@ impl<T: Send + 'static> Workers<T> {
 
 impl<T> Drop for Workers<T> {
     fn drop(&mut self) {
-        // After this no number can be claimed, so each thread ends after its current result.
+        // With an end of 0 no number is left to compute, so each thread ends after its current result.
         lock(&self.shared.queue).end = 0;
         self.shared.taken.notify_all();
         mem::take(&mut self.threads).into_iter().for_each(|thread| _ = thread.join());
     }
 }
 
-/// Calls `make`, and turns a panic into an error with the panic's message.
+/// Calls `make`. Turns a panic into an error that has the panic's message.
 pub(super) fn make_catching_panics<T>(make: &MakeFn<T>, number: usize) -> Result<T> {
     catch_unwind(AssertUnwindSafe(|| make(number))).unwrap_or_else(|panic| {
         let message = panic_message(&*panic);

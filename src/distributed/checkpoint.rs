@@ -1,5 +1,5 @@
-//! Checkpoints of a job: one file, or a folder with one file for each rank. A rank's part of a sharded tensor is saved under a
-//! name that includes the range of its elements.
+//! Checkpoints of all ranks of a job: one file, or a folder with one file for each rank. A rank's elements of a sharded tensor are
+//! saved under a name that includes their range.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -26,7 +26,7 @@ impl ShardRange {
         format!("{name}[{}..{} of {}]", self.elements.start, self.elements.end, dims.join("x"))
     }
 
-    /// Parses a name returned by [`name`](Self::name) into the tensor's name and the elements.
+    /// Parses a name made by [`name`](Self::name) into the tensor's name and the range of elements.
     fn parse(name: &str) -> Option<(&str, ShardRange)> {
         let (name, piece) = name.strip_suffix(']')?.rsplit_once('[')?;
         let (elements, shape) = piece.split_once(" of ")?;
@@ -36,12 +36,12 @@ impl ShardRange {
         Some((name, ShardRange { elements, shape: dims.collect::<Option<_>>()? }))
     }
 
-    /// Returns the name of the tensor that an entry of a state belongs to.
+    /// Returns the name of the tensor to which an entry of a state dict belongs: the name without a range of elements.
     pub fn tensor(name: &str) -> &str {
         ShardRange::parse(name).map_or(name, |(tensor, _)| tensor)
     }
 
-    /// Returns these elements, flat, from a state that has the full tensor or this piece; `None` if the state has neither.
+    /// Returns these elements as a flat tensor, from a state that has the full tensor or exactly these elements; `None` if it has neither.
     pub fn slice_from(&self, state: &StateDict, name: &str) -> Result<Option<Tensor>> {
         let Some(whole) = state.get(name) else {
             let none = || Tensor::zeros(0, Device::Cpu); // empty pieces are not saved
@@ -56,7 +56,7 @@ impl ShardRange {
     }
 }
 
-/// Concatenates the pieces in a state to full tensors.
+/// Concatenates the ranges of each sharded tensor in a state to the full tensor.
 fn unshard(state: StateDict) -> Result<StateDict> {
     let (mut whole, mut pieces) = (StateDict::new(), BTreeMap::<String, Vec<(ShardRange, Tensor)>>::new());
     for (name, tensor) in state {
@@ -82,7 +82,7 @@ fn unshard(state: StateDict) -> Result<StateDict> {
     Ok(whole)
 }
 
-/// Waits until all ranks have made this call. Returns an error on every rank if `done` is an error on any rank.
+/// Waits until all ranks have called this function. Returns an error on every rank if `done` is an error on any rank.
 fn agree_on_success<R>(op: &'static str, group: &Group, done: Result<R>) -> Result<R> {
     let failed = Tensor::from_slice(&[u8::from(done.is_err())], 1, Device::Cpu)?;
     let all = group.all_gather(&failed)?.to_vec::<u8>()?;
@@ -97,9 +97,9 @@ fn file_error(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> 
     Error::invalid(op, format!("{}: {reason}", path.display()))
 }
 
-/// Saves a checkpoint of a job in one file, which rank 0 writes like [`io::save_checkpoint`]. The parts of a
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) are saved as one unsharded state, from which a single process can
-/// also resume. Other state is saved from rank 0. Must be called on all ranks; returns when the file is complete.
+/// Saves a checkpoint of all ranks in one file, which rank 0 writes like [`io::save_checkpoint`]. The shards of a
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) are saved as one unsharded state, with which a single process can
+/// also resume. All other state is saved from rank 0. Must be called on all ranks. Returns when the file is complete.
 ///
 /// ```
 /// use claystone::distributed::{self, DataParallel, Group};
@@ -117,7 +117,7 @@ fn file_error(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> 
 /// ```
 ///
 /// # Errors
-/// The errors of [`io::save_checkpoint`] on the rank that fails; [`Error::Rank`] on the other ranks.
+/// Errors of [`io::save_checkpoint`] on the rank that fails. [`Error::Rank`] on the other ranks.
 pub fn save_checkpoint(path: impl AsRef<Path>, group: &Group, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     let op = "save_checkpoint";
     let state = agree_on_success(op, group, StateDict::from_parts(parts))?;
@@ -126,7 +126,7 @@ pub fn save_checkpoint(path: impl AsRef<Path>, group: &Group, parts: &[(&str, &d
     agree_on_success(op, group, saved)
 }
 
-/// Returns rank 0's state with the pieces of all other ranks on rank 0, and `None` on the other ranks.
+/// Sends the sharded tensors of all ranks to rank 0. Returns rank 0's state with all of them on rank 0, and `None` on other ranks.
 fn gather_at_rank_0(group: &Group, mut state: StateDict) -> Result<Option<StateDict>> {
     let count = |n: usize| Tensor::from_slice(&[n as i64], 1, Device::Cpu);
     if group.rank() > 0 {
@@ -156,19 +156,19 @@ fn gather_at_rank_0(group: &Group, mut state: StateDict) -> Result<Option<StateD
     state.into_iter().map(on_host).collect::<Result<_>>().map(Some)
 }
 
-/// The file with the current generation of a folder's checkpoints. A checkpoint is committed by replacing this file last.
+/// The file that stores the number of a folder's current checkpoint. A new checkpoint becomes valid when this file is replaced, last.
 const INDEX: &str = "index.safetensors";
 
-/// The contents of [`INDEX`], which determine the names of the ranks' files.
+/// The contents of [`INDEX`]. They determine the names of the ranks' files.
 #[derive(Debug, Default)]
 struct Index {
-    /// The number of checkpoints that were saved in the folder.
+    /// The number of checkpoints that were saved in the folder so far.
     generation: u64,
     ranks: usize,
 }
 
 impl Index {
-    /// Reads the index; generation 0 if the folder has none.
+    /// Reads the index of a folder. Returns generation 0 if the folder has no index.
     fn read(folder: &Path) -> Result<Index> {
         let (path, mut index) = (folder.join(INDEX), Index::default());
         if path.exists() {
@@ -186,7 +186,7 @@ impl Index {
         format!("{}-rank-{rank}-of-{}.safetensors", self.generation, self.ranks)
     }
 
-    /// Removes the files of earlier checkpoints, complete or not.
+    /// Removes the files of all other checkpoints in the folder, complete or not.
     fn remove_others(&self, folder: &Path) -> std::io::Result<()> {
         let own: Vec<String> = (0..self.ranks).map(|rank| self.file(rank)).collect();
         for entry in std::fs::read_dir(folder)? {
@@ -199,7 +199,7 @@ impl Index {
     }
 }
 
-/// True if a file name has the form that [`Index::file`] returns.
+/// True if a file name has the form of the names that [`Index::file`] returns.
 fn is_shard_file(name: &str) -> bool {
     let numbers: Option<Vec<&str>> = name.strip_suffix(".safetensors").and_then(|name| {
         let (generation, rest) = name.split_once("-rank-")?;
@@ -209,8 +209,8 @@ fn is_shard_file(name: &str) -> bool {
     numbers.is_some_and(|numbers| numbers.iter().all(|n| n.parse::<u64>().is_ok()))
 }
 
-/// Saves a checkpoint of a job in a folder on a file system that all ranks share. Every rank writes a file with its part of each
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer); rank 0 also writes all state that is not sharded. Must be called
+/// Saves a checkpoint of all ranks in a folder on a file system that all ranks can access. Every rank writes a file with its shards of
+/// each [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer). Rank 0 also writes all state that is not sharded. Must be called
 /// on all ranks. The previous checkpoint stays valid until every file of this checkpoint is complete.
 ///
 /// ```
@@ -230,7 +230,7 @@ fn is_shard_file(name: &str) -> bool {
 /// ```
 ///
 /// # Errors
-/// The errors of [`io::save_checkpoint`] on the rank that fails; [`Error::Rank`] on the other ranks.
+/// Errors of [`io::save_checkpoint`] on the rank that fails. [`Error::Rank`] on the other ranks.
 pub fn save_sharded_checkpoint(folder: impl AsRef<Path>, group: &Group, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     let (op, folder) = ("save_sharded_checkpoint", folder.as_ref());
     let begun = || {
@@ -252,10 +252,10 @@ pub fn save_sharded_checkpoint(folder: impl AsRef<Path>, group: &Group, parts: &
 }
 
 /// Loads a checkpoint of [`save_checkpoint`] or [`save_sharded_checkpoint`], on any number of ranks, or in one process without a
-/// group. Every rank reads the full checkpoint into host memory and selects its part.
+/// group. Every rank reads the whole checkpoint into host memory and keeps its own shards.
 ///
 /// # Errors
-/// The errors of [`io::load_checkpoint`]; [`Error::Invalid`] for a folder without a checkpoint, or if parts of a tensor are missing.
+/// Errors of [`io::load_checkpoint`]. [`Error::Invalid`] for a folder without a checkpoint, or if elements of a tensor are missing.
 pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stateful)]) -> Result<()> {
     let (op, path) = ("load_checkpoint", path.as_ref());
     if !path.is_dir() {

@@ -1,8 +1,8 @@
-//! The algorithms of the collectives, on tensors as bytes. Tensors are cut into slices. Each slice is copied to the host,
-//! exchanged, reduced and copied back, so that staging buffers for a few slices suffice. The exchange of a slice follows a
-//! [`Plan`], which several threads execute concurrently if all ranks are on one machine.
+//! The algorithms of the collectives, which treat tensors as bytes. A tensor is cut into slices. Each slice is copied to the host,
+//! exchanged, reduced and copied back, so staging buffers for a few slices suffice. A [`Plan`] defines the exchange of a slice. If all
+//! ranks are on one machine, several threads execute the plan concurrently.
 //!
-//! A *part* of a slice is the section that one rank reduces and then sends to all ranks.
+//! A *part* of a slice is the range of bytes that one rank reduces and then sends to all ranks.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -14,21 +14,21 @@ use super::transport::{Call, Transport};
 use crate::internal::lock;
 use crate::{DType, Device, Error, Result, Stream, Tensor};
 
-/// The ranks of a group, and the resources that this rank keeps for its collectives.
+/// The ranks of a group, and the resources that this rank needs for the group's collectives.
 pub(super) struct Membership {
-    /// This rank's number in the group.
+    /// This rank's number in the group, from 0.
     pub rank: usize,
-    /// For each rank of the group, its number in the job.
+    /// The number in the job of each rank of the group.
     pub ranks: Vec<usize>,
-    /// Distinguishes the group's messages from those of other groups (MPI's context id).
+    /// Distinguishes messages of this group from messages of other groups, like MPI's context id.
     pub context: u32,
     pub device: Device,
-    /// The stream of the collectives' copies, which overlap work on other streams.
+    /// The stream on which collectives copy. Its copies overlap work on other streams.
     pub stream: Stream,
-    /// Whether calls are compared with the calls of other ranks.
+    /// Whether each call is compared with the calls of the other ranks before it runs.
     pub debug: bool,
     buffers: SlicePipeline,
-    /// The memory of scratch blocks, kept from one collective to the next.
+    /// The memory of scratch blocks, kept from one collective to the next to avoid allocations.
     scratch: Mutex<Vec<u64>>,
 }
 
@@ -38,7 +38,7 @@ impl Membership {
         Ok(Membership { rank, ranks, context, device, stream, debug, buffers, scratch })
     }
 
-    /// Runs one call of the group. If the call fails, this rank leaves the job, because the other ranks wait for its messages.
+    /// Runs one call of the group. If the call fails, this rank leaves the job, so that ranks waiting for its messages fail instead of hanging.
     pub(super) fn call<R>(
         &self,
         transport: &mut dyn Transport,
@@ -56,7 +56,7 @@ impl Membership {
     }
 }
 
-/// A rank of a group during one call.
+/// This rank of a group, during one call.
 pub(super) struct Member<'a> {
     transport: &'a mut dyn Transport,
     membership: &'a Membership,
@@ -81,12 +81,12 @@ impl Member<'_> {
         Call { op: self.op, context: self.membership.context }
     }
 
-    /// Returns a message to or from rank p of the group: the rank's number in the job, and the block.
+    /// Returns the address of a message to or from rank `p` of the group: that rank's number in the job, and the block's number.
     fn message(&self, p: usize, block: usize) -> (usize, usize) {
         (self.membership.ranks[p], block)
     }
 
-    /// Reads, exchanges and writes each slice, through staging buffers of `buffer` bytes. `blocks` returns the ascending ranges of the blocks.
+    /// Reads, exchanges and writes each slice, through staging buffers of `buffer` bytes. `blocks` maps a slice to its blocks' ascending ranges.
     fn run_in_slices<R, W>(
         &mut self,
         device: Device,
@@ -144,7 +144,7 @@ impl Member<'_> {
         Ok(all)
     }
 
-    /// Returns an error unless all ranks make the same call.
+    /// Returns an error unless all ranks have made the same call.
     fn compare(&mut self, call: &str) -> Result<()> {
         let mut text = [0; 120];
         for (to, from) in text.iter_mut().zip(call.bytes()) {
@@ -162,8 +162,8 @@ impl Member<'_> {
     }
 }
 
-/// Splits a group. Returns the ranks (numbers in the job) of this rank's new group and the context of its messages, or `None` without a
-/// color. New contexts are greater than all contexts of the old group's ranks, so that groups that share a rank have different contexts.
+/// Splits a group by color. Returns the ranks (numbers in the job) of this rank's new group, and the context of its messages. `None` without
+/// a color. A new context is greater than all contexts in use by the ranks, so no two groups with a common rank have the same context.
 pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Option<(Vec<usize>, u32)>> {
     let next = *m.transport.next_context();
     let mut own = [0; 20];
@@ -185,13 +185,13 @@ pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Opti
     Ok(Some((members.into_iter().map(|(_, r)| m.membership.ranks[r]).collect(), context)))
 }
 
-/// Divides a number of bytes into one aligned range for each rank.
+/// Divides `bytes` bytes into one aligned range for each rank.
 fn rank_ranges(bytes: usize, ranks: usize) -> Vec<Range<usize>> {
     let share = bytes.div_ceil(ranks).next_multiple_of(ALIGN_BYTES);
     (0..ranks).map(|rank| (rank * share).min(bytes)..((rank + 1) * share).min(bytes)).collect()
 }
 
-/// Cuts tensors of `bytes` bytes, one for each rank, into slices. Also returns the distance of two ranks' blocks in a buffer.
+/// Cuts tensors of `bytes` bytes, one for each rank, into slices. Also returns the distance in bytes between two ranks' blocks in a buffer.
 fn cut_slices(
     m: &Member,
     bytes: usize,
@@ -202,12 +202,12 @@ fn cut_slices(
     (slices, slice.min(bytes).next_multiple_of(ALIGN_BYTES))
 }
 
-/// Returns the range of a slice within part p, if parts of `bytes` bytes follow each other.
+/// Returns the range of a slice within part `p`, where parts of `bytes` bytes follow each other.
 fn part_range(p: usize, bytes: usize, slice: &Range<usize>) -> Range<usize> {
     p * bytes + slice.start..p * bytes + slice.end
 }
 
-/// Splits a slice's buffer into these ranges, which must be in ascending order.
+/// Splits a slice's buffer into blocks with these ranges, which must be in ascending order.
 fn split_blocks(mut host: &mut [u8], ranges: Vec<Range<usize>>) -> Vec<&mut [u8]> {
     let mut at = 0;
     let mut one = |range: Range<usize>| {
@@ -219,19 +219,19 @@ fn split_blocks(mut host: &mut [u8], ranges: Vec<Range<usize>>) -> Vec<&mut [u8]
     ranges.into_iter().map(&mut one).collect()
 }
 
-/// Returns the ranges of a buffer's blocks, which begin `block` bytes apart and have the length of the slice.
+/// Returns a function that maps a slice to the ranges of its blocks: `block` bytes apart, and each as long as the slice.
 fn equal_blocks(block: usize, blocks: usize) -> impl Fn(&Range<usize>) -> Vec<Range<usize>> {
     move |slice| (0..blocks).map(|p| p * block..p * block + slice.len()).collect()
 }
 
-/// Sends every other rank its part, and receives this rank's part from all ranks, to be reduced.
+/// Sends every other rank that rank's part. Receives this rank's part from all other ranks, to be reduced.
 fn scatter_phase(m: &Member, dtype: DType, op: ReduceOp) -> Phase {
     let sends = m.others().map(|p| m.message(p, p)).collect();
     let receives = m.others().enumerate().map(|(i, p)| m.message(p, m.size() + i)).collect();
     Phase { sends, receives, reduces: Some((dtype, op)) }
 }
 
-/// Sends this rank's part to all other ranks, and receives their parts.
+/// Sends this rank's reduced part to all other ranks, and receives their reduced parts.
 fn gather_phase(m: &Member) -> Phase {
     let sends = m.others().map(|p| m.message(p, m.rank())).collect();
     Phase { sends, receives: m.others().map(|p| m.message(p, p)).collect(), reduces: None }
@@ -241,8 +241,8 @@ fn shallow_clones(tensors: &[Tensor]) -> Vec<Tensor> {
     tensors.iter().map(Tensor::shallow_clone).collect()
 }
 
-/// Every rank reduces its part of a slice and sends the result to all ranks, which all get the same bits. A rank sends and receives fewer
-/// than two bytes for each byte of a slice, for any number of ranks.
+/// Every rank reduces its part of a slice and sends the result to all ranks, so that all ranks get the same bits. For each byte of a slice
+/// a rank sends and receives fewer than two bytes, for any number of ranks.
 pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: ReduceOp) -> Result<()> {
     let n = m.size();
     let (slices, buffer) = cut_slices(m, tensors.iter().map(Tensor::numel).sum(), 1);
@@ -253,13 +253,13 @@ pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: R
     m.run_in_slices(tensors[0].device(), buffer, slices, &plan, |slice| rank_ranges(slice.len(), n), (read, write))
 }
 
-/// Broadcasts along a binomial tree.
+/// Broadcasts along a binomial tree, in about log2(ranks) steps.
 pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Result<()> {
     let (slices, buffer) = cut_slices(m, tensors.iter().map(Tensor::numel).sum(), 1);
     let n = m.size();
     let rank = (m.rank() + n - root) % n;
     let at = |rank: usize| m.message((rank + root) % n, 0);
-    // In the binomial tree, a rank receives from its number without the lowest set bit, and sends to its number plus each lower bit.
+    // In the binomial tree, a rank's parent is its number without the lowest set bit; its children are its number plus each lower bit.
     let lowest = if rank == 0 { n.next_power_of_two() } else { 1 << rank.trailing_zeros() };
     let receives = if rank == 0 { Vec::new() } else { vec![at(rank - lowest)] };
     let bits = std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|&bit| bit > 0);
@@ -278,7 +278,7 @@ pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Resu
     )
 }
 
-/// Concatenates the `own` tensors of all ranks in `to`, in the order of the ranks.
+/// Concatenates the tensors `own` of all ranks, in the order of the ranks, and writes the result to `to`.
 pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), own.numel());
     let (slices, block) = cut_slices(m, bytes, n);
@@ -291,7 +291,7 @@ pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()
     m.run_in_slices(own.device(), n * block, slices, &plan, equal_blocks(block, n), (read, write))
 }
 
-/// Reduces the `from` tensors of all ranks and writes this rank's part of the result to `to`.
+/// Reduces the tensors `from` of all ranks, and writes this rank's part of the result to `to`.
 pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: DType, op: ReduceOp) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), to.numel());
     let (slices, block) = cut_slices(m, bytes, n);
@@ -304,12 +304,12 @@ pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: 
     m.run_in_slices(device, n * block, slices, &plan, equal_blocks(block, n), (read, write))
 }
 
-/// Sends part p of `from` to rank p, and receives part p of `to` from rank p.
+/// Sends part p of `from` to rank p. Receives part p of `to` from rank p.
 pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n) = (m.rank(), m.size());
     let bytes = from.numel() / n;
     let (slices, block) = cut_slices(m, bytes, n);
-    // Blocks 0 to n - 1 are sent and n to 2 n - 1 received; a rank's own part stays in its sent block.
+    // Blocks 0 to n - 1 are sent, and blocks n to 2 n - 1 are received. This rank's own part is not sent: it is read from its sent block.
     let sends = m.others().map(|p| m.message(p, p)).collect();
     let phase = Phase { sends, receives: m.others().map(|p| m.message(p, n + p)).collect(), reduces: None };
     let (device, from, to) = (from.device(), from.shallow_clone(), to.shallow_clone());

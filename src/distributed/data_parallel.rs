@@ -1,4 +1,4 @@
-//! Data parallel training: every rank has the model and a part of the batch.
+//! Data parallel training: every rank has a copy of the model and trains on a part of the batch.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -14,25 +14,25 @@ options! {
     /// Options of [`DataParallel`].
     #[derive(Debug, Clone)]
     pub struct DataParallelOptions {
-        /// The maximum size of a bucket in bytes; 25 MiB by default, as in PyTorch. The gradients of a bucket are reduced in one
-        /// collective as soon as backward has computed all of them.
+        /// The maximum size of a bucket in bytes. 25 MiB by default, as in PyTorch. The gradients of a bucket are reduced in one
+        /// collective, as soon as backward has computed all of them.
         pub bucket_bytes: usize = 25 << 20,
-        /// Whether a backward pass may leave out parameters, but not all parameters of a rank. Gradients are then reduced only after
-        /// backward, with one more small collective. If false, such a pass is an error that names the parameters.
+        /// Whether a backward pass may leave out some (not all) parameters of a rank. Gradients are then reduced only after
+        /// backward, with one more small collective. If false, leaving out a parameter is an error that names the parameter.
         pub find_unused_parameters: bool = false,
-        /// Whether each forward pass that records gradients first broadcasts buffers, such as running statistics, from rank 0.
+        /// Whether each forward pass that records gradients first broadcasts rank 0's buffers, such as running statistics.
         pub broadcast_buffers: bool = true,
-        /// The dtype in which gradients are sent; bf16 halves the bytes of f32 (PyTorch's `bf16_compress_hook`).
+        /// The dtype in which gradients are sent. bf16 halves the bytes of f32 (PyTorch's `bf16_compress_hook`). `None`: their own dtype.
         pub gradient_dtype: Option<DType> = None,
     }
 }
 
-/// A module that is replicated on every rank and trained on the rank's part of the batch (PyTorch's `DistributedDataParallel`).
+/// A module that is replicated on every rank and trained on that rank's part of the batch (PyTorch's `DistributedDataParallel`).
 /// Backward leaves the mean of all ranks' gradients in [`Tensor::grad`], so that the optimisers of all ranks take the same steps.
 ///
-/// [`new`](Self::new) broadcasts the parameters and buffers of rank 0. Gradients are reduced in buckets while backward computes
-/// the rest, beginning with the last layers. Parameters keep the names of the module, so both can load the same checkpoints. With
-/// a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) each rank gets only its part of the mean gradients.
+/// [`new`](Self::new) broadcasts the parameters and buffers of rank 0. Gradients are reduced in buckets while backward runs; the last
+/// layers' gradients come first. Parameters keep the names of the module, so both load the same checkpoints. With a
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) each rank gets only its part of the mean gradients.
 ///
 /// ```
 /// use claystone::distributed::{DataParallel, Group};
@@ -60,10 +60,10 @@ pub struct DataParallel<M> {
 }
 
 impl<M: Module> DataParallel<M> {
-    /// Wraps a module that has the same structure on every rank. Must be called on all ranks.
+    /// Wraps a module. It must have the same structure on every rank, and all ranks must call this function.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if no parameter requires a gradient; the errors of [`Group::broadcast`].
+    /// [`Error::Invalid`] if no parameter requires a gradient. Errors of [`Group::broadcast`].
     pub fn new(module: M, group: &Group, options: DataParallelOptions) -> Result<DataParallel<M>> {
         let op = "DataParallel::new";
         let mut tensors = Vec::new();
@@ -93,13 +93,13 @@ impl<M: Module> DataParallel<M> {
         &self.module
     }
 
-    /// Unwraps the module. Its gradients are no longer reduced.
+    /// Returns the module without the wrapper. Its gradients are no longer reduced.
     pub fn into_module(self) -> M {
         self.module
     }
 
-    /// Runs `f`, in which backward accumulates gradients on this rank without reducing them. Use it for all but the last backward
-    /// before a step (PyTorch's `no_sync`).
+    /// Runs `f`. Backward passes inside accumulate gradients on this rank without reducing them. Use it for all backward passes before a
+    /// step except the last (PyTorch's `no_sync`).
     pub fn no_sync<R>(&self, f: impl FnOnce() -> R) -> R {
         struct Restore<'a>(&'a AtomicBool, bool);
         impl Drop for Restore<'_> {
@@ -115,7 +115,7 @@ impl<M: Module> DataParallel<M> {
         (&mut self.module, &self.reducer)
     }
 
-    /// Broadcasts rank 0's buffers before a forward pass that records gradients.
+    /// Broadcasts the buffers of rank 0. Called before a forward pass that records gradients.
     fn broadcast_buffers(&self) -> Result<()> {
         let Reducer { options, syncs, group, .. } = &*self.reducer;
         if !options.broadcast_buffers || !is_grad_enabled() || !syncs.load(Relaxed) {
@@ -155,10 +155,10 @@ fn broadcast(group: &Group, tensors: &[Tensor], bucket_bytes: usize) -> Result<(
     work.into_iter().try_for_each(Work::wait)
 }
 
-/// Divides tensors, from the last to the first, into buckets of one dtype and device and of at most `most` bytes or a single tensor.
+/// Divides tensors, from last to first, into buckets of one dtype and device. A bucket has at most `most` bytes, or a single tensor.
 fn buckets(tensors: &[&Tensor], most: usize) -> Vec<Vec<usize>> {
     let mut buckets: Vec<Vec<usize>> = Vec::new();
-    let mut bytes = 0; // in the last bucket
+    let mut bytes = 0; // the size of the last bucket
     for (i, t) in tensors.iter().enumerate().rev() {
         let size = t.numel() * t.dtype().size();
         let alike = |&j: &usize| (tensors[j].dtype(), tensors[j].device()) == (t.dtype(), t.device());
@@ -176,7 +176,7 @@ fn buckets(tensors: &[&Tensor], most: usize) -> Vec<Vec<usize>> {
     buckets
 }
 
-/// Returns a handle on a leaf without sharing its storage, because an optimiser moves only parameters whose storage is not shared.
+/// Returns a handle on a leaf that does not share the leaf's storage: an optimiser moves only parameters whose storage is not shared.
 fn placeholder_leaf(p: &Tensor) -> Result<Tensor> {
     p.with_data(Tensor::zeros(1, (p.dtype(), p.device()))?.expand(p.shape())?)
 }
@@ -185,28 +185,28 @@ fn placeholder_leaf(p: &Tensor) -> Result<Tensor> {
 pub(super) struct Reducer {
     pub group: Group,
     options: DataParallelOptions,
-    /// The names of the parameters, and handles on their leaves that [share no storage](placeholder_leaf).
+    /// The names of the parameters, and handles on their leaves that do [not share storage](placeholder_leaf).
     pub parameters: Vec<(String, Tensor)>,
-    /// The indices of each bucket's parameters, in the order in which every rank reduces the buckets: the last parameters first.
+    /// The indices of each bucket's parameters. Every rank reduces the buckets in this order: the last parameters come first.
     pub buckets: Vec<Vec<usize>>,
-    /// False in [`DataParallel::no_sync`].
+    /// Whether backward reduces gradients. False inside [`DataParallel::no_sync`].
     syncs: AtomicBool,
     pass: Mutex<BackwardPass>,
-    /// The shards of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer), if the model has one.
+    /// The shards of the model's [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer), if there is one.
     shards: Mutex<Weak<Shards>>,
 }
 
 /// The state of one backward pass.
 #[derive(Default)]
 struct BackwardPass {
-    /// The gradients that have been computed.
+    /// The gradients computed so far, by parameter.
     gradients: Vec<Option<Tensor>>,
-    /// The collectives of the buckets that were sent, in order.
+    /// The collectives of the buckets that were sent so far, in order.
     sent: Vec<BucketWork>,
 }
 
 impl BackwardPass {
-    /// Makes room for the gradients at the first call of a pass, and returns whether this is the first call.
+    /// Allocates the list of gradients at the first call of a pass. Returns whether this call is the first.
     fn begin(&mut self, parameters: usize) -> bool {
         let begins = self.gradients.is_empty();
         self.gradients.resize_with(parameters, || None);
@@ -214,7 +214,7 @@ impl BackwardPass {
     }
 }
 
-/// Resets the reducer when a backward pass ends or fails, so that the next pass starts from an empty [`BackwardPass`].
+/// Clears the [`BackwardPass`] when a backward pass ends or fails, so that the next pass starts empty.
 struct PassGuard(Arc<Reducer>);
 
 impl Drop for PassGuard {
@@ -223,11 +223,11 @@ impl Drop for PassGuard {
     }
 }
 
-/// The collective of a bucket of gradients.
+/// The collective that reduces a bucket of gradients.
 enum BucketWork {
-    /// All-reduce of the mean. `converted` pairs gradients with their copies in the dtype in which they are sent.
+    /// All-reduce of the mean. `converted` has each gradient with its copy in the dtype in which gradients are sent.
     AllReduce { work: Work, converted: Vec<(Tensor, Tensor)> },
-    /// Reduce-scatter: the mean of this rank's part.
+    /// Reduce-scatter of the mean, of which this rank gets its part.
     ReduceScatter(Work<Tensor>),
 }
 
@@ -243,7 +243,7 @@ impl Reducer {
         lock(&self.pass)
     }
 
-    /// The hook of parameter i, called when its gradient is complete. Sends all buckets that are complete.
+    /// Called by the hook of parameter `i` when its gradient is complete. Sends all buckets that are complete.
     fn gradient_ready(self: Arc<Self>, i: usize, grad: &Tensor) -> Result<()> {
         if !self.syncs.load(Relaxed) {
             return Ok(());
@@ -256,13 +256,13 @@ impl Reducer {
         let mut pass = self.pass();
         pass.gradients[i] = Some(grad.detach());
         match self.options.find_unused_parameters {
-            // Buckets are sent at the end: a rank without some gradient would otherwise send them after collectives of the module itself.
+            // Buckets are sent at the end. A rank without some gradient would send them after the module's own collectives, unlike other ranks.
             true => Ok(()),
             false => self.send_complete(&mut pass),
         }
     }
 
-    /// Makes later passes reduce gradients to these shards.
+    /// Makes later passes give each rank only its shard of the mean gradients.
     pub fn set_shards(&self, shards: &Arc<Shards>) {
         *lock(&self.shards) = Arc::downgrade(shards);
     }
@@ -271,7 +271,7 @@ impl Reducer {
         lock(&self.shards).upgrade()
     }
 
-    /// Sends the next buckets as long as they are complete, so that all ranks send buckets in the same order.
+    /// Sends the next buckets in order, up to the first incomplete one, so that all ranks send buckets in the same order.
     fn send_complete(&self, pass: &mut BackwardPass) -> Result<()> {
         while let Some(bucket) = self.buckets.get(pass.sent.len()) {
             let gradients: Option<Vec<Tensor>> =
@@ -283,15 +283,15 @@ impl Reducer {
         Ok(())
     }
 
-    /// Starts the all-reduce or reduce-scatter of a bucket's gradients, converted to the gradient dtype of the options.
+    /// Converts a bucket's gradients to the gradient dtype of the options, and starts their all-reduce or reduce-scatter.
     fn send(&self, bucket: usize, gradients: Vec<Tensor>) -> Result<BucketWork> {
         let dtype = self.options.gradient_dtype.filter(|&dtype| dtype != gradients[0].dtype());
         if let Some(shards) = self.shards() {
             return Ok(BucketWork::ReduceScatter(shards.send(bucket, &gradients, dtype)?));
         }
-        // Gradients that are adjacent in an optimiser's buffer are sent as one tensor, if contiguous: memory formats may differ by rank.
+        // Adjacent gradients in an optimiser's buffer are sent as one tensor if contiguous. Other memory formats may differ between ranks.
         let joined = join_adjacent_views(gradients.iter().rev().map(Tensor::shallow_clone), Tensor::is_contiguous)?;
-        let gradients = if joined.is_empty() { gradients } else { joined }; // no gradient has elements
+        let gradients = if joined.is_empty() { gradients } else { joined }; // empty if no gradient has elements
         let to_send = match dtype {
             Some(dtype) => gradients.iter().map(|grad| grad.to_dtype(dtype)).collect::<Result<Vec<_>>>()?,
             None => gradients.iter().map(Tensor::shallow_clone).collect(),
@@ -301,7 +301,7 @@ impl Reducer {
         Ok(BucketWork::AllReduce { work, converted })
     }
 
-    /// Ends backward on this rank: sends the remaining buckets and waits for all of them.
+    /// Ends the pass on this rank: sends the remaining buckets and waits for all collectives.
     fn finish_pass(&self) -> Result<()> {
         let mut pass = std::mem::take(&mut *self.pass());
         let missing: Vec<usize> = (0..self.parameters.len()).filter(|&i| pass.gradients[i].is_none()).collect();
@@ -317,7 +317,7 @@ impl Reducer {
         let mut unreached = Vec::new();
         for i in missing {
             let parameter = &self.parameters[i].1;
-            // An earlier backward in `no_sync` may have computed the gradient.
+            // If an earlier backward pass in `no_sync` has computed a gradient of this parameter, that gradient is reduced.
             pass.gradients[i] = Some(match parameter.grad() {
                 Some(grad) => grad.detach(),
                 None => {
@@ -339,7 +339,7 @@ impl Reducer {
                 }
                 BucketWork::ReduceScatter(work) => {
                     let mean = work.wait()?;
-                    // The optimiser may have been dropped since the bucket was sent.
+                    // The optimiser may have been dropped after the bucket was sent; then nothing is stored.
                     self.shards().map_or(Ok(()), |shards| shards.receive(bucket, &mean, &reached))?;
                 }
             }
@@ -347,14 +347,14 @@ impl Reducer {
         if self.shards().is_some() {
             return Ok(());
         }
-        // A parameter that only other ranks reached gets the mean gradient here, too. A parameter that no rank reached gets none.
+        // A parameter that only other ranks reached gets the mean gradient here too. A parameter that no rank reached gets no gradient.
         unreached.into_iter().filter(|&i| reached[i]).try_for_each(|i| {
             let gradient = pass.gradients[i].as_ref().expect("zeros, summed with the others'");
             self.parameters[i].1.set_grad(gradient.shallow_clone())
         })
     }
 
-    /// Returns for each parameter whether any rank has a gradient; this rank lacks the gradients of `unreached`.
+    /// Returns, for each parameter, whether any rank has its gradient. `unreached` are the parameters without a gradient on this rank.
     fn reached_by_any(&self, unreached: &[usize]) -> Result<Vec<bool>> {
         let reached: Vec<u8> = (0..self.parameters.len()).map(|i| u8::from(!unreached.contains(&i))).collect();
         let reached = Tensor::from_slice(&reached, reached.len(), crate::Device::Cpu)?;

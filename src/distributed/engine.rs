@@ -1,4 +1,4 @@
-//! The thread that runs a rank's collectives, one after another, in the order of the calls.
+//! The thread that runs a rank's collectives one after another, in the order of the calls.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
@@ -11,10 +11,10 @@ use crate::device::cpu::threads;
 use crate::internal::lock;
 use crate::{Error, Result};
 
-/// How long a thread spins before it blocks: about as long as waking a thread takes. With a single core threads do not spin.
+/// How long a thread spins before it blocks: about the time it takes to wake a thread. With a single core, threads do not spin.
 const SPIN_TIME: Duration = Duration::from_micros(100);
 
-/// Receives from a channel, spinning for a short time before it blocks.
+/// Receives from a channel. Spins for [`SPIN_TIME`] before it blocks.
 pub(super) fn recv_spinning<T>(from: &Receiver<T>) -> std::result::Result<T, RecvError> {
     if threads() == 1 {
         return from.recv();
@@ -30,25 +30,25 @@ pub(super) fn recv_spinning<T>(from: &Receiver<T>) -> std::result::Result<T, Rec
     from.recv()
 }
 
-/// A job of the thread, which is called with the transport.
+/// A function that the thread runs. It gets the transport.
 type Job = Box<dyn FnOnce(&mut dyn Transport) + Send>;
 
 /// A handle on the thread of a rank's collectives. The thread ends when the last handle is dropped.
 pub(super) struct Engine {
-    /// `None` after the thread was told to end.
+    /// `None` after [`Engine::end`].
     jobs: Mutex<Option<Sender<Job>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// Makes the rank leave the job for the given reason; callable from any thread while the engine waits for other ranks.
+    /// Makes the rank leave the job for the given reason. Any thread may call it while the engine waits for other ranks.
     pub(super) leave: Box<dyn Fn(&str) + Send + Sync>,
     pub(super) rank: usize,
     pub(super) size: usize,
-    /// The rank among the ranks of the job on this machine.
+    /// This rank's number among the ranks of the job on this machine.
     #[cfg_attr(not(feature = "mpi"), allow(dead_code))] // ranks in threads choose their devices
     pub(super) local_rank: usize,
 }
 
 impl Engine {
-    /// Starts the thread, which calls `make` for its transport; `leave` is kept as [`leave`](Self::leave).
+    /// Starts the thread, which calls `make` to create its transport. `leave` is stored in [`leave`](Self::leave).
     pub(super) fn start<T: Transport>(
         op: &'static str,
         make: impl FnOnce() -> Result<T> + Send + 'static,
@@ -77,7 +77,7 @@ impl Engine {
         Ok(Arc::new(Engine { jobs, thread, leave: Box::new(leave), rank, size, local_rank }))
     }
 
-    /// Runs `f` on the thread, after everything submitted before.
+    /// Runs `f` on the thread, after all functions submitted before.
     pub(super) fn submit<R: Send + 'static>(
         &self,
         op: &'static str,
@@ -86,16 +86,16 @@ impl Engine {
         let (done, result) = channel();
         let job: Job = Box::new(move |transport| drop(done.send(f(transport))));
         if let Some(jobs) = &*lock(&self.jobs) {
-            let _ = jobs.send(job); // if the thread has ended, `Work::wait` returns the error
+            let _ = jobs.send(job); // fails if the thread has ended; then `Work::wait` returns the error
         }
         Work { op, result }
     }
 
-    /// Ends the thread after the jobs submitted so far. Jobs submitted later fail.
+    /// Lets the thread finish all functions submitted so far, then ends it. Functions submitted later fail.
     pub(super) fn end(&self) {
         lock(&self.jobs).take();
         let thread = lock(&self.thread).take();
-        // If this thread itself exits the process, it cannot join itself.
+        // The thread may itself be the one that exits the process; a thread cannot join itself.
         if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
             let _ = thread.join(); // the panic message has already been printed
         }
@@ -122,11 +122,11 @@ impl<R> Work<R> {
         Work { op, result }
     }
 
-    /// Waits for the collective and returns its result. Commands that are enqueued afterwards read the new values.
+    /// Waits for the collective and returns its result. Commands enqueued afterwards read the new values.
     ///
     /// # Errors
-    /// [`Error::Rank`] if another rank failed or did not make the call; errors of transfers. After an error, the tensors that the
-    /// collective writes to have undefined values.
+    /// [`Error::Rank`] if another rank failed or did not make the call. Errors of transfers. After an error, the tensors to which the
+    /// collective writes have undefined values.
     pub fn wait(self) -> Result<R> {
         let ended = |_| Error::invalid(self.op, "the thread of the group ended: a collective panicked");
         recv_spinning(&self.result).map_err(ended)?

@@ -13,7 +13,7 @@ use crate::device::cpu::threads;
 use crate::internal::{invalid_if, same_device, same_dtype};
 use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 
-/// Ranks that make the same calls in the same order (PyTorch's `ProcessGroup`). Ranks are the processes of a job under `mpirun`
+/// Ranks that make the same calls in the same order (PyTorch's `ProcessGroup`). Ranks are either the processes of a job under `mpirun`
 /// ([`Group::world`], feature `mpi`), or threads of one process, one for each device ([`Group::threads`]).
 ///
 /// ```
@@ -32,23 +32,23 @@ use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// Tensors stay on their devices; messages go through host memory. Each rank has one thread that runs collectives in the order of
-/// the calls, including calls of groups [split](Self::split) from this group. All ranks must therefore make the calls of all their
-/// groups in the same order. Each collective has an asynchronous form that returns [`Work`]; do not write to its tensors before
+/// Tensors stay on their devices, but messages go through host memory. Each rank has one thread that runs collectives in the order of
+/// the calls, including the calls of groups [split](Self::split) from this group. So all ranks must make the calls of all their groups
+/// in the same order. Each collective has an asynchronous form that returns [`Work`]; do not write to its tensors before
 /// [`Work::wait`]. Reductions give the same bits on every rank, and in every run with the same number of ranks.
 ///
-/// If a rank fails, the calls of the other ranks fail with [`Error::Rank`], which names that rank. After an error all groups of
-/// the job are unusable. Mismatched calls are detected by different message sizes, or after `CLAYSTONE_DISTRIBUTED_TIMEOUT`
-/// seconds (600), which is also how late a rank may be. With `CLAYSTONE_DISTRIBUTED_DEBUG=1` the ranks compare every collective,
-/// except `send` and `recv`, before it runs, and the error names the rank and its call; under `mpirun` a rank also handles SIGTERM,
-/// to print the rank that it waited for when the job was ended.
+/// If a rank fails, the calls of the other ranks fail with [`Error::Rank`], which names the failed rank. After an error all groups of
+/// the job are unusable. Mismatched calls are detected by different message sizes, or by a timeout: a rank may be at most
+/// `CLAYSTONE_DISTRIBUTED_TIMEOUT` seconds late (600 by default). With `CLAYSTONE_DISTRIBUTED_DEBUG=1` the ranks compare every collective
+/// except `send` and `recv` before it runs; the error names the rank and its call. Under `mpirun` a rank then also handles SIGTERM: if
+/// the job is ended, it prints the rank that it was waiting for.
 #[derive(Clone)]
 pub struct Group {
     engine: Arc<Engine>,
     member: Arc<Membership>,
 }
 
-/// Defines collectives: the blocking form, and the asynchronous form with the given body.
+/// Defines collectives. Each has a blocking form, and an asynchronous form with the given body.
 macro_rules! collectives {
     ($($(#[$doc:meta])* $name:ident, $async_form:ident($this:ident $(, $argument:ident: $type:ty)*) -> $result:ty $body:block)*) => { $(
         $(#[$doc])*
@@ -65,10 +65,10 @@ macro_rules! collectives {
 }
 
 impl Group {
-    /// Creates a group of ranks in this process, one for each device. Use each on a thread of its own.
+    /// Creates a group whose ranks are threads of this process, one for each device. Use each returned group on its own thread.
     ///
     /// # Errors
-    /// [`Error::Invalid`] without devices, [`Error::NoDevice`].
+    /// [`Error::Invalid`] if `devices` is empty. [`Error::NoDevice`].
     pub fn threads(devices: &[Device]) -> Result<Vec<Group>> {
         let op = "Group::threads";
         invalid_if(op, devices.is_empty(), || "there are no devices: give one for each rank")?;
@@ -83,14 +83,14 @@ impl Group {
             .collect()
     }
 
-    /// Creates the group of all ranks of the job under `mpirun` or another MPI launcher; a group of one rank without a launcher. The
-    /// device of local rank `i` is OpenCL device `i` modulo the number of devices (see `CLAYSTONE_DEVICES`), or the CPU without any.
+    /// Creates the group of all ranks of the job under `mpirun` or another MPI launcher. Without a launcher the group has one rank. The
+    /// device of local rank `i` is OpenCL device `i` modulo the number of devices (see `CLAYSTONE_DEVICES`), or the CPU if there is none.
     ///
-    /// This initialises MPI, which is finalised when the process exits. If a rank fails or is killed, the job ends with a message
-    /// on standard error. Only ranks in threads get an [`Error`] instead, because MPI cannot cancel pending messages.
+    /// This function initialises MPI, which is finalised when the process exits. If a rank fails or is killed, the whole job ends with a
+    /// message on standard error, because MPI cannot cancel pending messages. Only ranks in threads get an [`Error`] instead.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if another library has initialised MPI, or if MPI was finalised.
+    /// [`Error::Invalid`] if another library has initialised MPI, or if MPI was already finalised.
     #[cfg(feature = "mpi")]
     pub fn world() -> Result<Group> {
         let op = "Group::world";
@@ -126,11 +126,11 @@ impl Group {
         self.member.device
     }
 
-    /// Splits the ranks into one group for each color, ordered by key and then by old rank (MPI's `MPI_Comm_split`, PyTorch's
-    /// `new_group`). Returns `None` on a rank without a color. Must be called on all ranks.
+    /// Splits the ranks into one group for each color (MPI's `MPI_Comm_split`, PyTorch's `new_group`). The ranks of a new group are ordered
+    /// by key, then by old rank. Returns `None` on a rank without a color. Must be called on all ranks.
     ///
     /// # Errors
-    /// The errors of collectives.
+    /// Errors of collectives, as of [`all_gather`](Self::all_gather).
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Group>> {
         let member = Arc::clone(&self.member);
         let job = move |transport: &mut dyn Transport| {
@@ -145,23 +145,23 @@ impl Group {
     /// Waits until every rank has made this call (PyTorch's `barrier`).
     ///
     /// # Errors
-    /// The errors of collectives.
+    /// Errors of collectives, as of [`all_gather`](Self::all_gather).
     pub fn barrier(&self) -> Result<()> {
         let nothing = Tensor::zeros(1, Device::Cpu)?;
         self.all_reduce_async(&nothing, ReduceOp::Sum)?.wait()
     }
 
     collectives! {
-        /// Copies the root's tensor to all other ranks (PyTorch's `broadcast`). Any dtype and strides; same shape and dtype on all ranks.
+        /// Copies the root's tensor to all other ranks (PyTorch's `broadcast`). Any dtype and strides; shape and dtype equal on all ranks.
         ///
         /// # Errors
-        /// [`Error::Invalid`] for a root that is not a rank; [`Error::Rank`] if another rank fails or makes no call; errors of transfers.
+        /// [`Error::Invalid`] if `root` is not a rank. [`Error::Rank`] if another rank fails or does not make the call. Errors of transfers.
         broadcast, broadcast_async(self, tensor: &Tensor, root: usize) -> () {
             self.submit_broadcast(&[tensor], tensor.shape(), root)
         }
 
-        /// Replaces every rank's tensor by the sum (or another [`ReduceOp`]) over all ranks (PyTorch's `all_reduce`). Any dtype and
-        /// strides; shape and dtype must be the same on all ranks.
+        /// Replaces every rank's tensor by the reduction over all ranks, such as the sum (PyTorch's `all_reduce`). Any dtype and strides.
+        /// Shape and dtype must be equal on all ranks.
         ///
         /// # Errors
         /// [`Error::UnsupportedDType`] for the mean of integers and the sum of bools; [`Error::Rank`] if another rank fails or
@@ -170,17 +170,17 @@ impl Group {
             self.submit_all_reduce(&[tensor], tensor.shape(), reduce)
         }
 
-        /// [`all_reduce`](Self::all_reduce) of several tensors of one dtype and device in one collective, such as the many small
-        /// gradients of a network (PyTorch's `all_reduce_coalesced`).
+        /// Does the same as [`all_reduce`](Self::all_reduce) for several tensors of one dtype and device, in one collective. Use it for the many
+        /// small gradients of a network (PyTorch's `all_reduce_coalesced`).
         ///
         /// # Errors
-        /// [`Error::Invalid`] without tensors; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; the errors of
+        /// [`Error::Invalid`] if there are no tensors. [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]. Errors of
         /// [`all_reduce`](Self::all_reduce).
         all_reduce_coalesced, all_reduce_coalesced_async(self, tensors: &[&Tensor], reduce: ReduceOp) -> () {
             self.submit_all_reduce(tensors, &flat_shape(tensors), reduce)
         }
 
-        /// Returns the tensors of all ranks, stacked in a new first dimension: `[size, ...]` (PyTorch's `all_gather`).
+        /// Stacks the tensors of all ranks in a new first dimension and returns the result, `[size, ...]` (PyTorch's `all_gather`).
         ///
         /// # Errors
         /// [`Error::Rank`] if another rank fails or does not make the call; [`Error::OutOfMemory`]; errors of transfers.
@@ -189,11 +189,11 @@ impl Group {
             self.submit_to_new("all_gather", tensor, shape.into(), "", collective::all_gather)
         }
 
-        /// Reduces the tensors of all ranks and returns this rank's part of the first dimension, whose size must be a multiple of the
-        /// group's size (PyTorch's `reduce_scatter_tensor`).
+        /// Reduces the tensors of all ranks, and returns this rank's part of the result (PyTorch's `reduce_scatter_tensor`). The first dimension
+        /// is divided among the ranks, so its size must be a multiple of the group's size.
         ///
         /// # Errors
-        /// [`Error::Invalid`] if the first dimension is not such a multiple; the errors of [`all_reduce`](Self::all_reduce).
+        /// [`Error::Invalid`] if the first dimension is not such a multiple. Errors of [`all_reduce`](Self::all_reduce).
         reduce_scatter, reduce_scatter_async(self, tensor: &Tensor, reduce: ReduceOp) -> Tensor {
             let (op, dtype) = ("reduce_scatter", tensor.dtype());
             reduce.check(op, dtype)?;
@@ -205,39 +205,39 @@ impl Group {
             self.submit_to_new(op, tensor, shape.into(), &format!("{reduce:?}"), f)
         }
 
-        /// Sends part i of the first dimension to rank i, and concatenates the parts received in the order of the ranks (PyTorch's
-        /// `all_to_all_single`).
+        /// Divides the first dimension into one part for each rank and sends part i to rank i (PyTorch's `all_to_all_single`). Returns the
+        /// received parts, concatenated in the order of the ranks.
         ///
         /// # Errors
-        /// [`Error::Invalid`] if the first dimension is not a multiple of the group's size; [`Error::Rank`] if another rank fails
-        /// or does not make the call; [`Error::OutOfMemory`]; errors of transfers.
+        /// [`Error::Invalid`] if the first dimension is not a multiple of the group's size. [`Error::Rank`] if another rank fails
+        /// or does not make the call. [`Error::OutOfMemory`]. Errors of transfers.
         all_to_all, all_to_all_async(self, tensor: &Tensor) -> Tensor {
             self.rows_per_rank("all_to_all", tensor)?;
             self.submit_to_new("all_to_all", tensor, tensor.shape().clone(), "", collective::all_to_all)
         }
 
-        /// Sends a tensor to another rank, which [receives](Self::recv) it into a tensor of the same shape and dtype (PyTorch's `send`). Two
-        /// ranks that both send to each other first may deadlock: let one of them receive first, or call [`all_to_all`](Self::all_to_all).
+        /// Sends a tensor to another rank (PyTorch's `send`), which [receives](Self::recv) into a tensor of the same shape and dtype. Two ranks
+        /// that both send to each other first may deadlock: let one of them receive first, or call [`all_to_all`](Self::all_to_all).
         ///
         /// # Errors
-        /// [`Error::Invalid`] for this rank itself and for a number that is not a rank; [`Error::Rank`]; errors of transfers.
+        /// [`Error::Invalid`] if `to` is this rank or not a rank. [`Error::Rank`]. Errors of transfers.
         send, send_async(self, tensor: &Tensor, to: usize) -> () {
             self.check_other("send", to)?;
             let source = tensor.detach().contiguous()?;
             self.submit("send", None, &[source], move |m, bytes| collective::send(m, &bytes[0], to))
         }
 
-        /// Receives a tensor that another rank [sends](Self::send) (PyTorch's `recv`).
+        /// Receives into `tensor` a tensor that another rank [sends](Self::send) (PyTorch's `recv`).
         ///
         /// # Errors
-        /// The errors of [`send`](Self::send).
+        /// Errors of [`send`](Self::send).
         recv, recv_async(self, tensor: &Tensor, from: usize) -> () {
             self.check_other("recv", from)?;
             self.submit_in_place_unchecked("recv", None, &[tensor], move |m, bytes| collective::recv(m, &bytes[0], from))
         }
     }
 
-    /// [`broadcast`](Self::broadcast) of several tensors of one dtype and device in one collective (PyTorch's `_broadcast_coalesced`).
+    /// Broadcasts several tensors of one dtype and device in one collective (PyTorch's `_broadcast_coalesced`).
     pub(super) fn broadcast_coalesced_async(&self, tensors: &[&Tensor], root: usize) -> Result<Work> {
         self.submit_broadcast(tensors, &flat_shape(tensors), root)
     }
@@ -263,7 +263,7 @@ impl Group {
         })
     }
 
-    /// Concatenates the tensors of all ranks in `into`, which must be contiguous (PyTorch's `all_gather_into_tensor`).
+    /// Concatenates the tensors of all ranks and writes the result to `into`, which must be contiguous (PyTorch's `all_gather_into_tensor`).
     pub(super) fn all_gather_into_async(&self, tensor: &Tensor, into: &Tensor) -> Result<Work> {
         let (source, into) = (tensor.detach().contiguous()?, as_byte_tensor(into)?);
         let call = describe_call("all_gather", tensor.dtype(), tensor.shape(), "");
@@ -299,7 +299,7 @@ impl Group {
         }
     }
 
-    /// Submits a collective that writes to its tensors. The debug mode compares `detail` in addition to op, dtype and shape.
+    /// Submits a collective that writes to its tensors. The debug mode compares op, dtype, shape and `detail` between the ranks.
     fn submit_in_place(
         &self,
         op: &'static str,
@@ -312,7 +312,7 @@ impl Group {
         self.submit_in_place_unchecked(op, Some(call), tensors, f)
     }
 
-    /// [`submit_in_place`](Self::submit_in_place) without a call to compare. Tensors that are not contiguous are written through a copy.
+    /// Does the same as [`submit_in_place`](Self::submit_in_place) without the debug comparison. Strided tensors are written through a copy.
     fn submit_in_place_unchecked(
         &self,
         op: &'static str,
@@ -336,13 +336,13 @@ impl Group {
         self.submit(op, call, &dense, move |m, bytes| {
             let mut copied = targets.iter().zip(&own).filter(|(target, own)| !target.shares_storage(own));
             let done = f(m, bytes).and_then(|()| copied.try_for_each(|(target, own)| target.copy_(own).map(|_| ())));
-            // Synchronise before the targets are dropped, because their memory may then be reused for another tensor.
+            // The host waits before the targets are dropped, because another tensor may then get their memory.
             Stream::current(targets[0].device())?.synchronize().and(done)
         })
     }
 
-    /// Returns contiguous tensors with the targets' elements, and views of these tensors in the shapes of the targets. On an OpenCL device,
-    /// several targets are concatenated, because separate transfers would take longer than the launch.
+    /// Returns contiguous tensors with the targets' elements, and views of these tensors in the targets' shapes. On an OpenCL device, several
+    /// targets are concatenated to one tensor: the launch takes less time than separate transfers.
     fn dense(&self, targets: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
         if targets.len() == 1 || !targets[0].device().has_queues() {
             let dense = targets.iter().map(Tensor::contiguous).collect::<Result<Vec<_>>>()?;
@@ -357,7 +357,7 @@ impl Group {
         Ok((vec![joined], own))
     }
 
-    /// Submits a collective that returns a new tensor on the tensor's device.
+    /// Submits a collective that returns a new tensor on the device of its argument.
     fn submit_to_new(
         &self,
         op: &'static str,
@@ -374,8 +374,8 @@ impl Group {
         })
     }
 
-    /// Runs `f` on the rank's thread with the bytes of contiguous tensors of one device, after the commands that the calling thread
-    /// has enqueued on the device. All copies are complete when the work is done.
+    /// Runs `f` on the rank's thread, with the bytes of contiguous tensors of one device. Commands that the calling thread has enqueued
+    /// on the device run first. All copies are complete when the returned work is done.
     fn submit<R: Send + 'static>(
         &self,
         op: &'static str,
@@ -403,7 +403,7 @@ impl Group {
     }
 }
 
-/// If a handle is dropped while its thread panics, the rank leaves the job, so that other ranks do not wait for it.
+/// A handle that is dropped while its thread panics makes the rank leave the job, so that other ranks do not wait for it.
 impl Drop for Group {
     fn drop(&mut self) {
         if std::thread::panicking() {
@@ -427,12 +427,12 @@ fn describe_call(op: &str, dtype: DType, shape: &Shape, detail: &str) -> String 
     format!("{op} of {dtype} {shape} {detail}").trim_end().into()
 }
 
-/// Returns the shape used to compare coalesced calls: all elements in one dimension, because ranks may cut tensors differently.
+/// Returns the shape with which coalesced calls are compared: all elements in one dimension, because ranks may divide them differently.
 fn flat_shape(tensors: &[&Tensor]) -> Shape {
     tensors.iter().map(|t| t.numel()).sum::<usize>().into()
 }
 
-/// Returns how long a rank waits for other ranks, by default 10 minutes.
+/// Returns how long a rank waits for other ranks: the environment's value, or 10 minutes.
 fn timeout_from_env(op: &'static str) -> Result<Duration> {
     let key = "CLAYSTONE_DISTRIBUTED_TIMEOUT";
     let Ok(text) = std::env::var(key) else { return Ok(Duration::from_secs(600)) };

@@ -1,4 +1,4 @@
-//! Progress of a lane: one thread's part of the exchange of a slice, through the lane's own rings in shared memory.
+//! Progress of a lane. A lane is one thread's share of the exchange of a slice, through its own ring buffers in shared memory.
 
 use std::hint::spin_loop;
 use std::time::{Duration, Instant};
@@ -6,17 +6,17 @@ use std::time::{Duration, Instant};
 use super::plan::{Lane, Plan};
 use super::rings::{Progress, Rings};
 
-/// Number of polls after which a lane reads the clock and yields its core to other threads.
+/// The number of polls after which a lane reads the clock and yields its core to other threads.
 const POLLS_PER_YIELD: usize = 256;
 
 /// A lane during an exchange.
 pub(super) struct RunningLane<'a> {
     lane: Lane<'a>,
-    /// The number of the lane and of its rings.
+    /// The number of the lane, and of its ring buffers.
     number: usize,
-    /// The progress of each message of the current phase, first the received, then the sent messages.
+    /// The progress of each message of the current phase: first the messages to receive, then the messages to send.
     progress: Vec<Progress>,
-    /// Whether any words were copied since this field was last reset.
+    /// Whether any words were copied since the caller last set this field to false.
     pub moved: bool,
     /// The local rank that sent an unexpected message, and a description of the message.
     pub mismatch: Option<(usize, String)>,
@@ -31,7 +31,7 @@ impl<'a> RunningLane<'a> {
         self.lane.phase(plan).is_none()
     }
 
-    /// Runs until the lane is done, or nothing has arrived for the duration `patience`. The plan must have local ranks.
+    /// Runs until the lane is done, or until nothing has arrived for `patience`. All ranks of the plan must be local ranks.
     pub(super) fn run(&mut self, rings: &Rings, context: u32, plan: &Plan, patience: Duration) {
         let mut idle_since = None;
         let mut spins = 0;
@@ -52,13 +52,13 @@ impl<'a> RunningLane<'a> {
         }
     }
 
-    /// Copies the words that can be sent or received now. Returns whether there was progress.
+    /// Copies all words that can be sent or received now. Returns whether any words were copied.
     pub(super) fn step(&mut self, rings: &Rings, context: u32, plan: &Plan) -> bool {
         let Some(phase) = self.lane.phase(plan) else { return false };
         self.progress.resize_with(phase.receives.len() + phase.sends.len(), Progress::default);
         let (received, sent) = self.progress.split_at_mut(phase.receives.len());
         let (mut moved, mut is_complete) = (false, true);
-        // Send first, because other ranks wait for these messages.
+        // Messages are sent first, because other ranks wait for them.
         for (&(to, block), progress) in phase.sends.iter().zip(sent) {
             let bytes = self.lane.block(plan, block);
             if !progress.is_complete(bytes.len()) {
@@ -84,7 +84,7 @@ impl<'a> RunningLane<'a> {
         moved || is_complete
     }
 
-    /// Returns the local ranks with incomplete messages in the current phase.
+    /// Returns the local ranks whose messages in the current phase are incomplete.
     pub(super) fn waits_for(&mut self, plan: &Plan) -> Vec<usize> {
         let Some(phase) = self.lane.phase(plan) else { return Vec::new() };
         let progress = self.progress.iter().copied().chain(std::iter::repeat(Progress::default()));

@@ -1,5 +1,5 @@
 //! Ranks that are processes under `mpirun`. Only the thread of the rank's [`Engine`] calls MPI. Ranks on one machine
-//! exchange messages through shared memory, on several threads if a rank has several.
+//! exchange messages through shared memory. A rank with several threads uses all of them for that.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -27,30 +27,30 @@ use crate::internal::lock;
 use crate::storage::SharedMemory;
 use crate::{Error, Result};
 
-/// If set to 0 on all ranks, ranks on one machine also exchange messages through MPI.
+/// If this variable is 0 on all ranks, ranks on one machine also exchange messages through MPI.
 const SHARED_MEMORY_KEY: &str = "CLAYSTONE_DISTRIBUTED_SHARED_MEMORY";
 
-/// The tag of the message that a rank leaves the job. The tag of other messages is their context plus 1.
+/// The tag of messages that say that a rank leaves the job. Other messages have their group's context plus 1 as tag.
 const LEAVE_TAG: i32 = 0;
 
-/// How long all threads of a rank poll. Then only the engine's thread polls, and checks for ranks that have left.
+/// How long all threads of a rank poll. After that only the engine's thread polls; it also checks for ranks that have left the job.
 const SPIN_TIME: Duration = Duration::from_micros(200);
 
-/// How long the engine's thread polls before it sleeps between polls; [`SPIN_TIME`] if other threads need the only core.
+/// How long the engine's thread polls before it sleeps between polls. Equal to [`SPIN_TIME`] if other threads need the only core.
 const POLL_TIME: Duration = Duration::from_millis(2);
 
-/// Duration of the sleep between polls.
+/// The duration of the sleep between two polls.
 const SLEEP_TIME: Duration = Duration::from_micros(50);
 
-/// Maximum number of lanes, which is the number of threads per rank that exchange messages: the ranks of a machine share its cores.
+/// The maximum number of lanes. A rank exchanges messages with one thread per lane, and the ranks of a machine share its cores.
 const MAX_LANES: usize = 8;
 
-/// Requests to end this rank, from `mpirun` or another thread.
+/// Requests to end this rank, made by `mpirun` or by another thread.
 #[derive(Clone, Default)]
 struct Shutdown {
-    /// Set by SIGTERM in the debug mode. `mpirun` sends SIGTERM to all ranks after one has died.
+    /// Set by SIGTERM in the debug mode. `mpirun` sends SIGTERM to all ranks after one rank has died.
     terminated: Arc<AtomicBool>,
-    /// Why this rank has to leave the job.
+    /// The reason why this rank has to leave the job. `None` while it need not.
     reason: Arc<Mutex<Option<String>>>,
 }
 
@@ -63,7 +63,7 @@ impl Shutdown {
 /// The engine of the process. It lives until the process exits, because MPI cannot be initialised a second time.
 static ENGINE: Mutex<Option<Arc<Engine>>> = Mutex::new(None);
 
-/// Returns the engine of the process; the first call initialises MPI and starts the engine.
+/// Returns the engine of the process. The first call initialises MPI and starts the engine.
 pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>> {
     let mut engine = lock(&ENGINE);
     if let Some(engine) = &*engine {
@@ -82,14 +82,14 @@ pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>>
     Ok(Arc::clone(engine.insert(made)))
 }
 
-/// Ends the engine when the process exits; calls of groups that still exist fail from then on.
+/// Ends the engine when the process exits. From then on, calls of groups that still exist fail.
 extern "C" fn end() {
     if let Some(engine) = lock(&ENGINE).take() {
         engine.end();
     }
 }
 
-/// The ranks of the job on this machine, and the rings between them.
+/// The ranks of the job on this machine, and the ring buffers between them.
 struct LocalNode {
     rings: Rings,
     /// Maps ranks of the job to local ranks.
@@ -106,10 +106,10 @@ struct Mpi {
     next_context: u32,
     timeout: Duration,
     shutdown: Shutdown,
-    /// Ranks that have left, and the reasons.
+    /// The ranks that have left the job, with their reasons.
     left: HashMap<usize, String>,
     node: Option<Rc<LocalNode>>,
-    /// Finalises MPI when dropped, after the communicator.
+    /// Finalises MPI when it is dropped. Declared last, so it is dropped after the communicator.
     _universe: Universe,
 }
 
@@ -122,7 +122,7 @@ impl Mpi {
         let world = Rc::new(universe.world());
         let (rank, size) = (world.rank() as usize, world.size() as usize);
         if size > 1 && is_debug() {
-            // `mpirun` ends a job with SIGTERM. The waiting collective then reports the rank it waited for.
+            // `mpirun` ends a job with SIGTERM. A waiting collective then reports the rank that it was waiting for.
             signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&shutdown.terminated))
                 .map_err(|e| Error::invalid(op, format!("SIGTERM cannot be watched: {e}")))?;
         }
@@ -145,14 +145,14 @@ impl Mpi {
         })
     }
 
-    /// Returns a fault if one of these ranks has left the job, or the timeout has passed.
+    /// Returns a fault if one of these ranks has left the job, or if the timeout has passed.
     fn check_fault(&mut self, waiting_for: &[usize], since: Instant) -> Option<Fault> {
         while let Some(message) = self.world.any_process().immediate_probe_with_tag(LEAVE_TAG) {
             let mut text = vec![0u8; message.count(u8::equivalent_datatype()) as usize];
             let from = message.source_rank();
             self.world.process_at_rank(from).receive_into_with_tag(&mut text[..], LEAVE_TAG);
             let why = String::from_utf8_lossy(&text).into_owned();
-            self.left.entry(from as usize).or_insert(why); // the first reason is the cause of later reasons
+            self.left.entry(from as usize).or_insert(why); // later reasons follow from the first
         }
         if let Some((&rank, why)) = self.left.iter().find(|(rank, _)| waiting_for.contains(rank)) {
             return Some(Fault { rank, reason: why.clone() });
@@ -161,9 +161,9 @@ impl Mpi {
         (since.elapsed() > self.timeout).then(|| Fault { rank, reason: timeout_reason(self.timeout) })
     }
 
-    /// Yields or sleeps after a poll, which made progress if `moved`. Regularly checks whether one of the `pending` ranks has left the job.
+    /// Yields or sleeps after a poll. `moved`: the poll made progress. Regularly checks whether one of the `pending` ranks has left the job.
     fn wait(&mut self, call: Call, waiting: &mut Waiting, moved: bool, pending: impl Fn() -> Vec<usize>) {
-        // Messages that a rank sent before it left still arrive, so the fault counts only after nothing more arrives.
+        // Messages that a rank sent before it left still arrive. So the fault counts only once a poll makes no progress.
         if let Some(Fault { rank, reason }) = waiting.fault.take().filter(|f| !moved && pending().contains(&f.rank)) {
             self.exit_process(&format!("{}: rank {rank} {reason}", call.op));
         }
@@ -180,7 +180,7 @@ impl Mpi {
         waiting.last_check = Instant::now();
         let ranks = pending();
         if ranks.is_empty() {
-            return; // all lanes are at the start of a phase
+            return; // all lanes are at the start of a phase, with no pending messages
         }
         if let Some(reason) = self.shutdown.reason() {
             self.exit_process(&format!("{reason} while {} was under way", call.op));
@@ -191,15 +191,15 @@ impl Mpi {
         waiting.fault = self.check_fault(&ranks, waiting.since);
     }
 
-    /// Exits the process, because MPI may still write to buffers of pending messages; `mpirun` then ends the other ranks. `MPI_Abort` may
-    /// hang if several ranks call it, and exit handlers may wait.
+    /// Exits the process without exit handlers; `mpirun` then ends the other ranks. MPI may still write to buffers of pending messages, so
+    /// this function must not return. `MPI_Abort` may hang if several ranks call it, and exit handlers may wait.
     fn exit_process(&self, sentence: &str) -> ! {
         eprintln!("claystone: rank {} of {}: {sentence}", self.rank, self.size);
         signal_hook::low_level::exit(if self.shutdown.terminated.load(Relaxed) { 143 } else { 1 })
     }
 }
 
-/// Creates the rings between the ranks of this machine; `None` if the ranks cannot share memory. Must be called on all ranks.
+/// Creates the rings between the ranks of this machine. `None` if they cannot share memory. Must be called on all ranks of the machine.
 fn connect_machine(world: &SimpleCommunicator, machine: &SimpleCommunicator) -> Option<LocalNode> {
     let (ranks, rank) = (machine.size() as usize, machine.rank() as usize);
     let mut local_ranks = vec![0i32; ranks];
@@ -209,10 +209,10 @@ fn connect_machine(world: &SimpleCommunicator, machine: &SimpleCommunicator) -> 
     }
     let mut most = 0;
     machine.all_reduce_into(&threads().min(MAX_LANES), &mut most, SystemOperation::min());
-    let (lanes, words) = Rings::lanes(ranks, most)?; // the same on all ranks of the machine
+    let (lanes, words) = Rings::lanes(ranks, most)?; // the same result on all ranks of the machine
     let first = machine.process_at_rank(0);
     let created = (rank == 0).then(|| SharedMemory::create(words).ok()).flatten();
-    // A path in /dev/shm is shorter than this array.
+    // A path in /dev/shm is always shorter than this array.
     let mut path = [0u8; 256];
     if let Some(name) = created.as_ref().and_then(|(_, file)| file.path().to_str()).filter(|name| name.len() < 256) {
         path[..name.len()].copy_from_slice(name.as_bytes());
@@ -221,7 +221,7 @@ fn connect_machine(world: &SimpleCommunicator, machine: &SimpleCommunicator) -> 
     let name = String::from_utf8_lossy(&path);
     let (own, file) = created.unzip();
     let memory = own.or_else(|| SharedMemory::open(Path::new(name.trim_end_matches('\0')), words).ok());
-    // Either all ranks of the machine use rings, or none does.
+    // Rings are used only if all ranks of the machine have mapped the memory.
     let mut all = 0i32;
     machine.all_reduce_into(&i32::from(memory.is_some()), &mut all, SystemOperation::min());
     drop(file);
@@ -235,16 +235,16 @@ fn connect_machine(world: &SimpleCommunicator, machine: &SimpleCommunicator) -> 
     Some(LocalNode { rings: Rings::new(memory, ranks, rank, lanes), local_ranks })
 }
 
-/// An incomplete message.
+/// A message that is not complete yet.
 enum Pending<'a, 'r, 's> {
-    /// An MPI request, with the expected number of bytes if it is a receive.
+    /// An MPI request. A receive also has the expected number of bytes.
     Mpi(Request<'s, [u8], &'r LocalScope<'s>>, Option<usize>),
     Sending(&'a Rings, usize, &'a [u8], Progress),
     Receiving(&'a Rings, usize, &'a mut [u8], Progress),
 }
 
 impl Pending<'_, '_, '_> {
-    /// Continues the message. Returns whether there was progress, and the message if it is still incomplete.
+    /// Continues the message. Returns whether there was progress, and the message itself if it is still incomplete.
     fn step(self, context: u32) -> Result<(bool, Option<Self>), String> {
         match self {
             Pending::Mpi(request, expected) => match request.test() {
@@ -271,10 +271,10 @@ impl Pending<'_, '_, '_> {
     }
 }
 
-/// The state of a wait for other ranks.
+/// The state of waiting for other ranks.
 struct Waiting {
     since: Instant,
-    /// The time of the last progress, and of the last check for ranks that have left.
+    /// The time of the last progress, and of the last check for ranks that have left the job.
     last_progress: Instant,
     last_check: Instant,
     fault: Option<Fault>,
@@ -390,7 +390,7 @@ impl Lanes for Mpi {
         self.node.as_ref().map_or(1, |local_node| local_node.rings.lanes)
     }
 
-    /// Runs lanes on the thread pool. A lane without progress returns after [`SPIN_TIME`], so that this thread can check for lost ranks.
+    /// Runs lanes on the thread pool. A lane without progress returns after [`SPIN_TIME`], so that this thread can check for ranks that left.
     fn exchange(&mut self, call: Call, plan: &Plan, lanes: Vec<Lane>) -> Result<(), Fault> {
         let Some(local_node) = self.node.clone() else { return Ok(()) };
         let LocalNode { rings, local_ranks } = &*local_node;
@@ -405,7 +405,7 @@ impl Lanes for Mpi {
                     lock(&lanes[i]).run(rings, call.context, plan, SPIN_TIME);
                 });
             } else {
-                // While other ranks are late, only this thread polls, and the pool's threads are free for other work.
+                // While other ranks are late, only this thread polls, so the pool's threads are free for other work.
                 lanes.iter().any(|lane| lock(lane).step(rings, call.context, plan));
             }
             let mut moved = false;

@@ -1,31 +1,31 @@
-//! The messages with which ranks exchange a slice, and their division among lanes for several threads.
+//! The messages with which ranks exchange a slice, and the division of the slice among lanes (one thread each).
 
 use super::reduce::ReduceOp;
 use crate::DType;
 
-/// Alignment in bytes of pieces and of the ranks' parts; a multiple of the size of every dtype.
+/// The alignment, in bytes, of pieces and of the ranks' parts. A multiple of the size of every dtype.
 pub(super) const ALIGN_BYTES: usize = 64;
 
-/// Maximum bytes of a block that a lane exchanges at a time. Pieces of this size stay in the L2 cache from one phase to the next.
+/// The maximum number of bytes of a block that a lane exchanges at a time. Pieces of this size stay in the L2 cache between phases.
 pub(super) const PIECE_BYTES: usize = 1 << 17;
 
-/// Minimum bytes of a block for which another lane is used.
+/// The minimum number of bytes of a block that a lane must get. Smaller blocks use fewer lanes.
 const MIN_LANE_BYTES: usize = 1 << 14;
 
-/// The phases of the exchange of a slice, in order. A phase may send data that the previous phase has received.
+/// The phases in which a slice is exchanged, in order. A phase may send data that the previous phase has received.
 ///
-/// A *block* is a section of the slice's buffer, or a scratch block that receives another rank's values of the own block for the
-/// reduction. Scratch blocks are numbered after the blocks of the buffer. All blocks are cut into pieces at the same offsets,
-/// because the reduction of a piece needs the same bytes of every scratch block.
+/// A *block* is a section of the slice's buffer, or a scratch block. A scratch block receives another rank's values of this rank's own
+/// block, to be reduced. Scratch blocks are numbered after the blocks of the buffer. All blocks are cut into pieces at the same
+/// offsets, because the reduction of a piece needs the same bytes of every scratch block.
 pub(super) struct Plan {
     pub phases: Vec<Phase>,
-    /// The block that this rank reduces, which equals its rank in the group. Scratch blocks are in the order of the other ranks.
+    /// The number of the block that this rank reduces: its rank in the group. Scratch blocks are in the order of the other ranks.
     pub own: usize,
 }
 
 #[cfg(feature = "mpi")]
 impl Plan {
-    /// Returns the same plan with each rank replaced by `number(rank)`.
+    /// Returns the same plan in which each rank is replaced by `number(rank)`.
     pub(super) fn map_ranks(&self, number: impl Fn(usize) -> usize) -> Plan {
         let all = |messages: &[(usize, usize)]| messages.iter().map(|&(rank, block)| (number(rank), block)).collect();
         let phase = |phase: &Phase| Phase { sends: all(&phase.sends), receives: all(&phase.receives), ..*phase };
@@ -33,18 +33,18 @@ impl Plan {
     }
 }
 
-/// Messages that are sent and received concurrently, each with the peer's rank in the job and the number of a block.
+/// Messages that are sent and received concurrently. Each has the peer's rank in the job and the number of a block.
 #[derive(Default)]
 pub(super) struct Phase {
     pub sends: Vec<(usize, usize)>,
     pub receives: Vec<(usize, usize)>,
-    /// The reduction after the messages: combines all ranks' values of the own block, in the order of the ranks.
+    /// The reduction that follows the messages. It combines all ranks' values of the own block, in the order of the ranks.
     pub reduces: Option<(DType, ReduceOp)>,
 }
 
-/// The pieces of a slice that one thread exchanges, one after another.
+/// The pieces of a slice that one thread exchanges one after another.
 pub(super) struct Lane<'a> {
-    /// For each piece, its bytes of every block in the buffer.
+    /// For each piece, the bytes of the piece in every block of the buffer.
     pieces: Vec<Vec<&'a mut [u8]>>,
     /// The scratch blocks, reused for every piece.
     scratch: Vec<&'a mut [u8]>,
@@ -52,7 +52,7 @@ pub(super) struct Lane<'a> {
     phase: usize,
 }
 
-/// Cuts blocks into pieces of at most `piece` bytes and divides the pieces among lanes, at most one for each set of scratch blocks.
+/// Cuts blocks into pieces of at most `piece` bytes, and divides the pieces among lanes. Each lane needs one of the `scratch` sets.
 pub(super) fn cut_into_lanes<'a>(
     blocks: Vec<&'a mut [u8]>,
     piece: usize,
@@ -72,7 +72,7 @@ pub(super) fn cut_into_lanes<'a>(
     lanes
 }
 
-/// Messages to send and messages to receive, each with the peer's rank.
+/// The messages to send and the messages to receive, each with the peer's rank.
 pub(super) type Messages<'a> = (Vec<(usize, &'a [u8])>, Vec<(usize, &'a mut [u8])>);
 
 impl Lane<'_> {
@@ -81,7 +81,7 @@ impl Lane<'_> {
         (self.piece < self.pieces.len()).then(|| &plan.phases[self.phase])
     }
 
-    /// Returns the current piece's bytes of a block.
+    /// Returns the bytes of the current piece in this block.
     #[cfg(feature = "mpi")]
     pub(super) fn block(&mut self, plan: &Plan, block: usize) -> &mut [u8] {
         let piece = &mut self.pieces[self.piece];
@@ -91,7 +91,7 @@ impl Lane<'_> {
         }
     }
 
-    /// Returns the messages of the current phase, without empty ones.
+    /// Returns the messages of the current phase, except empty messages.
     pub(super) fn messages(&mut self, plan: &Plan) -> Messages<'_> {
         let (phase, piece) = (&plan.phases[self.phase], &mut self.pieces[self.piece]);
         let own = piece[plan.own].len();
@@ -110,7 +110,7 @@ impl Lane<'_> {
         (sends, receives)
     }
 
-    /// Ends the current phase after its messages are complete, and performs its reduction.
+    /// Ends the current phase, whose messages are complete: performs its reduction.
     pub(super) fn end_phase(&mut self, plan: &Plan) {
         let own = &mut self.pieces[self.piece][plan.own];
         if let Some((dtype, op)) = plan.phases[self.phase].reduces.filter(|_| !own.is_empty()) {
@@ -129,7 +129,7 @@ impl Lane<'_> {
 mod tests {
     use super::*;
 
-    /// Every byte of every block is in exactly one piece, in order, and a piece has the same bytes of each block.
+    /// A byte that is in no piece, or in two, would be lost or reduced twice. Each piece must have the same byte range in every block.
     #[test]
     fn lanes_contain_every_byte_once() {
         for (longest, count, expected) in [(0, 3, 0), (1, 3, 1), (1 << 15, 3, 2), (3 << 17, 2, 2), (5 << 20, 8, 8)] {

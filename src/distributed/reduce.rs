@@ -1,4 +1,4 @@
-//! Elementwise reductions over ranks, always in the order of the ranks, so that all ranks get the same bits.
+//! Elementwise reductions over ranks. They combine values in the order of the ranks, so that all ranks get the same bits.
 
 use bytemuck::Zeroable;
 use half::{bf16, f16};
@@ -10,9 +10,9 @@ use crate::{DType, Error, Result};
 /// How a collective combines the values of an element from all ranks (PyTorch's `ReduceOp`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
-    /// The sum: f16 and bf16 are added in f32 and rounded once, integers wrap around.
+    /// The sum. f16 and bf16 are added in f32 and rounded once. Integers wrap around.
     Sum,
-    /// The sum divided by the number of ranks; floats only (PyTorch's `AVG`).
+    /// The sum divided by the number of ranks (PyTorch's `AVG`). Floats only.
     Mean,
     /// The largest value; NaN if any value is NaN.
     Max,
@@ -20,16 +20,16 @@ pub enum ReduceOp {
     Min,
 }
 
-/// Number of elements that are reduced at a time, so that their accumulators stay in the L1 cache.
+/// The number of elements that are reduced at a time. Their accumulators stay in the L1 cache.
 const TILE_ELEMENTS: usize = 512;
 
-/// Bytes of a thread's unit of work.
+/// The number of bytes that a thread reduces as one task.
 const CHUNK_BYTES: usize = 1 << 17;
 
 /// An element type and the type in which it is accumulated.
 trait Accumulate: bytemuck::Pod + Send + Sync {
     type Acc: Copy + Zeroable;
-    /// Returns `from` in the accumulator type: unchanged, or converted into `buffer`, which has the same length.
+    /// Returns `from` in the accumulator type: `from` itself, or a conversion stored in `buffer`, which has the same length.
     fn widen<'a>(from: &'a [Self], buffer: &'a mut [Self::Acc]) -> &'a [Self::Acc];
     /// Rounds the accumulated values to the element type.
     fn narrow(from: &[Self::Acc], to: &mut [Self]);
@@ -94,7 +94,7 @@ floats! {
 integers!(i64, i32, u32, u8);
 
 impl ReduceOp {
-    /// Returns [`Error::UnsupportedDType`] if the reduction is not defined for this dtype.
+    /// Returns [`Error::UnsupportedDType`] unless the reduction is defined for this dtype.
     pub(super) fn check(self, op: &'static str, dtype: DType) -> Result<()> {
         let expected = match self {
             ReduceOp::Mean if !dtype.is_float() => "floats for the mean: use the sum",
@@ -106,7 +106,7 @@ impl ReduceOp {
         Err(Error::UnsupportedDType { op, dtype, expected })
     }
 
-    /// Reduces equally long slices of `dtype`: the values of the lower ranks (`before`), of this rank and of the higher ranks, into `own`.
+    /// Reduces equally long slices of `dtype` into `own`: the lower ranks' values (`before`), this rank's (`own`) and the higher ranks' (`after`).
     pub(super) fn reduce(self, dtype: DType, before: &[&[u8]], own: &mut [u8], after: &[&[u8]]) {
         match dtype {
             DType::F32 => self.reduce_as::<f32>(before, own, after),
@@ -131,7 +131,7 @@ impl ReduceOp {
     }
 }
 
-/// Combines the ranks' elements in the order of the ranks by `step`, applies `last` to each result and writes it to `own`.
+/// Combines the ranks' elements with `step`, in the order of the ranks. Applies `last` to each result and writes it to `own`.
 fn reduce_ranks<T: Accumulate>(
     before: &[&[u8]],
     own: &mut [u8],

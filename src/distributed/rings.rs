@@ -1,36 +1,36 @@
-//! Messages between ranks on one machine through shared memory. There is a ring buffer of words for each ordered pair of ranks and
-//! each lane, so that several threads of a rank can exchange parts of a slice concurrently.
+//! Messages between ranks on one machine, through shared memory. Each ordered pair of ranks has one ring buffer of 64-bit words per
+//! lane, so that several threads of a rank can exchange parts of a slice concurrently.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use crate::storage::SharedMemory;
 
-/// Maximum number of words of all rings of a machine together.
+/// The maximum number of words of all rings of a machine together (32 MiB).
 const TOTAL_WORDS: usize = (32 << 20) / size_of::<u64>();
 
-/// Minimum and maximum number of words of a ring. Words of a longer ring would have left the cache when they are read.
+/// The minimum and maximum number of words of a ring. In a longer ring, words would have left the cache before they are read.
 const RING_WORDS: std::ops::RangeInclusive<usize> = (1 << 13)..=(1 << 15);
 
-/// Words of a ring's header. Word 0 counts the words written and word [`READ_COUNT_WORD`] the words read, each in its own cache line.
+/// The number of words of a ring's header. Word 0 counts written words, and word [`READ_COUNT_WORD`] read words, in separate cache lines.
 const HEADER_WORDS: usize = 16;
 const READ_COUNT_WORD: usize = 8;
 
-/// Words that are copied before the counter is published: few, so that sender and receiver can copy at the same time.
+/// The number of words copied before the counter is published. It is small, so that sender and receiver can copy at the same time.
 const CHUNK_WORDS: usize = 1 << 12;
 
 /// The rings between the ranks of a machine.
 pub(super) struct Rings {
     memory: SharedMemory,
     ranks: usize,
-    /// This process's local rank.
+    /// This process's rank among the ranks of the machine.
     rank: usize,
-    /// Number of rings from one rank to another, one for each lane.
+    /// The number of rings from one rank to another: one for each lane.
     pub lanes: usize,
 }
 
 impl Rings {
-    /// Returns the number of lanes, at most `most`, and the words of all rings; `None` if there are too many ranks for rings of the minimum length.
+    /// Returns the number of lanes (at most `most`) and the words of all rings. `None` if rings of minimum length for all ranks are too large.
     pub(super) fn lanes(ranks: usize, most: usize) -> Option<(usize, usize)> {
         let pairs = ranks * ranks;
         let lanes = (TOTAL_WORDS / pairs / RING_WORDS.start()).min(most);
@@ -40,12 +40,12 @@ impl Rings {
         })
     }
 
-    /// Creates rings in shared memory of the size that [`lanes`](Self::lanes) returned.
+    /// Creates rings in shared memory, which has the size that [`lanes`](Self::lanes) returned.
     pub(super) fn new(memory: SharedMemory, ranks: usize, rank: usize, lanes: usize) -> Rings {
         Rings { memory, ranks, rank, lanes }
     }
 
-    /// Returns the header and the data of a ring, and the index of its first data word in the memory.
+    /// Returns a ring's header, its data, and the index in the shared memory of its first data word.
     fn ring(&self, from: usize, to: usize, lane: usize) -> (&[AtomicU64], &[AtomicU64], usize) {
         let words = self.memory.words();
         let each = words.len() / (self.ranks * self.ranks * self.lanes);
@@ -54,7 +54,7 @@ impl Rings {
         (header, data, start + HEADER_WORDS)
     }
 
-    /// Writes as much of a message to another rank as the ring has space for. Returns whether anything was written.
+    /// Writes as much of a message to another rank as the ring has room for. Returns whether anything was written.
     pub(super) fn send(&self, to: usize, lane: usize, context: u32, bytes: &[u8], progress: &mut Progress) -> bool {
         let (header, data, start) = self.ring(self.rank, to, lane);
         let (mut written, read) = (header[0].load(Relaxed), header[READ_COUNT_WORD].load(Acquire));
@@ -79,10 +79,10 @@ impl Rings {
         written != before
     }
 
-    /// Reads the part of a message that has arrived. Returns whether anything was read.
+    /// Reads as much of a message as has arrived. Returns whether anything was read.
     ///
     /// # Errors
-    /// The other rank sends another number of bytes, or a message of another group.
+    /// The other rank has sent another number of bytes, or a message of another group.
     pub(super) fn receive(
         &self,
         from: usize,
@@ -122,7 +122,7 @@ impl Rings {
     }
 }
 
-/// Returns a message's first word: the context in the upper 24 bits, and the number of bytes.
+/// Returns the first word of a message: the context in the upper 24 bits, and the number of bytes in the lower bits.
 fn first_word(context: u32, bytes: usize) -> u64 {
     (u64::from(context) << 40) ^ bytes as u64
 }
@@ -130,14 +130,14 @@ fn first_word(context: u32, bytes: usize) -> u64 {
 /// The progress of a message.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Progress {
-    /// Whether the message's first word was copied.
+    /// Whether the first word of the message was copied.
     begun: bool,
-    /// The number of bytes that were copied.
+    /// The number of bytes that were copied so far.
     done: usize,
 }
 
 impl Progress {
-    /// True if all of a message's bytes were copied. Empty messages are not sent.
+    /// True if all bytes of the message were copied. Empty messages are never sent.
     pub(super) fn is_complete(self, bytes: usize) -> bool {
         self.done == bytes && (self.begun || bytes == 0)
     }
@@ -147,7 +147,7 @@ impl Progress {
 mod tests {
     use super::*;
 
-    /// Returns the rings of two ranks, in two mappings of the same memory.
+    /// Returns the rings of two ranks. Each rank has its own mapping of the same memory.
     fn two_ranks() -> [Rings; 2] {
         let (lanes, words) = Rings::lanes(2, 3).unwrap();
         let (memory, file) = SharedMemory::create(words).unwrap();

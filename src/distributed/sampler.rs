@@ -1,4 +1,4 @@
-//! Each rank's part of a data set.
+//! A sampler that gives each rank its part of a data set.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -11,19 +11,19 @@ options! {
     /// Options of [`DistributedSampler`], with PyTorch's names and defaults.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct DistributedSamplerConfig {
-        /// Whether the items are shuffled again for each epoch.
+        /// Whether each epoch has a new random order.
         pub shuffle: bool = true,
-        /// The seed of the shuffles; must be the same on all ranks.
+        /// The seed of the random orders. Must be equal on all ranks.
         pub seed: u64 = 0,
-        /// Whether the remainder is dropped if the ranks do not divide the number of items; otherwise the first items are repeated.
+        /// If the number of items is no multiple of the ranks: whether to drop the remainder. If false, the first items are used again.
         pub drop_last: bool = false,
     }
 }
 
-/// Gives each rank an equal part of a data set (PyTorch's `DistributedSampler`): every `group.size()`-th item of the epoch's order,
-/// which is the same on all ranks. With batches of 1/n of the size on n ranks, each step trains on the same items as one rank.
+/// Gives each rank an equal part of a data set (PyTorch's `DistributedSampler`): every `group.size()`-th item of the epoch's order, which
+/// is the same on all ranks. With n ranks and 1/n of the batch size, each step trains on the same items as with one rank.
 ///
-/// Clones share the epoch: give one clone to the loader, and call [`set_epoch`](Self::set_epoch) on another.
+/// Clones have a common epoch: give one clone to the loader, and call [`set_epoch`](Self::set_epoch) on another.
 ///
 /// ```
 /// use claystone::data::{DataLoader, DataLoaderConfig, TensorDataset};
@@ -44,7 +44,7 @@ options! {
 /// ```
 #[derive(Debug, Clone)]
 pub struct DistributedSampler {
-    /// The number of items of the data set.
+    /// The number of items in the data set.
     items: usize,
     rank: usize,
     ranks: usize,
@@ -53,12 +53,12 @@ pub struct DistributedSampler {
 }
 
 impl DistributedSampler {
-    /// Creates the sampler of a data set with `items` items, at epoch 0.
+    /// Creates the sampler of a data set with `items` items. The epoch is 0.
     pub fn new(items: usize, group: &Group, config: DistributedSamplerConfig) -> DistributedSampler {
         DistributedSampler { items, rank: group.rank(), ranks: group.size(), config, epoch: Arc::default() }
     }
 
-    /// Sets the epoch, which determines the order; must be the same on all ranks. Without this call every epoch has the same order.
+    /// Sets the epoch, which determines the order. Must be equal on all ranks. Without this call, every epoch has the same order.
     pub fn set_epoch(&self, epoch: u64) {
         self.epoch.store(epoch, Relaxed);
     }

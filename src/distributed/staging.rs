@@ -1,4 +1,4 @@
-//! Staging buffers in host memory for the slices of a collective, and the pipeline that reads, exchanges and writes slices.
+//! Staging buffers in host memory for the slices of a collective, and the pipeline that reads, exchanges and writes the slices.
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -9,12 +9,12 @@ use super::engine::recv_spinning;
 use crate::internal::lock;
 use crate::{DType, Device, Error, HostArray, Result, Stream, Tensor, with_stream};
 
-/// Number of slices in flight: one is read, one exchanged, one written.
+/// The number of slices in flight: one is read, one is exchanged, and one is written.
 const SLICES_IN_FLIGHT: usize = 3;
 
-/// A buffer in host memory, pinned for an OpenCL device.
+/// A buffer in host memory. It is pinned if the device is an OpenCL device.
 pub(super) struct Staging {
-    /// `None` during a copy.
+    /// The memory. `None` during a copy, which owns it.
     host: Option<HostArray<u8>>,
     device: Device,
 }
@@ -44,12 +44,12 @@ impl Staging {
         self.copy(|host| byte_range(to, range.clone())?.copy_(&byte_range(host, at..at + range.len())?).map(|_| ()))
     }
 
-    /// [`read`](Self::read) from a range of the concatenation of tensors.
+    /// Does the same as [`read`](Self::read); the range is in the concatenation of all tensors in `from`.
     pub(super) fn read_all(&mut self, from: &[Tensor], range: Range<usize>) -> Result<()> {
         each_part(from, range, |at, tensor, range| self.read(at, tensor, range))
     }
 
-    /// [`write`](Self::write) to a range of the concatenation of tensors.
+    /// Does the same as [`write`](Self::write); the range is in the concatenation of all tensors in `to`.
     pub(super) fn write_all(&mut self, to: &[Tensor], range: Range<usize>) -> Result<()> {
         each_part(to, range, |at, tensor, range| self.write(at, tensor, range))
     }
@@ -62,7 +62,7 @@ impl Staging {
     }
 }
 
-/// Cuts a range of concatenated tensors at their boundaries. Calls `f` with each part's offset in the range, its tensor, and its range there.
+/// Cuts a range of concatenated tensors at tensor boundaries. Calls `f` with each part's offset in the range, tensor, and range in the tensor.
 fn each_part(
     tensors: &[Tensor],
     range: Range<usize>,
@@ -84,7 +84,7 @@ fn byte_range(bytes: &Tensor, range: Range<usize>) -> Result<Tensor> {
     bytes.narrow(0, range.start, range.len())
 }
 
-/// The steps of a collective, each performed for every slice.
+/// The steps of a collective. Each step is performed for every slice.
 pub(super) struct SliceSteps<R, E, W> {
     /// Copies a slice from the device to the host.
     pub read: R,
@@ -94,7 +94,7 @@ pub(super) struct SliceSteps<R, E, W> {
     pub write: W,
 }
 
-/// A thread that runs jobs in order, and ends when its handle is dropped.
+/// A thread that runs functions in order. It ends when this handle is dropped.
 struct Worker(Sender<Box<dyn FnOnce() + Send>>);
 
 impl Worker {
@@ -110,20 +110,20 @@ impl Worker {
         Ok(Worker(jobs))
     }
 
-    /// Runs a job and returns the channel of its result. If the job panics, the thread ends and the channel is closed without a result.
+    /// Runs `job` and returns a channel that gets its result. If `job` panics, the thread ends and the channel is closed without a result.
     fn submit(&self, job: impl FnOnce() -> Result<()> + Send + 'static) -> Receiver<Result<()>> {
         let (done, result) = channel();
-        let _ = self.0.send(Box::new(move || drop(done.send(job())))); // if the thread has ended, this fails and drops `done`
+        let _ = self.0.send(Box::new(move || drop(done.send(job())))); // fails and drops `done` if the thread has ended
         result
     }
 }
 
-/// The threads that copy slices while other slices are exchanged.
+/// The threads that copy slices while another slice is exchanged.
 struct Copiers {
     device: Device,
     reader: Worker,
     writer: Worker,
-    /// The writer's own stream, so that writes overlap reads.
+    /// A separate stream for writes, so that they overlap reads.
     writing: Stream,
 }
 
@@ -134,19 +134,19 @@ impl Copiers {
     }
 }
 
-/// The staging buffers and copying threads of a group, kept between collectives because pinning memory and starting threads is slow.
+/// A group's staging buffers and copying threads. They are kept between collectives, because pinning memory and starting threads is slow.
 #[derive(Default)]
 pub(super) struct SlicePipeline {
     pool: Arc<Pool>,
     copiers: Mutex<Option<Copiers>>,
 }
 
-/// Staging buffers that are not in use.
+/// The staging buffers that are not in use.
 #[derive(Default)]
 struct Pool(Mutex<Vec<Staging>>);
 
 impl Pool {
-    /// Takes a buffer of at least this many bytes.
+    /// Takes a buffer of at least `bytes` bytes from the pool, or creates one.
     fn take(&self, bytes: usize, device: Device) -> Result<Staging> {
         let mut kept = lock(&self.0);
         match kept.iter().position(|one| one.device == device && one.len() >= bytes) {
@@ -155,7 +155,7 @@ impl Pool {
         }
     }
 
-    /// Returns a buffer to the pool, which keeps the [`SLICES_IN_FLIGHT`] largest.
+    /// Returns a buffer to the pool. The pool keeps the [`SLICES_IN_FLIGHT`] largest buffers.
     fn return_buffer(&self, staging: Staging) {
         let mut kept = lock(&self.0);
         kept.push(staging);
@@ -167,7 +167,7 @@ impl Pool {
 }
 
 impl SlicePipeline {
-    /// Runs the steps of a collective slice by slice, through staging buffers of `buffer` bytes. On an OpenCL device, reading, exchanging and
+    /// Runs the steps of a collective slice by slice, through staging buffers of `buffer` bytes. On an OpenCL device, the reading, exchanging and
     /// writing of three consecutive slices overlap, on two streams.
     pub(super) fn run_in_slices<R, E, W>(
         &self,
@@ -198,7 +198,7 @@ impl SlicePipeline {
             None => copiers.insert(Copiers::start(device)?),
         };
         let (reading, writing) = (Stream::current(device)?, writing.clone());
-        // Commands that were enqueued before may still read the tensors that this collective writes.
+        // Writes wait for this event: commands enqueued earlier may still read the tensors that the collective writes.
         let submitted = reading.record_event()?;
         let (return_buffer, free) = channel();
         for _ in 0..SLICES_IN_FLIGHT {
@@ -207,7 +207,7 @@ impl SlicePipeline {
         let (to_exchange, to_be_exchanged) = channel();
         let (to_write, to_be_written) = channel::<(Staging, Range<usize>)>();
         let pool = Arc::clone(&self.pool);
-        // A step that fails drops its channels, which ends the other steps.
+        // A failing step drops its channels, which ends the other two steps.
         let read = reader.submit(move || {
             with_stream(&reading, || {
                 for slice in slices {
@@ -235,7 +235,7 @@ impl SlicePipeline {
         let mut exchange_all = || {
             while let Ok((mut staging, slice)) = recv_spinning(&to_be_exchanged) {
                 exchange(&mut staging.bytes()[..buffer], slice.clone())?;
-                let _ = to_write.send((staging, slice)); // fails if the writer has failed; then the reader ends, too
+                let _ = to_write.send((staging, slice)); // fails if the writer has failed; then the reader ends too
             }
             Ok(())
         };
@@ -246,7 +246,7 @@ impl SlicePipeline {
         };
         let (read, written) = (ended(read), ended(written));
         if read.is_err() || written.is_err() {
-            *copiers = None; // a thread that has panicked cannot be used again
+            *copiers = None; // a thread that has panicked cannot be used again, so new threads are started next time
         }
         read.and(written).and(exchanged)
     }

@@ -9,11 +9,11 @@ use crate::nn::{BatchNorm, Module, Role};
 use crate::tensor::TensorOptions;
 use crate::{BatchNormOptions, DType, Device, Error, Expr, Result, Scalar, Shape, Tensor};
 
-/// [`BatchNorm`] that in training uses the mean and variance of all ranks' batches together (PyTorch's
+/// A [`BatchNorm`] that in training uses the mean and variance of the batches of all ranks together (PyTorch's
 /// `torch.nn.SyncBatchNorm`), for `[N, C, ..]`. Ranks may have batches of different sizes. Parameters have the same names as in
 /// [`BatchNorm`], so both can load the same checkpoints. Evaluation is the same as in [`BatchNorm`].
 ///
-/// Forward and backward exchange a few numbers per channel, so all ranks must run the same layers in order. No second derivatives.
+/// Forward and backward exchange a few numbers per channel, so all ranks must run the same layers in order. No gradients of gradients.
 ///
 /// ```
 /// use claystone::distributed::{Group, SyncBatchNorm};
@@ -36,29 +36,29 @@ use crate::{BatchNormOptions, DType, Device, Error, Expr, Result, Scalar, Shape,
 pub struct SyncBatchNorm(BatchNorm);
 
 impl SyncBatchNorm {
-    /// Creates a layer for `channels` channels, with a momentum of 0.1 and an eps of 1e-5.
+    /// Creates a layer for `channels` channels, with a momentum of 0.1 and an `eps` of 1e-5.
     ///
     /// # Errors
-    /// As [`BatchNorm::new`].
+    /// Errors of [`BatchNorm::new`].
     pub fn new(channels: usize, options: impl Into<TensorOptions>, group: &Group) -> Result<SyncBatchNorm> {
         let norm = BatchNorm::new(channels, options)?;
         SyncBatchNorm::convert_sync_batchnorm(&norm, group);
         Ok(SyncBatchNorm(norm))
     }
 
-    /// Sets the momentum: the weight of a batch's statistics in the running statistics.
+    /// Sets the momentum, the weight of a batch's statistics in the update of the running statistics.
     pub fn with_momentum(self, momentum: f64) -> SyncBatchNorm {
         SyncBatchNorm(self.0.with_momentum(momentum))
     }
 
-    /// Sets `eps`, the number added to the variance.
+    /// Sets the number that is added to the variance.
     pub fn with_eps(self, eps: f64) -> SyncBatchNorm {
         SyncBatchNorm(self.0.with_eps(eps))
     }
 
-    /// Makes every [`BatchNorm`] of a module use the statistics of all ranks, and returns the number of converted layers. Converts
-    /// the layers that [`Module::named_modules`] lists, and the module itself. The module may be converted before or after
-    /// [`DataParallel`](super::DataParallel) wraps it.
+    /// Makes every [`BatchNorm`] of a module use the statistics of all ranks. Returns the number of converted layers. Converts
+    /// the layers that [`Module::named_modules`] lists, and the module itself. Call it before or after
+    /// [`DataParallel`](super::DataParallel) wraps the module.
     ///
     /// ```
     /// use claystone::distributed::{Group, SyncBatchNorm};
@@ -79,7 +79,7 @@ impl SyncBatchNorm {
     }
 }
 
-/// Returns the batch norm that a module is, by itself, in a box, or converted.
+/// Returns the batch norm if `module` is one: directly, in a box, or already converted.
 fn as_batch_norm(module: &dyn Module) -> Option<&BatchNorm> {
     let any = module.as_any();
     let boxed = || any.downcast_ref::<Box<BatchNorm>>().map(|norm| &**norm);
@@ -113,7 +113,7 @@ impl Module for SyncBatchNorm {
 
 const OP: &str = "SyncBatchNorm";
 
-/// Computes [`Tensor::batch_norm`] in training, with the statistics of all ranks.
+/// Computes [`Tensor::batch_norm`] in training mode, with the statistics of all ranks.
 fn batch_norm(group: &Group, x: &Tensor, options: BatchNormOptions) -> Result<Tensor> {
     let BatchNormOptions { running_mean, running_var, weight, bias, momentum, eps, .. } = options;
     let (Some(weight), Some(bias)) = (weight, bias) else {
@@ -128,40 +128,40 @@ fn batch_norm(group: &Group, x: &Tensor, options: BatchNormOptions) -> Result<Te
     Tensor::apply_op(Normalise { group, running, momentum, eps, elements }, &[x, weight, bias])
 }
 
-/// The custom operation of one forward pass and its backward pass.
+/// The custom operation for one forward pass and its backward pass.
 struct Normalise {
     group: Group,
     running: [Option<Tensor>; 2],
     momentum: f64,
     eps: f64,
-    /// The number of elements of a channel on all ranks together.
+    /// The number of elements per channel, over all ranks.
     elements: OnceLock<f64>,
 }
 
-/// Copies rows with one number for each channel to the host as f64, so that all ranks compute the same statistics.
+/// Copies rows, which have one number per channel, to the host as f64. All ranks then compute the same statistics from them.
 fn to_host(rows: &[&Tensor]) -> Result<Vec<f64>> {
     Tensor::stack(rows, 0)?.to_device(Device::Cpu)?.to_dtype(DType::F64)?.to_vec()
 }
 
-/// Copies rows with one number for each channel to x's device, in x's compute dtype.
+/// Copies rows, which have one number per channel, to the device of `x`, in the compute dtype of `x`.
 fn from_host(rows: &[Vec<f64>], x: &Tensor) -> Result<Vec<Tensor>> {
     let all = Tensor::from_slice(&rows.concat(), [rows.len(), rows[0].len()], Device::Cpu)?;
     let all = all.to_dtype(compute_dtype(x))?.to_device(x.device())?;
     (0..rows.len()).map(|row| all.select(0, row as isize)).collect()
 }
 
-/// Returns the dtype to compute in: f32 for f16 and bf16, else x's own.
+/// Returns the dtype to compute in: f32 for f16 and bf16, otherwise the dtype of `x`.
 fn compute_dtype(x: &Tensor) -> DType {
     if x.dtype().size() < 4 { DType::F32 } else { x.dtype() }
 }
 
-/// Returns the dims that statistics are taken over: all but the channel dim.
+/// Returns the dims over which statistics are computed: all dims except the channel dim.
 fn reduced_dims(x: &Tensor) -> Vec<isize> {
     (0..x.rank() as isize).filter(|&d| d != 1).collect()
 }
 
 impl Normalise {
-    /// Computes mean and variance over all ranks' elements from the statistics of each rank.
+    /// Computes the mean and variance over the elements of all ranks, from the statistics of each rank.
     fn statistics(&self, x: &Tensor) -> Result<[Vec<f64>; 2]> {
         let channels = x.shape().dims()[1];
         let n = x.numel() / channels.max(1);
@@ -220,8 +220,8 @@ impl CustomOp for Normalise {
         Ok(out)
     }
 
-    /// For y = (x - mean) / std * weight + bias with gradient g, the gradient of x is
-    /// weight / std * (g - sum(g) / n - (x - mean) / var * sum(g * (x - mean)) / n), with sums over a channel's n elements on all ranks.
+    /// For y = (x - mean) / std * weight + bias and the gradient g of y, the gradient of x is
+    /// weight / std * (g - sum(g) / n - (x - mean) / var * sum(g * (x - mean)) / n). Sums are over the n elements of a channel on all ranks.
     fn backward(&self, ctx: &OpContext, grad: &Tensor) -> Result<Vec<Option<Tensor>>> {
         let saved = ctx.saved_tensors()?;
         let [x, weight, mean, var] = &saved[..] else { unreachable!("four tensors were kept") };

@@ -7,26 +7,26 @@ use std::time::{Duration, Instant};
 use super::transport::{Call, Fault, Transport, default_slice_bytes};
 use crate::internal::lock;
 
-/// The capacity of a queue. A rank that sends more messages waits until the first is received.
+/// The capacity of a queue, in messages. A rank that sends more messages waits until the first message is received.
 const QUEUE_CAPACITY: usize = 4;
 
-/// Pending messages and ranks that have left.
+/// The pending messages, and the ranks that have left the job.
 #[derive(Default)]
 struct Queues {
-    /// Messages that have not been received yet, by sender, receiver and context.
+    /// Messages that were sent and not received yet. The key is (sender, receiver, context).
     messages: HashMap<(usize, usize, u32), VecDeque<Vec<u8>>>,
-    /// The ranks that have left, and the reasons.
+    /// The ranks that have left the job, with their reasons.
     left: HashMap<usize, String>,
 }
 
-/// The queues, and the signal that they have changed.
+/// The queues, and a condition variable that is notified when they change.
 #[derive(Default)]
 struct Shared {
     queues: Mutex<Queues>,
     changed: Condvar,
 }
 
-/// One rank's transport.
+/// The transport of one rank.
 #[derive(Clone)]
 pub(super) struct Threads {
     rank: usize,
@@ -42,7 +42,7 @@ impl Threads {
         (0..size).map(|rank| Threads { rank, size, shared: Arc::clone(&shared), next_context: 1, timeout }).collect()
     }
 
-    /// Waits until `ready` returns a result, or the peer has left or times out.
+    /// Waits until `ready` returns a result. Fails if the peer has left the job or does not answer before the timeout.
     fn wait<R>(&self, peer: usize, mut ready: impl FnMut(&mut Queues) -> Option<R>) -> Result<R, Fault> {
         let deadline = Instant::now() + self.timeout;
         let mut queues = lock(&self.shared.queues);
@@ -83,7 +83,7 @@ impl Threads {
     }
 }
 
-/// The remedy in error messages of mismatched calls.
+/// The advice in error messages about mismatched calls.
 pub(super) const SAME_CALLS_ADVICE: &str =
     "all ranks must make the same calls with the same shapes and dtypes in the same order";
 

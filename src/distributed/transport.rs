@@ -4,28 +4,28 @@ use super::plan::{Lane, Plan};
 use crate::device::cpu::threads;
 use crate::{Error, Result};
 
-/// Point-to-point messages. Ranks are numbered in the job; the `context` of a [`Call`] identifies the group of a message.
+/// Point-to-point messages. Ranks have their numbers in the job. The `context` of a [`Call`] identifies the group of a message.
 pub(super) trait Transport {
     fn rank(&self) -> usize;
 
     fn size(&self) -> usize;
 
-    /// Returns the rank among the ranks of the job on this machine.
+    /// Returns this rank's number among the ranks of the job on this machine.
     fn local_rank(&self) -> usize {
         0
     }
 
-    /// Returns the number of bytes of the slices that collectives cut tensors into: the same on every rank.
+    /// Returns the number of bytes of the slices into which collectives cut tensors. Equal on every rank.
     fn slice_bytes(&self) -> usize;
 
-    /// Returns the smallest context that no group of this rank has used.
+    /// Returns the lowest context that no group of this rank has used yet.
     fn next_context(&mut self) -> &mut u32;
 
-    /// Sends and receives these messages concurrently, each with its peer's rank. Messages between two ranks in one context arrive in
-    /// the order of sending, and with the size with which they were sent.
+    /// Sends and receives these messages concurrently. Each has its peer's rank. Messages from one rank to another in the same context arrive
+    /// in the order of sending, and with the size with which they were sent.
     ///
     /// # Errors
-    /// A [`Fault`] if a peer has left the job or times out.
+    /// A [`Fault`] if a peer has left the job or does not answer before the timeout.
     fn exchange(
         &mut self,
         call: Call,
@@ -33,38 +33,38 @@ pub(super) trait Transport {
         receives: &mut [(usize, &mut [u8])],
     ) -> Result<(), Fault>;
 
-    /// Returns the lanes between these ranks, which include this rank; `None` unless all of them run on one machine.
+    /// Returns the lanes between `ranks`, which include this rank. `None` unless all of them run on one machine.
     fn lanes(&mut self, _ranks: &[usize]) -> Option<&mut dyn Lanes> {
         None
     }
 
-    /// Tells the other ranks that this rank sends no more messages, and why.
+    /// Tells the other ranks that this rank sends no more messages. `why` is the reason.
     fn leave(&mut self, why: &str);
 }
 
-/// Parallel ordered paths between the ranks of one machine (NCCL's channels), each served by one thread of a rank at a time.
+/// Parallel ordered connections between the ranks of one machine (NCCL's channels). One thread of each rank serves a lane at a time.
 pub(super) trait Lanes {
-    /// Returns the number of lanes, the same on every rank.
+    /// Returns the number of lanes. Equal on every rank.
     fn count(&self) -> usize;
 
-    /// Exchanges one slice; each lane exchanges its own part of the slice.
+    /// Exchanges one slice. Each lane exchanges its own share of the slice.
     ///
     /// # Errors
-    /// As [`Transport::exchange`].
+    /// Errors of [`Transport::exchange`].
     fn exchange(&mut self, call: Call, plan: &Plan, lanes: Vec<Lane>) -> Result<(), Fault>;
 }
 
-/// True with `CLAYSTONE_DISTRIBUTED_DEBUG=1`.
+/// True if `CLAYSTONE_DISTRIBUTED_DEBUG=1`.
 pub(super) fn is_debug() -> bool {
     std::env::var("CLAYSTONE_DISTRIBUTED_DEBUG").is_ok_and(|value| !matches!(&*value, "" | "0" | "off"))
 }
 
-/// Returns the bytes of a slice: few enough for the caches of a process with one thread, or enough to divide among threads.
+/// Returns the bytes of a slice. With one thread, a slice fits in the caches; with several, it is large enough to divide among them.
 pub(super) fn default_slice_bytes() -> usize {
     if threads() == 1 { 1 << 20 } else { 4 << 20 }
 }
 
-/// The collective that an exchange belongs to.
+/// The collective to which an exchange belongs.
 #[derive(Debug, Clone, Copy)]
 #[cfg_attr(not(feature = "mpi"), allow(dead_code))] // `op` is only printed by MPI ranks before they exit
 pub(super) struct Call {
@@ -72,7 +72,7 @@ pub(super) struct Call {
     pub context: u32,
 }
 
-/// A peer that failed, left the job or timed out.
+/// The failure of a peer: it failed, left the job, or did not answer before the timeout.
 #[derive(Debug)]
 pub(super) struct Fault {
     pub rank: usize,

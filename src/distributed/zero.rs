@@ -2,8 +2,8 @@
 //! Training Trillion Parameter Models").
 //!
 //! The parameters of a bucket of [`DataParallel`] are views of one buffer, and their gradients are views of another. Each rank owns
-//! an equal part of both. Backward gives a rank the mean of its part of the gradients (`reduce_scatter`), the rank's optimiser
-//! updates its part of the parameters, and `all_gather` sends the new parameters to all ranks: as many bytes as an `all_reduce`.
+//! an equal part of both buffers. `reduce_scatter` gives each rank the mean of its part of the gradients, the rank's optimiser updates
+//! its part of the parameters, and `all_gather` sends the new parameters to all ranks. Together this sends as many bytes as `all_reduce`.
 
 use std::sync::Arc;
 
@@ -19,11 +19,11 @@ use crate::{DType, Device, Error, Result, Shape, Tensor, no_grad};
 const OP: &str = "ZeroRedundancyOptimizer";
 
 /// An optimiser whose state is sharded among the ranks (ZeRO, stage 1; PyTorch's `ZeroRedundancyOptimizer`). Each rank updates
-/// `1 / group.size()` of the parameters' elements and stores their state, including the f32 master weights of f16 and bf16. The
-/// updates equal those of an unsharded optimiser on every rank, and the number of bytes sent is the same. Sending overlaps backward.
+/// `1 / group.size()` of the parameters' elements and stores the state of these elements, including f32 master weights of f16 and bf16.
+/// Updates and bytes sent are the same as with an unsharded optimiser on every rank. Sending overlaps backward.
 ///
-/// Any elementwise optimiser can be sharded. It gets this rank's parts of the parameters: tensors with the rank of the
-/// parameters and shape `[1, .., 1, n]`, where `n` may be 0.
+/// Any elementwise optimiser can be sharded. It gets this rank's parts of the parameters: tensors with as many dims as the
+/// parameter and shape `[1, .., 1, n]`, where `n` may be 0.
 ///
 /// ```
 /// use claystone::distributed::{DataParallel, Group, ZeroRedundancyOptimizer};
@@ -52,19 +52,19 @@ const OP: &str = "ZeroRedundancyOptimizer";
 /// ```
 ///
 /// After a synchronised backward, [`Tensor::grad`] of the model's parameters is `None`, because each rank has only its part of the
-/// gradients; [`clip_grad_norm_`](Self::clip_grad_norm_) clips by the norm of all parts. [`GradScaler`](crate::optim::GradScaler)
-/// and schedules work as with other optimisers. Within [`DataParallel::no_sync`] each rank accumulates full gradients until the
-/// next backward outside of it.
+/// gradients. [`clip_grad_norm_`](Self::clip_grad_norm_) clips by the norm of all ranks' parts. [`GradScaler`](crate::optim::GradScaler)
+/// and schedules work as with other optimisers. Inside [`DataParallel::no_sync`] each rank accumulates full gradients, until the
+/// next backward outside `no_sync`.
 ///
-/// The state dict has this rank's part. [`save_checkpoint`](super::save_checkpoint) saves all parts as one unsharded state,
-/// [`save_sharded_checkpoint`](super::save_sharded_checkpoint) saves each rank's part in its own file, and
-/// [`load_checkpoint`](super::load_checkpoint) reads both on any number of ranks.
+/// The state dict has this rank's part only. [`save_checkpoint`](super::save_checkpoint) saves all parts as one unsharded state,
+/// [`save_sharded_checkpoint`](super::save_sharded_checkpoint) saves each rank's part in a file of its own, and
+/// [`load_checkpoint`](super::load_checkpoint) reads both, on any number of ranks.
 pub struct ZeroRedundancyOptimizer<O> {
     inner: O,
     shards: Arc<Shards>,
-    /// For each parameter of `inner`, its range of elements in a parameter of the model.
+    /// For each parameter of `inner`, the range of elements that it has of a parameter of the model.
     pieces: Vec<ShardRange>,
-    /// For each bucket, the [`Shard::version`] at which this rank's part was last copied.
+    /// For each bucket, the [`Shard::version`] at which the parameters were last copied to this rank's part.
     versions: Vec<u64>,
 }
 
@@ -74,25 +74,25 @@ pub(super) struct Shards {
     buckets: Vec<Shard>,
 }
 
-/// The parameters of a bucket, and this rank's part of the parameters.
+/// The parameters of one bucket, and this rank's part of them.
 struct Shard {
-    /// The indices of the parameters in the model, in ascending order.
+    /// The indices of the bucket's parameters in the model, in ascending order.
     indices: Vec<usize>,
     parameters: Vec<Tensor>,
-    /// The values and gradients of all parameters.
+    /// The values and gradients of all parameters of the bucket.
     values: FlatViews,
     gradients: FlatViews,
-    /// This rank's part of the values and of the gradients. The values do not share storage with `values`: `all_gather` writes to
-    /// that storage, which would count as a change of the weights, and f32 masters would be replaced by rounded weights.
+    /// This rank's part of the values. It has its own storage: `all_gather` writes to the storage of `values`, which would count as a change
+    /// of the weights, and the f32 master weights would be replaced by rounded weights.
     own_values: Tensor,
     own_gradients: Tensor,
-    /// For each parameter this rank's elements, as a leaf in `own_values`, and their gradient in `own_gradients`.
+    /// For each parameter, this rank's elements as a leaf: its values are in `own_values`, and its gradient is in `own_gradients`.
     leaves: Vec<Tensor>,
     slots: Vec<Tensor>,
     pieces: Vec<ShardRange>,
 }
 
-/// A flat buffer, and a view of it for each parameter, in order.
+/// A flat buffer, and one view of it for each parameter, in order.
 struct FlatViews {
     buffer: Tensor,
     views: Vec<Tensor>,
@@ -112,7 +112,7 @@ impl FlatViews {
 }
 
 impl Shard {
-    /// Copies the parameters' values. The parameters themselves are changed only by [`move_into_buffer`](Self::move_into_buffer).
+    /// Copies the values of the parameters. Only [`move_into_buffer`](Self::move_into_buffer) changes the parameters themselves.
     fn new(group: &Group, indices: Vec<usize>, parameters: &[&Tensor]) -> Result<Shard> {
         let elements: usize = parameters.iter().map(|p| p.numel()).sum();
         let share = elements.div_ceil(group.size());
@@ -124,7 +124,7 @@ impl Shard {
         let own_gradients = Tensor::zeros(share, &own_values)?;
         let (mut leaves, mut slots, mut pieces, mut start) = (Vec::new(), Vec::new(), Vec::new(), 0);
         for p in parameters {
-            // Clamped to this rank's part; the range is empty if the part has no element of the parameter.
+            // The range is clamped to this rank's part. It is empty if the part has no element of the parameter.
             let at = |element: usize| (start + element).clamp(own, own + share);
             let (from, to) = (at(0), at(p.numel()));
             let shape: Shape = (1..p.rank()).map(|_| 1).chain([to - from]).collect();
@@ -142,7 +142,7 @@ impl Shard {
         Ok(Shard { indices, parameters, values, gradients, own_values, own_gradients, leaves, slots, pieces })
     }
 
-    /// Moves parameters into the buffer. A parameter whose storage other tensors share is not moved, so that those tensors see every step.
+    /// Moves parameters into the buffer. A parameter that shares its storage with other tensors is not moved, so that they see every step.
     fn move_into_buffer(&mut self, parameters: Vec<&mut Tensor>) -> Result<()> {
         for ((p, view), slot) in parameters.into_iter().zip(&self.values.views).zip(&self.gradients.views) {
             if p.storage().is_unique() {
@@ -156,17 +156,17 @@ impl Shard {
         Ok(())
     }
 
-    /// Returns the parameters that kept their own storage, with their views of the buffer.
+    /// Returns the parameters that were not moved, each with its view of the buffer.
     fn unmoved_parameters(&self) -> impl Iterator<Item = (&Tensor, &Tensor)> {
         self.parameters.iter().zip(&self.values.views).filter(|(p, view)| !is_same_view(p, view))
     }
 
-    /// Returns a number that grows with every in-place change of the parameters.
+    /// Returns a number that every in-place change of a parameter raises.
     fn version(&self) -> u64 {
         self.parameters.iter().map(|p| p.storage().version()).sum()
     }
 
-    /// Copies the parameters to this rank's part.
+    /// Copies the parameters' values to this rank's part.
     fn refresh(&self, rank: usize) -> Result<()> {
         self.unmoved_parameters().try_for_each(|(p, view)| view.copy_(p).map(|_| ()))?;
         let share = self.own_values.numel();
@@ -175,7 +175,7 @@ impl Shard {
 }
 
 impl Shards {
-    /// Reduces the gradients of a bucket, given in the bucket's order, to the mean of this rank's part.
+    /// Starts to reduce the gradients of a bucket, given in the bucket's order. The result is the mean of this rank's part.
     pub fn send(&self, bucket: usize, gradients: &[Tensor], dtype: Option<DType>) -> Result<Work<Tensor>> {
         let all = &self.buckets[bucket].gradients;
         for (view, grad) in all.views.iter().zip(gradients.iter().rev()).filter(|(v, g)| !is_same_view(v, g)) {
@@ -185,7 +185,7 @@ impl Shards {
         self.group.reduce_scatter_async(&to_send, ReduceOp::Mean)
     }
 
-    /// Adds the mean of a bucket's part to the gradients that this rank has accumulated. Parameters that no rank reached get no gradient.
+    /// Adds `mean`, this rank's part of a bucket, to the gradients accumulated so far. Parameters that no rank reached get no gradient.
     pub fn receive(&self, bucket: usize, mean: &Tensor, reached: &[bool]) -> Result<()> {
         let Shard { indices, parameters, own_gradients, leaves, slots, .. } = &self.buckets[bucket];
         match leaves.iter().all(|leaf| leaf.grad().is_none()) {
@@ -205,12 +205,12 @@ impl Shards {
 }
 
 impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
-    /// Creates an optimiser of all parameters of a model that require a gradient. `make` gets this rank's parts of the parameters with
-    /// their names, and returns an optimiser, such as `AdamW::grouped(parameters, |_, _| config)`. Must be called on all ranks.
+    /// Creates an optimiser for all parameters of a model that require a gradient. `make` gets this rank's parts of the parameters, with
+    /// names, and returns an optimiser, for example `AdamW::grouped(parameters, |_, _| config)`. Must be called on all ranks.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a model that was converted after [`DataParallel::new`] or that already has such an optimiser;
-    /// [`Error::OutOfMemory`]; the errors of `make`.
+    /// [`Error::Invalid`] for a model that was converted after [`DataParallel::new`] or already has a `ZeroRedundancyOptimizer`.
+    /// [`Error::OutOfMemory`]. Errors of `make`.
     #[track_caller]
     pub fn new<M: Module>(
         model: &mut DataParallel<M>,
@@ -232,14 +232,14 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
             !ids.eq(known.iter().map(|(_, p)| p.leaf_id())),
             || "the model's parameters have changed since DataParallel was made: convert the model before",
         )?;
-        // All fallible operations come first, so that on an error the model keeps its parameters.
+        // All operations that can fail come first, so that after an error the model still has its old parameters.
         let shard = |bucket: &Vec<usize>| {
             let indices: Vec<usize> = bucket.iter().rev().copied().collect();
             let of_bucket: Vec<&Tensor> = indices.iter().filter_map(|&i| parameters[i].as_deref()).collect();
             Shard::new(group, indices, &of_bucket)
         };
         let mut shards = no_grad(|| buckets.iter().map(shard).collect::<Result<Vec<_>>>())?;
-        // In the order of the model's parameters: the first bucket has the last parameters.
+        // Iterates in the order of the model's parameters: the first bucket has the last parameters, so buckets are reversed.
         let ascending = || shards.iter().rev();
         let mut leaves: Vec<Tensor> = ascending().flat_map(|s| &s.leaves).map(Tensor::shallow_clone).collect();
         let inner = make(names.into_iter().zip(&mut leaves).collect())?;
@@ -260,16 +260,16 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         Ok(ZeroRedundancyOptimizer { inner, shards, pieces, versions })
     }
 
-    /// Returns the optimiser of this rank's part.
+    /// Returns the optimiser that updates this rank's part.
     pub fn inner(&self) -> &O {
         &self.inner
     }
 
-    /// [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) with the norm over the parts of all ranks: scales gradients so
-    /// that their total norm is at most `max_norm`, and returns the norm before scaling as a scalar. Must be called on all ranks.
+    /// Scales gradients so that their total norm over the parts of all ranks is at most `max_norm`, like
+    /// [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_). Returns the norm before scaling as a scalar. Must be called on all ranks.
     ///
     /// # Errors
-    /// The errors of [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) and of collectives.
+    /// Errors of [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) and of collectives.
     pub fn clip_grad_norm_(&self, max_norm: f64, norm_type: f64) -> Result<Tensor> {
         let parts = self.inner.parameters();
         let own = get_total_norm(parts.iter().filter_map(|p| p.grad()), norm_type)?;
@@ -281,7 +281,7 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         Ok(total)
     }
 
-    /// Copies parameters that were changed since the last step to this rank's part.
+    /// Copies parameters to this rank's part if they were changed since the last step.
     fn refresh(&mut self) -> Result<()> {
         for (shard, version) in self.shards.buckets.iter().zip(&mut self.versions) {
             invalid_if(
@@ -297,7 +297,7 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         Ok(())
     }
 
-    /// Returns the piece of a parameter that an entry of the optimiser's state belongs to; `None` for other entries, such as `step`.
+    /// Returns the range of elements to which an entry of the inner optimiser's state belongs. `None` for other entries, such as `step`.
     fn piece(&self, name: &str, entry: &Tensor) -> Option<&ShardRange> {
         let i: usize = name.strip_prefix("state.")?.split('.').next()?.parse().ok()?;
         let shape = self.inner.parameters().get(i)?.shape().clone();
@@ -306,7 +306,7 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
 }
 
 impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
-    /// Must be called on all ranks.
+    /// Updates the parameters. Must be called on all ranks.
     #[track_caller]
     fn step_scaled(&mut self, factor: f64) -> Result<()> {
         no_grad(|| {
@@ -349,7 +349,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         Ok(all.item::<u8>()? == 1)
     }
 
-    /// Returns this rank's part: `state.3.exp_avg[0..5 of 4x3]` has the first 5 elements of an unsharded `state.3.exp_avg`.
+    /// Returns this rank's part of the state: `state.3.exp_avg[0..5 of 4x3]` has the first 5 elements of an unsharded `state.3.exp_avg`.
     fn state_dict(&self) -> Result<StateDict> {
         let mut state = StateDict::new();
         for (name, entry) in self.inner.state_dict()? {
@@ -363,7 +363,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         Ok(state)
     }
 
-    /// Loads this rank's part from the state of an unsharded optimiser, or from that part itself.
+    /// Loads this rank's part, either from the state of an unsharded optimiser or from a state that has exactly this part.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let mut own = StateDict::new();
         for (name, entry) in self.inner.state_dict()? {
@@ -380,7 +380,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
                 format!("the state has {name}, which this optimiser lacks: make the same optimiser"),
             ));
         }
-        // Refresh first: a refresh after the load would replace the loaded master weights by rounded weights.
+        // The refresh comes first: after the load, it would replace the loaded master weights by rounded weights.
         no_grad(|| self.refresh())?;
         self.inner.load_state_dict(&own)
     }

@@ -8,8 +8,8 @@ use crate::internal::{Excerpt, for_each_part};
 use crate::{Device, Element, Error, Generator, Result, Seed, Tensor, no_grad};
 
 /// State that can be saved in a checkpoint and restored (like `Stateful` of PyTorch's `torch.distributed.checkpoint`).
-/// Implemented by modules, optimisers, schedulers, the gradient scaler, generators, tensors and numbers. Implement it for a type
-/// of your own in terms of its parts:
+/// Modules, optimisers, schedulers, the gradient scaler, generators, tensors and numbers implement it. For your own type,
+/// implement it with the states of its fields:
 ///
 /// ```
 /// use claystone::io::{StateDict, Stateful};
@@ -35,22 +35,22 @@ use crate::{Device, Element, Error, Generator, Result, Seed, Tensor, no_grad};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Stateful {
-    /// Returns the state. Its tensors may share memory with the object.
+    /// Returns the state. The tensors in it may share memory with the object.
     ///
     /// # Errors
     /// Device failures.
     fn state_dict(&self) -> Result<StateDict>;
 
-    /// Restores a state of [`Stateful::state_dict`].
+    /// Restores a state that [`Stateful::state_dict`] returned.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for the state of a different object; device failures.
+    /// [`Error::Invalid`] if the state belongs to a different object. Device failures.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()>;
 }
 
-/// Saves the state of a training run in one file, `.safetensors` or `.npz` by its extension. Each part's state is saved under the
-/// part's name: `model.fc.weight`, `optimizer.state.0.exp_avg`, `epoch`. The file is replaced atomically, like by [`save`].
-/// [`load_checkpoint`] resumes from the file, bit for bit if all state that changes from step to step is among the parts.
+/// Saves the state of a training run in one file, `.safetensors` or `.npz` by its extension. The tensors of each part are saved under
+/// the part's name: `model.fc.weight`, `optimizer.state.0.exp_avg`, `epoch`. The file is replaced atomically, as by [`save`].
+/// [`load_checkpoint`] resumes from the file. Training continues bit for bit if the parts include all state that changes.
 ///
 /// ```
 /// use claystone::nn::{Linear, Module};
@@ -89,17 +89,17 @@ pub trait Stateful {
 /// ```
 ///
 /// # Errors
-/// As [`save`]; [`Error::Invalid`] if a part's name equals another part's name or is below it.
+/// Errors of [`save`]. [`Error::Invalid`] if two parts have the same name, or one name is a dotted prefix of another.
 pub fn save_checkpoint(path: impl AsRef<Path>, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     save(path, &StateDict::from_parts(parts)?)
 }
 
-/// Restores parts from a file of [`save_checkpoint`], in the given order: pass the optimiser after the model. Other parts of the
-/// file are ignored, so a model alone can be loaded from the checkpoint of a run.
+/// Restores parts from a file of [`save_checkpoint`], in the given order: pass the optimiser after the model. Other parts in the
+/// file are ignored, so a model can be loaded from the checkpoint of a whole training run.
 ///
 /// # Errors
-/// As [`load`]. [`Error::Invalid`] with the names of file and part if the file lacks the part, before anything is
-/// changed; or if a part's state is of a different object, after the parts before it were loaded.
+/// Errors of [`load`]. [`Error::Invalid`], with the names of file and part, if the file lacks a part; then nothing is changed.
+/// [`Error::Invalid`] also if a part's state belongs to a different object; then the parts before it are already loaded.
 pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stateful)]) -> Result<()> {
     let path = path.as_ref();
     load(path, Device::default())?.load_parts(parts).map_err(|e| match e {
@@ -109,10 +109,10 @@ pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stat
 }
 
 impl StateDict {
-    /// Collects the states of several parts, each under its name, like [`save_checkpoint`]. See [`Stateful`].
+    /// Collects the states of several parts, each under the part's name, as [`save_checkpoint`] does. See [`Stateful`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] if a part's name equals another part's name or is below it; the errors of the parts.
+    /// [`Error::Invalid`] if two parts have the same name, or one name is a dotted prefix of another. Errors of the parts.
     pub fn from_parts(parts: &[(&str, &dyn Stateful)]) -> Result<StateDict> {
         let mut all = StateDict::new();
         for (i, (name, part)) in parts.iter().enumerate() {
@@ -127,11 +127,11 @@ impl StateDict {
         Ok(all)
     }
 
-    /// Restores each part from its entries, like [`load_checkpoint`]. Other entries are ignored.
+    /// Restores each part from the entries under its name, as [`load_checkpoint`] does. Other entries are ignored.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the part's name if a part has no entry, before anything is changed; the errors of the parts, after the
-    /// parts before were loaded.
+    /// [`Error::Invalid`], with the part's name, if a part has no entry; then nothing is changed. Errors of a part; then the parts before
+    /// it are already loaded.
     pub fn load_parts(&self, parts: &mut [(&str, &mut dyn Stateful)]) -> Result<()> {
         let op = "StateDict::load_parts";
         let below = |part: &str| -> StateDict {
@@ -158,7 +158,7 @@ impl StateDict {
     }
 }
 
-/// Returns the only tensor of a state that is a single unnamed tensor.
+/// Returns the tensor of a state that consists of a single unnamed tensor.
 fn single_tensor(state: &StateDict) -> Result<&Tensor> {
     let names = || state.names().collect::<Vec<_>>().join(", ");
     let wrong =
@@ -171,7 +171,7 @@ fn values<T: Element>(state: &StateDict) -> Result<Vec<T>> {
     single_tensor(state)?.to_dtype(T::DTYPE)?.to_vec()
 }
 
-/// Returns the only element of a state that holds a single number.
+/// Returns the number in a state that consists of one tensor with one element.
 fn value<T: Element>(state: &StateDict) -> Result<T> {
     match values(state)?[..] {
         [value] => Ok(value),
@@ -186,7 +186,7 @@ fn unnamed_entry(tensor: Tensor) -> StateDict {
     [(String::new(), tensor)].into_iter().collect()
 }
 
-/// Implements [`Stateful`] for numbers, as tensors of one element: the type, the element type, and both conversions.
+/// Implements [`Stateful`] for numbers, as tensors of one element. Arguments: the type, the element type, and both conversions.
 macro_rules! numbers {
     ($($type:ty: $element:ty, $number:ident => $to:expr, $value:ident => $from:expr;)*) => { $(
         impl Stateful for $type {
@@ -226,7 +226,7 @@ impl Stateful for Vec<f64> {
     }
 }
 
-/// Loading copies the values into the tensor.
+/// Loading copies the values into the existing tensor.
 impl Stateful for Tensor {
     fn state_dict(&self) -> Result<StateDict> {
         Ok(unnamed_entry(self.detach()))
@@ -239,7 +239,7 @@ impl Stateful for Tensor {
     }
 }
 
-/// Saves the seed and the number of draws, so that the next draw after loading is the draw that would have followed.
+/// Saves the seed and the number of draws. After loading, the generator continues with the draw that followed the saved state.
 impl Stateful for Generator {
     fn state_dict(&self) -> Result<StateDict> {
         let Seed { key, stream } = self.state();

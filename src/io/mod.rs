@@ -1,16 +1,16 @@
 //! Files of tensors: NumPy's npy and npz, and safetensors.
 //!
-//! [`save`] and [`load`] choose the format by the file's extension, and use a [`StateDict`] for the contents, such as a model's
-//! [`state_dict`](crate::nn::Module::state_dict), whose names are PyTorch's. [`save_checkpoint`] and [`load_checkpoint`] save
-//! and load the complete state of a training run. Elements are transferred between file and device in pieces, so that no tensor
-//! is in host memory as a whole, and views are written by their strides. Dtypes are kept. npy lacks bf16: its bits are stored as
-//! by ml_dtypes (`<V2`). Elements of a dtype that claystone lacks (i8, u16, f8, complex numbers, text) are read as bytes: u8
+//! [`save`] and [`load`] choose the format by the file's extension. The contents are a [`StateDict`], such as a model's
+//! [`state_dict`](crate::nn::Module::state_dict), which has PyTorch's names. [`save_checkpoint`] and [`load_checkpoint`] save
+//! and load the complete state of a training run. Elements are transferred between file and device in pieces, so that host memory
+//! never holds a whole tensor. Views are written by their strides. Dtypes are kept. npy has no bf16: its bits are stored as `<V2`, as
+//! by ml_dtypes. Elements of a dtype that claystone lacks (i8, u16, f8, complex numbers, text) are read as bytes: a u8 tensor
 //! with one more dim, `[.., bytes of an element]`, or `[bytes]` if an element is not a whole number of bytes.
 //!
-//! An error names the file, the tensor and the fault. Sizes in a file are trusted only as far as the file has the bytes: reading
+//! An error names the file, the tensor and the fault. A size in a file is not trusted beyond the bytes that the file has: reading
 //! takes little more memory than the tensors in the file, and a damaged file takes little more than its own size. An archive
-//! that claims far more than its size is refused by default; [`read_npz_limited`] first decompresses such an archive once to check
-//! the sizes, before its tensors are allocated.
+//! that claims far more than its size is refused by default. [`read_npz_limited`] reads such an archive; it first decompresses the
+//! archive once to check the sizes, before it allocates tensors.
 
 mod checkpoint;
 mod npy;
@@ -34,7 +34,7 @@ pub use self::safetensors::{SafeTensors, read_safetensors, write_safetensors};
 pub use self::state::{IncompatibleKeys, StateDict};
 
 /// Writes tensors to a file, `.safetensors` or `.npz` by its extension. The file is replaced atomically: the old contents stay
-/// until the new contents are on the disk, so that a full disk or a crash leaves the previous checkpoint.
+/// until the new contents are on the disk, so the previous checkpoint survives a full disk or a crash.
 ///
 /// ```
 /// use claystone::{Device, Tensor, io, nn::StateDict};
@@ -48,7 +48,7 @@ pub use self::state::{IncompatibleKeys, StateDict};
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for another extension, and, with the file's name, for every failure of the file.
+/// [`Error::Invalid`] for another extension, and for every failure of the file; the message then has the file's name.
 pub fn save(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
     let path = path.as_ref();
     match extension(path) {
@@ -58,11 +58,11 @@ pub fn save(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
     }
 }
 
-/// Reads the tensors of a file, `.safetensors` or `.npz` by its extension, to `device`, in the order of the file.
+/// Reads the tensors of a file, `.safetensors` or `.npz` by its extension, to `device`. They are in the order of the file.
 ///
 /// # Errors
-/// As [`save`]; an archive that unpacks to far more than its size ([`read_npz`]). For a pickle file of PyTorch (`.bin`, `.pt`,
-/// `.pth`, `.ckpt`) the error has the line of Python that converts the file.
+/// Errors of [`save`]. [`Error::Invalid`] for an archive that unpacks to far more than its size ([`read_npz`]), and for a pickle file
+/// of PyTorch (`.bin`, `.pt`, `.pth`, `.ckpt`); its message has the line of Python that converts the file.
 #[track_caller]
 pub fn load(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     let path = path.as_ref();
@@ -77,10 +77,10 @@ pub fn load(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     }
 }
 
-/// The error for pickle files, followed by the command that converts the file.
+/// The error message for pickle files. The command that converts the file follows.
 const PICKLE_ADVICE: &str = "a pickle file of PyTorch, which only Python can read safely: convert it once, after `pip install safetensors`, with";
 
-/// Returns the shell command that converts a file of `torch.save` to safetensors.
+/// Returns the shell command that converts a file written by `torch.save` to safetensors.
 fn conversion_command(path: &Path) -> String {
     let (from, to) = (path.display(), path.with_extension("safetensors"));
     format!(
@@ -102,14 +102,14 @@ fn tensor_error(op: &'static str, path: &Path, tensor: &str, cause: impl Display
     Error::invalid(op, format!("{}: tensor {}: {cause}", path.display(), Excerpt(tensor)))
 }
 
-/// Opens a file, and returns its size if it is a regular file: the size of a pipe or a device is unknown.
+/// Opens a file. Also returns its size if it is a regular file; the size of a pipe or a device is unknown.
 fn open(op: &'static str, path: &Path) -> Result<(File, Option<u64>)> {
     let opened = File::open(path).and_then(|file| Ok((file.metadata()?, file)));
     let (about, file) = opened.map_err(|e| file_error(op, path, e))?;
     Ok((file, about.is_file().then_some(about.len())))
 }
 
-/// Creates a file that gets its final name in [`finish`].
+/// Creates a temporary file. [`finish`] gives it its final name.
 fn create(op: &'static str, path: &Path) -> Result<BufWriter<NewFile>> {
     NewFile::create(path).map(BufWriter::new).map_err(|e| file_error(op, path, e))
 }
@@ -118,7 +118,7 @@ fn finish(op: &'static str, path: &Path, file: BufWriter<NewFile>) -> Result<()>
     file.into_inner().map_err(|e| e.into_error()).and_then(NewFile::commit).map_err(|e| file_error(op, path, e))
 }
 
-/// Returns an error of a file's contents; [`with_location`] adds the file's name.
+/// Returns an error about the contents of a file. [`with_location`] adds the file's name.
 fn content_error(reason: impl Into<String>) -> Error {
     Error::invalid("", reason)
 }
@@ -130,7 +130,7 @@ fn read_error(e: io::Error) -> Error {
     }
 }
 
-/// Adds the names of the file and the tensor to an error of contents; leaves other errors, such as those of devices, unchanged.
+/// Adds the names of the file and the tensor to an error about contents. Returns other errors, such as device errors, unchanged.
 fn with_location(e: Error, op: &'static str, path: &Path, tensor: Option<&str>) -> Error {
     match (e, tensor) {
         (Error::Invalid { reason, .. }, Some(tensor)) => tensor_error(op, path, tensor, reason),
@@ -139,10 +139,10 @@ fn with_location(e: Error, op: &'static str, path: &Path, tensor: Option<&str>) 
     }
 }
 
-/// Maximum number of dims of a tensor in a file.
+/// The maximum number of dims of a tensor in a file.
 const MAX_DIMS: usize = 1000;
 
-/// Converts a file's sizes to a shape whose number of bytes does not overflow.
+/// Converts sizes from a file to a shape. Returns an error if the shape's number of bytes overflows.
 fn checked_shape(sizes: impl ExactSizeIterator<Item = u64>) -> Result<Shape> {
     if sizes.len() > MAX_DIMS {
         return Err(content_error(format!("it has {} dims, more than the maximum of {MAX_DIMS}", sizes.len())));
@@ -153,8 +153,8 @@ fn checked_shape(sizes: impl ExactSizeIterator<Item = u64>) -> Result<Shape> {
     sizes.filter(fits).ok_or_else(|| content_error("its sizes are too large"))
 }
 
-/// Creates a tensor from the next bytes of `from`, reversing each group of `swap_unit` bytes. `available` is the number of bytes in
-/// the file, if known: a file that is shorter than the shape requires is an error before memory is allocated.
+/// Creates a tensor from the next bytes of `from`, and reverses each group of `swap_unit` bytes. `available` is the number of bytes in
+/// the file, if known: if the shape needs more, the function fails before it allocates memory.
 fn read_elements(
     from: &mut dyn Read,
     available: Option<u64>,
@@ -165,7 +165,7 @@ fn read_elements(
 ) -> Result<Tensor> {
     let bytes = (shape.numel() * dtype.size()) as u64;
     let Some(available) = available else {
-        // The size of a pipe is unknown, so its bytes are collected first, and memory is allocated only for bytes that arrive.
+        // The size of a pipe is unknown. Its bytes are collected first, so that memory is allocated only for bytes that have arrived.
         let mut piped = Vec::new();
         from.take(bytes).read_to_end(&mut piped).map_err(read_error)?;
         return read_elements(&mut &piped[..], Some(piped.len() as u64), shape, dtype, device, swap_unit);
@@ -179,7 +179,7 @@ fn read_elements(
     }
 }
 
-/// Reverses each group of `size` bytes, a power of two up to 16. Callers must read multiples of `size` bytes.
+/// A reader that reverses each group of `size` bytes (a power of two up to 16). Callers must read multiples of `size` bytes.
 struct ByteSwapper<'a> {
     from: &'a mut dyn Read,
     size: usize,

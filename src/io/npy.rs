@@ -1,4 +1,4 @@
-//! The npy format: one array, as a header (a Python literal) and its elements.
+//! The npy format. A file has one array: a header (a Python literal), then the elements.
 
 use std::io::{BufReader, Read, Write};
 use std::path::Path;
@@ -8,7 +8,7 @@ use crate::internal::Excerpt;
 use crate::storage::Caller;
 use crate::{DType, Device, Error, Result, Shape, Tensor};
 
-/// Reads the tensor in an npy file to `device` (NumPy's `load`). Big-endian order and Fortran order (as strides) are supported.
+/// Reads the tensor of an npy file to `device` (NumPy's `load`). Supports big-endian elements and Fortran order (which gives strides).
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, io};
@@ -42,13 +42,13 @@ pub fn write_npy(path: impl AsRef<Path>, tensor: &Tensor) -> Result<()> {
     finish(op, path, file)
 }
 
-/// Reads a tensor from npy data; `available` is the number of bytes of `from`, if known.
+/// Reads a tensor from npy data. `available` is the number of bytes in `from`, if known.
 pub(super) fn from_reader(mut from: impl Read, available: Option<u64>, device: Device) -> Result<Tensor> {
     let (text, length) = header_text(&mut from)?;
     let available = available.map(|available| available.saturating_sub(length));
     let Header { descr, fortran, mut sizes } = Header::parse(&text)?;
     let Some(ElementFormat { dtype, bytes, swap_unit }) = ElementFormat::parse(descr) else {
-        // Objects are pickled, and records have fields, so the raw bytes are returned.
+        // Arrays of objects are pickled, and records have fields; for these dtypes the raw bytes are returned.
         let all = available.ok_or_else(|| unsupported_dtype(descr))?;
         return read_elements(&mut from, available, checked_shape([all].into_iter())?, DType::U8, device, 0);
     };
@@ -65,10 +65,10 @@ pub(super) fn from_reader(mut from: impl Read, available: Option<u64>, device: D
     read.permute(&dims)
 }
 
-/// Maximum header length in bytes, from version 1 of the format. Later versions need no more for a dtype and a shape.
+/// The maximum header length in bytes. It is the limit of version 1 of the format; a dtype and a shape need no more in later versions.
 const MAX_HEADER_BYTES: u32 = u16::MAX as u32;
 
-/// Reads the Python literal before the elements. Also returns the offset of the elements.
+/// Reads the header's Python literal, which comes before the elements. Also returns the offset of the elements.
 fn header_text(from: &mut impl Read) -> Result<(String, u64)> {
     let mut start = [0; 8];
     from.read_exact(&mut start).map_err(read_error)?;
@@ -76,7 +76,7 @@ fn header_text(from: &mut impl Read) -> Result<(String, u64)> {
     if &magic != b"\x93NUMPY" || !(1..=3).contains(&version) {
         return Err(content_error("it is not an npy file of version 1, 2 or 3"));
     }
-    // From version 2 on, the length of the header takes four bytes.
+    // From version 2 of the format on, the length of the header takes four bytes.
     let mut length = [0; 4];
     let width = if version == 1 { 2 } else { 4 };
     from.read_exact(&mut length[..width]).map_err(read_error)?;
@@ -90,7 +90,7 @@ fn header_text(from: &mut impl Read) -> Result<(String, u64)> {
     Ok((text, (start.len() + width) as u64 + u64::from(length)))
 }
 
-/// NumPy's name of each dtype, without the byte order.
+/// NumPy's name for each dtype, without the byte order.
 const DTYPE_NAMES: [(DType, &str); 9] = [
     (DType::F64, "f8"),
     (DType::F32, "f4"),
@@ -106,14 +106,14 @@ const DTYPE_NAMES: [(DType, &str); 9] = [
 /// The form in which the elements of an array are read.
 struct ElementFormat {
     dtype: DType,
-    /// The bytes of an element if claystone lacks the dtype; they become one more dim.
+    /// The size of an element in bytes, if claystone lacks the dtype; the bytes become one more dim. `None` for claystone's dtypes.
     bytes: Option<u64>,
-    /// The number of bytes to reverse together, for big-endian elements; else 0.
+    /// The number of bytes in each group to reverse, for big-endian elements. 0 if no bytes are reversed.
     swap_unit: usize,
 }
 
 impl ElementFormat {
-    /// Parses a `descr` such as `<f4`; `None` if the text does not tell the number of bytes of an element.
+    /// Parses a `descr` such as `<f4`. `None` if the text does not determine the number of bytes of an element.
     fn parse(descr: &str) -> Option<ElementFormat> {
         let (order, element) =
             descr.split_at_checked(1).filter(|(order, _)| matches!(*order, "<" | ">" | "|" | "="))?;
@@ -122,15 +122,15 @@ impl ElementFormat {
             return Some(ElementFormat { dtype, bytes: None, swap_unit: swap_unit(dtype.size()) });
         }
         let (kind, size) = element.split_at_checked(1)?;
-        let size: u64 = size.split('[').next()?.parse().ok()?; // dates have their unit in brackets
+        let size: u64 = size.split('[').next()?.parse().ok()?; // the unit of dates follows in brackets
         let (bytes, unit) = match kind {
-            "U" => (size.checked_mul(4)?, 4), // characters
+            "U" => (size.checked_mul(4)?, 4), // characters of four bytes
             "c" => (size, size / 2),
             "i" | "u" | "f" | "M" | "m" => (size, size),
             _ => (size, 0),
         };
         let unit = swap_unit(usize::try_from(unit).ok().filter(|&unit| unit <= 16)?);
-        let fits = unit == 0 || unit.is_power_of_two(); // so that no element spans two pieces of a stream
+        let fits = unit == 0 || unit.is_power_of_two(); // a power of two, so that no element crosses from one piece of the stream to the next
         fits.then_some(ElementFormat { dtype: DType::U8, bytes: Some(bytes), swap_unit: unit })
     }
 }
@@ -144,7 +144,7 @@ struct Header<'a> {
 }
 
 impl Header<'_> {
-    /// Parses a dict of `descr`, `fortran_order` and `shape`, in any order.
+    /// Parses a dict with the keys `descr`, `fortran_order` and `shape`, in any order.
     fn parse(text: &str) -> Result<Header<'_>> {
         let malformed = || content_error(format!("its header does not describe an array: {}", Excerpt(text.trim())));
         let (mut descr, mut fortran, mut sizes) = (None, None, None);
@@ -154,7 +154,7 @@ impl Header<'_> {
             let (key, value) = parse_string(rest).ok_or_else(malformed)?;
             let value = value.trim_start().strip_prefix(':').ok_or_else(malformed)?.trim_start();
             let after = match key {
-                // A list of the dtypes of fields, which may contain commas; the rest of the header is not needed.
+                // The value is a list of fields with their dtypes, which may contain commas. The rest of the header is not needed.
                 "descr" if value.starts_with('[') => {
                     return Ok(Header { descr: value, fortran: false, sizes: Vec::new() });
                 }
@@ -179,7 +179,7 @@ fn unsupported_dtype(descr: &str) -> Error {
     content_error(format!("its dtype '{}' is not supported", Excerpt(descr)))
 }
 
-/// Parses a quoted string, and returns it with the remaining text.
+/// Parses a quoted string. Returns the string and the remaining text.
 fn parse_string(text: &str) -> Option<(&str, &str)> {
     let quote = text.chars().next().filter(|c| matches!(c, '\'' | '"'))?;
     text[1..].split_once(quote)
@@ -190,7 +190,7 @@ fn parse_boolean(text: &str) -> Option<(bool, &str)> {
     is("True", true).or_else(|| is("False", false))
 }
 
-/// Parses a tuple of sizes, and returns it with the remaining text. Python 2 wrote long integers with an L.
+/// Parses a tuple of sizes. Returns the sizes and the remaining text. Python 2 wrote long integers with an L at the end.
 fn parse_tuple(text: &str) -> Option<(Vec<u64>, &str)> {
     let (list, after) = text.strip_prefix('(')?.split_once(')')?;
     let sizes = list.split_terminator(',').map(str::trim);
@@ -203,7 +203,7 @@ pub(super) fn to_writer(tensor: &Tensor, to: &mut dyn Write) -> Result<()> {
     tensor.write_to(to)
 }
 
-/// Creates a header of version 1.0: magic, length, and a literal padded with spaces so that elements begin at a multiple of 64.
+/// Creates a header of version 1.0: magic, length, and a literal padded with spaces so that elements start at a multiple of 64 bytes.
 fn encode_header(shape: &Shape, dtype: DType) -> Vec<u8> {
     let order = if dtype.size() == 1 { '|' } else { '<' };
     let element = DTYPE_NAMES.iter().find(|(known, _)| *known == dtype).map_or("", |(_, name)| name);

@@ -13,18 +13,18 @@ use super::{StateDict, create, file_error, finish, open, tensor_error, with_loca
 use crate::storage::Caller;
 use crate::{Device, Result};
 
-/// Reads the tensors of an npz file, compressed or not, to `device`, in the archive's order (NumPy's `load`). Archives that
-/// unpack to more than 8 times their size and 32 MiB are refused, because a few bytes can claim any amount of memory;
-/// use [`read_npz_limited`] for trusted archives.
+/// Reads the tensors of an npz file, compressed or not, to `device`, in the archive's order (NumPy's `load`). An archive that
+/// unpacks to more than 8 times its size plus 32 MiB is refused, because a small file could claim any amount of memory.
+/// Use [`read_npz_limited`] for such archives if they are trusted.
 ///
 /// # Errors
-/// As [`read_npy`](super::read_npy), with the tensor's name.
+/// Errors of [`read_npy`](super::read_npy), with the tensor's name.
 #[track_caller]
 pub fn read_npz(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     read("read_npz", path.as_ref(), device, None)
 }
 
-/// [`read_npz`] for an archive that may unpack to `max_bytes`, regardless of its size; `u64::MAX` for no limit.
+/// Does the same as [`read_npz`] for an archive that may unpack to `max_bytes`, regardless of its size. `u64::MAX` means no limit.
 ///
 /// ```
 /// use claystone::{Device, Tensor, io, nn::StateDict};
@@ -38,22 +38,22 @@ pub fn read_npz(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
 /// ```
 ///
 /// # Errors
-/// As [`read_npz`].
+/// Errors of [`read_npz`].
 #[track_caller]
 pub fn read_npz_limited(path: impl AsRef<Path>, device: Device, max_bytes: u64) -> Result<StateDict> {
     let _caller = Caller::enter();
     read("read_npz_limited", path.as_ref(), device, Some(max_bytes))
 }
 
-/// By default an archive may unpack to this multiple of its size plus [`UNCHECKED_BYTES`] bytes; arrays of numbers seldom exceed it.
+/// By default an archive may unpack to this multiple of its size, plus [`UNCHECKED_BYTES`]. Arrays of numbers rarely compress better.
 const MAX_UNPACK_RATIO: u64 = 8;
 
-/// Reads all arrays of an archive. Entries that overlap, or that unpack to too many bytes, are an error.
+/// Reads all arrays of an archive. Returns an error if entries overlap, or unpack to too many bytes.
 fn read(op: &'static str, path: &Path, device: Device, max_bytes: Option<u64>) -> Result<StateDict> {
     let (file, size) = open(op, path)?;
     let size = size.unwrap_or(0);
     let mut archive = ZipArchive::new(BufReader::new(file)).map_err(|e| file_error(op, path, e))?;
-    // Overlapping entries would let a small archive stand for any number of large tensors.
+    // With overlapping entries, a small archive could contain any number of large tensors.
     if archive.has_overlapping_entries().map_err(|e| file_error(op, path, e))? {
         return Err(file_error(op, path, "its entries overlap"));
     }
@@ -80,7 +80,7 @@ fn read(op: &'static str, path: &Path, device: Device, max_bytes: Option<u64>) -
     Ok(tensors.into_iter().collect())
 }
 
-/// Bytes beyond the archive's own size up to which the claimed sizes are trusted without decompressing all entries first.
+/// If all claimed sizes together exceed the archive's size by at most this many bytes, entries are not decompressed to check them.
 const UNCHECKED_BYTES: u64 = 32 << 20;
 
 /// Returns the size in bytes of an entry, as claimed by the archive.
@@ -112,7 +112,7 @@ fn check_sizes(archive: &mut ZipArchive<impl Read + Seek>) -> Result<(), String>
 pub fn write_npz(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
     let (op, path) = ("write_npz", path.as_ref());
     let mut archive = ZipWriter::new(create(op, path)?);
-    // Allow entries larger than 4 GiB.
+    // Entries may be larger than 4 GiB.
     let stored = SimpleFileOptions::default().compression_method(CompressionMethod::Stored).large_file(true);
     for (name, tensor) in tensors.iter() {
         archive.start_file(format!("{name}.npy"), stored).map_err(|e| tensor_error(op, path, name, e))?;

@@ -1,4 +1,4 @@
-//! The safetensors format of Hugging Face: a JSON header and the elements.
+//! The safetensors format of Hugging Face: a JSON header, then the elements.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -17,13 +17,13 @@ use crate::internal::Excerpt;
 use crate::storage::{Caller, MappedFile};
 use crate::{DType, Device, Result, Shape, Tensor};
 
-/// Maximum header length in bytes, the same as in the format's own library.
+/// The maximum header length in bytes, the same as in the safetensors library.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Reads the tensors of a safetensors file to `device`, in the file's order. [`SafeTensors`] reads single tensors from a mapping.
+/// Reads the tensors of a safetensors file to `device`, in the file's order. To read single tensors, use [`SafeTensors`].
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] with the names of the file and the tensor if the file does not exist or is damaged;
+/// [`crate::Error::Invalid`], with the names of the file and the tensor, if the file does not exist or is damaged.
 /// [`crate::Error::OutOfMemory`].
 #[track_caller]
 pub fn read_safetensors(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
@@ -50,7 +50,7 @@ pub fn read_safetensors(path: impl AsRef<Path>, device: Device) -> Result<StateD
 
 const TOO_SHORT: &str = "it is too short for a safetensors file";
 
-/// Returns the length of the header in a file of this size, from the file's first bytes.
+/// Returns the length of the header in a file of `size` bytes. `bytes` are the first bytes of the file.
 fn header_length(bytes: [u8; 8], size: u64) -> Result<u64, String> {
     let length = u64::from_le_bytes(bytes);
     match size.checked_sub(8) {
@@ -59,7 +59,7 @@ fn header_length(bytes: [u8; 8], size: u64) -> Result<u64, String> {
     }
 }
 
-/// Parses the header and checks that it describes all available bytes of elements.
+/// Parses the header. Returns an error unless it describes all `available` bytes of elements.
 fn parse_header(json: &[u8], available: u64) -> Result<Metadata, String> {
     let HeaderEntries(tensors) = serde_json::from_slice(json).map_err(|e| e.to_string())?;
     let mut tensors: Vec<(String, TensorInfo)> = tensors.into_iter().collect();
@@ -75,7 +75,7 @@ fn data_bytes(info: &TensorInfo) -> u64 {
     (info.data_offsets.1 - info.data_offsets.0) as u64
 }
 
-/// A tensor in the header, of any dtype.
+/// A tensor in the header. The dtype is any text.
 #[derive(Deserialize)]
 struct HeaderEntry {
     dtype: String,
@@ -84,7 +84,7 @@ struct HeaderEntry {
 }
 
 impl HeaderEntry {
-    /// Converts to the library's type. A dtype that the library does not know becomes bytes.
+    /// Converts to the type of the safetensors library. A dtype that the library does not know becomes bytes.
     fn into_tensor_info(self) -> TensorInfo {
         let (start, end) = self.data_offsets;
         let name: StrDeserializer<'_, serde::de::value::Error> = self.dtype.as_str().into_deserializer();
@@ -96,7 +96,7 @@ impl HeaderEntry {
     }
 }
 
-/// The tensors of a header by name. The library's own parser would first build a structure of many times the header's size.
+/// The tensors of a header by name. The safetensors library would first build a structure many times larger than the header.
 struct HeaderEntries(HashMap<String, TensorInfo>);
 
 impl<'de> Deserialize<'de> for HeaderEntries {
@@ -131,7 +131,7 @@ impl<'de> Deserialize<'de> for HeaderEntries {
     }
 }
 
-/// Writes tensors as a safetensors file. Wider dtypes come first, so that all elements are aligned.
+/// Writes tensors as a safetensors file. Dtypes with larger elements come first, so that all elements are aligned.
 ///
 /// # Errors
 /// [`crate::Error::Invalid`] with the file's name if writing fails.
@@ -158,7 +158,7 @@ pub fn write_safetensors(path: impl AsRef<Path>, tensors: &StateDict) -> Result<
     finish(op, path, file)
 }
 
-/// The format's name of each dtype.
+/// The safetensors name of each dtype.
 const DTYPES: [(DType, Dtype); 9] = [
     (DType::F64, Dtype::F64),
     (DType::F32, Dtype::F32),
@@ -175,7 +175,7 @@ fn dtype_in_file(dtype: DType) -> Dtype {
     DTYPES.iter().find(|(own, _)| *own == dtype).expect("all dtypes are in the table").1
 }
 
-/// Returns the dtype and shape to read a tensor with: bytes with one more dim if claystone lacks its dtype.
+/// Returns the dtype and shape with which to read a tensor. If claystone lacks the dtype, these are bytes with one more dim.
 fn readable_type(info: &TensorInfo) -> Result<(DType, Shape)> {
     let sizes: Vec<u64> = info.shape.iter().map(|&d| d as u64).collect();
     let (dtype, sizes) = match DTYPES.iter().find(|(_, in_file)| *in_file == info.dtype) {
@@ -188,11 +188,11 @@ fn readable_type(info: &TensorInfo) -> Result<(DType, Shape)> {
     Ok((dtype, checked_shape(sizes.into_iter())?))
 }
 
-/// The tensors of a mapped safetensors file. Each tensor is copied from the file's pages directly to the device, and only
-/// requested tensors are read: see [`MappedFile::open`].
+/// The tensors of a memory-mapped safetensors file. Only requested tensors are read; each is copied from the file's pages directly to
+/// the device. See [`MappedFile::open`].
 pub struct SafeTensors<'a> {
     file: &'a MappedFile,
-    /// The offset of the elements in the file.
+    /// The offset of the elements in the file, in bytes.
     start: usize,
     names: Vec<String>,
     header: Metadata,
@@ -202,7 +202,7 @@ impl<'a> SafeTensors<'a> {
     /// Reads the header.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] with the file's name if it is not a complete safetensors file.
+    /// [`crate::Error::Invalid`], with the file's name, if the file is not a complete safetensors file.
     pub fn new(file: &'a MappedFile) -> Result<SafeTensors<'a>> {
         let read = || {
             let (length, rest) = file.bytes().split_first_chunk::<8>().ok_or(TOO_SHORT)?;
@@ -219,10 +219,10 @@ impl<'a> SafeTensors<'a> {
         self.names.iter().map(|n| &n[..])
     }
 
-    /// Copies the tensor of this name to `device`.
+    /// Copies the tensor with this name to `device`.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] with the names of the file and the tensor if it does not exist; [`crate::Error::OutOfMemory`].
+    /// [`crate::Error::Invalid`], with the names of the file and the tensor, if the tensor does not exist. [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn get(&self, name: &str, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();

@@ -1,12 +1,12 @@
-//! Named tensors in order: the contents of saved files.
+//! Ordered collections of named tensors, which are the contents of saved files.
 
 use indexmap::IndexMap;
 
 use crate::internal::{Excerpt, invalid_if};
 use crate::{DType, Error, Result, Tensor};
 
-/// Tensors by name, in order. [`crate::nn::Module::state_dict`] and [`crate::optim::Optimizer::state_dict`] return a state dict
-/// whose tensors share memory with the module or optimiser. A clone has its own memory.
+/// An ordered map from names to tensors. [`crate::nn::Module::state_dict`] and [`crate::optim::Optimizer::state_dict`] return a state
+/// dict whose tensors share memory with the module or optimiser. A clone of a state dict has its own memory.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::StateDict};
@@ -26,17 +26,17 @@ impl StateDict {
         StateDict::default()
     }
 
-    /// Adds an entry, or replaces the entry of this name in its position.
+    /// Adds an entry at the end. If the name exists, replaces its tensor and keeps the position.
     pub fn insert(&mut self, name: impl Into<String>, tensor: Tensor) {
         self.entries.insert(name.into(), tensor);
     }
 
-    /// Returns the tensor of this name.
+    /// Returns the tensor with this name, or `None`.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.entries.get(name)
     }
 
-    /// Removes and returns the entry of this name (PyTorch's `state.pop(name, None)`); the remaining entries keep their order.
+    /// Removes and returns the tensor with this name (PyTorch's `state.pop(name, None)`). The remaining entries keep their order.
     pub fn remove(&mut self, name: &str) -> Option<Tensor> {
         self.entries.shift_remove(name)
     }
@@ -61,12 +61,12 @@ impl StateDict {
         self.entries.is_empty()
     }
 
-    /// Puts `prefix` and a dot before each name: `weight` becomes `encoder.weight`. An entry without a name gets the prefix alone.
+    /// Puts `prefix` and a dot before each name: `weight` becomes `encoder.weight`. An empty name becomes `prefix`.
     pub fn with_prefix(self, prefix: &str) -> StateDict {
         self.into_iter().map(|(name, t)| (join_names(prefix, &name), t)).collect()
     }
 
-    /// Removes `prefix` and its dot from names. Other names are kept (PyTorch's `consume_prefix_in_state_dict_if_present`).
+    /// Removes `prefix` and the dot after it from names. Other names are kept (PyTorch's `consume_prefix_in_state_dict_if_present`).
     ///
     /// ```
     /// use claystone::{Device, nn::{Linear, Module}};
@@ -80,7 +80,7 @@ impl StateDict {
         self.into_iter().map(|(name, t)| (stripped(name), t)).collect()
     }
 
-    /// Replaces each name by the result of `f`, for files of programs with other names for their layers.
+    /// Replaces each name by `f(name)`, for files in which layers have other names.
     ///
     /// ```
     /// use claystone::{Device, nn::{Linear, Module}};
@@ -90,7 +90,7 @@ impl StateDict {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] if two entries get the same name.
+    /// [`Error::Invalid`] if two entries would get the same name.
     pub fn rename(self, f: impl Fn(&str) -> String) -> Result<StateDict> {
         let mut renamed = StateDict::new();
         for (name, t) in self {
@@ -103,7 +103,7 @@ impl StateDict {
         Ok(renamed)
     }
 
-    /// Keeps the entries whose names `f` accepts, for example the adapters of a model whose other weights are already in a file.
+    /// Keeps the entries for whose name `f` is true, for example only the adapters of a model, if its other weights are in another file.
     ///
     /// ```
     /// use claystone::{Device, nn::{Linear, Module}};
@@ -115,12 +115,12 @@ impl StateDict {
         self.into_iter().filter(|(name, _)| f(name)).collect()
     }
 
-    /// Adds the entries of `other`, which replace entries of the same names.
+    /// Adds the entries of `other`. If a name exists, its tensor is replaced.
     pub fn merge(&mut self, other: StateDict) {
         self.entries.extend(other.entries);
     }
 
-    /// Splits off the entries below `prefix` and removes the prefix from their names: for example a backbone and its head.
+    /// Returns the entries under `prefix`, with the prefix removed, and the other entries: for example a backbone and its head.
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::StateDict};
@@ -138,7 +138,7 @@ impl StateDict {
         (StateDict::from_iter(below).strip_prefix(prefix), others.into_iter().collect())
     }
 
-    /// Checks that the names and shapes are those of `wanted`.
+    /// Returns an error unless names and shapes equal those of `wanted`.
     pub(crate) fn check_against(&self, op: &'static str, wanted: &StateDict) -> Result<()> {
         let (missing, unknown) = (wanted.names_not_in(self), self.names_not_in(wanted));
         invalid_if(op, !missing.is_empty() || !unknown.is_empty(), || {
@@ -147,7 +147,7 @@ impl StateDict {
         wanted.iter().try_for_each(|(name, t)| self.check_shape(op, name, t))
     }
 
-    /// Checks that the entry of this name, if any, has the shape of `t`.
+    /// Returns an error if the entry with this name has another shape than `t`. A missing entry is no error.
     pub(crate) fn check_shape(&self, op: &'static str, name: &str, t: &Tensor) -> Result<()> {
         match self.get(name) {
             Some(own) if own.shape() != t.shape() => {
@@ -178,24 +178,24 @@ impl StateDict {
     }
 }
 
-/// Joins a prefix and a name, with a dot between them if neither is empty. Used by [`parts!`](crate::parts).
+/// Joins a prefix and a name, with a dot unless one of them is empty. Used by [`parts!`](crate::parts).
 pub fn join_names(prefix: &str, name: &str) -> String {
     let dot = if prefix.is_empty() || name.is_empty() { "" } else { "." };
     format!("{prefix}{dot}{name}")
 }
 
-/// Removes the prefix from a name made by [`join_names`]; `None` if the name does not begin with the prefix.
+/// Removes the prefix from a name made by [`join_names`]. `None` if the name does not begin with the prefix.
 pub(super) fn strip_name_prefix<'a>(name: &'a str, prefix: &str) -> Option<&'a str> {
     let rest = name.strip_prefix(prefix)?;
     if prefix.is_empty() || rest.is_empty() { Some(rest) } else { rest.strip_prefix('.') }
 }
 
-/// Names that only the module or only the loaded state has; see [`crate::nn::Module::load_state_dict`].
+/// Names that only the module has or only the loaded state has; see [`crate::nn::Module::load_state_dict`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct IncompatibleKeys {
-    /// Tensors of the module that are not in the state and kept their values.
+    /// Names of the module's tensors that are not in the state. These tensors have kept their values.
     pub missing_keys: Vec<String>,
-    /// Entries of the state that the module has no tensor for.
+    /// Names in the state that no tensor of the module has.
     pub unexpected_keys: Vec<String>,
 }
 

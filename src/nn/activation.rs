@@ -1,4 +1,4 @@
-//! Activation layers: formulas that other layers can fuse, activations with parameters, and activations along a dimension.
+//! Activation layers: elementwise formulas that other layers can fuse, activations with parameters, and activations along a dimension.
 
 use super::Module;
 use super::pool::tuple_layers;
@@ -6,8 +6,8 @@ use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor, ops::Expr};
 
-/// An elementwise activation, which layers such as [`Linear`](super::Linear) apply inside their own launch. Used as a layer, an
-/// activation is one launch (PyTorch's `nn.ReLU`, `nn.LeakyReLU` and so on).
+/// An elementwise activation. Layers such as [`Linear`](super::Linear) can apply it in the same launch as their own result. Used as
+/// a layer of its own, an activation takes one launch (PyTorch's `nn.ReLU`, `nn.LeakyReLU` and so on).
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Activation, Module}};
@@ -20,13 +20,13 @@ use crate::{Result, Tensor, ops::Expr};
 pub enum Activation {
     /// `max(x, 0)`.
     Relu,
-    /// `x` if it is positive, otherwise x times this slope (PyTorch's default is 0.01).
+    /// `x` if it is positive, otherwise `slope * x`. The field is the slope (PyTorch's default is 0.01).
     LeakyRelu(f64),
-    /// `x` if it is positive, otherwise `alpha * (exp(x) - 1)` for this alpha (PyTorch's default is 1).
+    /// `x` if it is positive, otherwise `alpha * (exp(x) - 1)`. The field is `alpha` (PyTorch's default is 1).
     Elu(f64),
     /// `log(1 + exp(x))`.
     Softplus,
-    /// The Gaussian error linear unit, exact.
+    /// The exact Gaussian error linear unit, `x` times the normal distribution function of `x`.
     Gelu,
     /// [`Activation::Gelu`] with the tanh approximation (PyTorch's `nn.GELU("tanh")`, used by GPT-2).
     GeluTanh,
@@ -39,7 +39,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// Returns the formula applied to `x`, identical to the formula of the operation of this name.
+    /// Returns the formula of the activation applied to `x`. The tensor method with the activation's name computes the same formula.
     pub fn expr(self, x: &Expr) -> Expr {
         match self {
             Activation::Relu => x.relu(),
@@ -54,8 +54,8 @@ impl Activation {
         }
     }
 
-    /// Returns the factor for the standard deviation of weights that keeps the standard deviation of activations constant from
-    /// layer to layer (PyTorch's `nn.init.calculate_gain`); 1 for activations that PyTorch does not list.
+    /// Returns the gain: weights whose standard deviation is scaled by this factor keep the standard deviation of activations constant
+    /// from layer to layer (PyTorch's `nn.init.calculate_gain`). It is 1 for activations that PyTorch does not list.
     ///
     /// ```
     /// use claystone::nn::Activation;
@@ -81,7 +81,7 @@ impl Module for Activation {
     }
 }
 
-/// [`Tensor::prelu`] with a trained slope: one number, or one for each channel of `[N, C, ..]` (PyTorch's `nn.PReLU`).
+/// Applies [`Tensor::prelu`] with trained slopes: one slope, or one for each channel of `[N, C, ..]` (PyTorch's `nn.PReLU`).
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Module, PRelu}};
@@ -94,7 +94,7 @@ pub struct PRelu {
 }
 
 impl PRelu {
-    /// Creates a layer with `num_parameters` slopes, 1 or the number of channels, all equal to `init` (PyTorch: 1 and 0.25).
+    /// Creates a layer with `num_parameters` slopes (1, or the number of channels). All start as `init`. PyTorch's defaults are 1 and 0.25.
     ///
     /// # Errors
     /// [`crate::Error::UnsupportedDType`] for dtypes that are not floats; [`crate::Error::OutOfMemory`].
@@ -119,7 +119,7 @@ impl Module for PRelu {
     }
 }
 
-/// Returns its input unchanged (PyTorch's `nn.Identity`): the same storage, no launch.
+/// Returns its input unchanged (PyTorch's `nn.Identity`). The result has the same storage and takes no launch.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Identity;
 
@@ -133,7 +133,7 @@ impl Module for Identity {
 
 tuple_layers! {
     "The dimension; negative values count from the end.";
-    /// [`Tensor::softmax`] along a dimension (PyTorch's `nn.Softmax`).
+    /// Applies [`Tensor::softmax`] along a dimension (PyTorch's `nn.Softmax`).
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::{Linear, Module, Sequential, Softmax}};
@@ -142,8 +142,8 @@ tuple_layers! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     Softmax(isize) softmax;
-    /// [`Tensor::log_softmax`] along a dimension (PyTorch's `nn.LogSoftmax`).
+    /// Applies [`Tensor::log_softmax`] along a dimension (PyTorch's `nn.LogSoftmax`).
     LogSoftmax(isize) log_softmax;
-    /// [`Tensor::softmin`] along a dimension (PyTorch's `nn.Softmin`).
+    /// Applies [`Tensor::softmin`] along a dimension (PyTorch's `nn.Softmin`).
     Softmin(isize) softmin;
 }

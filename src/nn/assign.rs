@@ -1,4 +1,4 @@
-//! Loads the values of a state dict into the tensors of a module.
+//! Loading of the values of a state dict into the tensors of a module.
 
 use std::collections::HashMap;
 
@@ -6,7 +6,7 @@ use crate::internal::for_each_part;
 use crate::io::{IncompatibleKeys, StateDict};
 use crate::{Result, Tensor, no_grad};
 
-/// Compares shapes, and if `strict` also names. Returns the names that only one of the two state dicts has.
+/// Checks that shapes are equal and, if `strict`, that names are equal. Returns the names that only one of the two state dicts has.
 pub(super) fn check_state(
     op: &'static str,
     own: &StateDict,
@@ -20,7 +20,7 @@ pub(super) fn check_state(
     Ok(state.incompatible_keys(own))
 }
 
-/// Copies the values of `state` into the tensors of `own` that have memory.
+/// Copies the values of `state` into the tensors of `own`, except tensors without memory (made in `uninit`).
 pub(super) fn copy_values(op: &'static str, own: &StateDict, state: &StateDict) -> Result<()> {
     let initialised = own.iter().filter(|(_, t)| !t.is_uninit());
     no_grad(|| {
@@ -31,8 +31,8 @@ pub(super) fn copy_values(op: &'static str, own: &StateDict, state: &StateDict) 
     })
 }
 
-/// Replaces the tensors of `own` that have no memory by tensors of `state`, and copies values into the other tensors. `visit`
-/// calls a function with each tensor of the module. All fallible conversions are done before the first tensor is replaced.
+/// Replaces the tensors of `own` that have no memory by tensors of `state`, and copies values into the other tensors. `visit` calls its
+/// argument with each tensor of the module. Conversions, which can fail, are all done before the first tensor is replaced.
 pub(super) fn assign_values(
     op: &'static str,
     own: StateDict,
@@ -51,7 +51,7 @@ pub(super) fn assign_values(
     copy_values(op, &own, &state)?;
     drop(own);
     let (mut assigned, mut result) = (Vec::new(), Ok(()));
-    // The second pass covers tied tensors that come before the tensor whose name has the value.
+    // A tied tensor may come before the tensor under whose name `state` has the value. The second pass assigns such tensors.
     for _ in 0..2 {
         visit(&mut |name, t| {
             if result.is_ok() && t.is_uninit() {
@@ -62,7 +62,7 @@ pub(super) fn assign_values(
     result.map(|()| keys)
 }
 
-/// Replaces a tensor without memory by `value`, or by the replacement of a tied tensor (the same view of the same storage).
+/// Replaces a tensor without memory by `value`. A tied tensor (the same view of the same storage) gets the replacement of its twin.
 fn assign_tensor(t: &mut Tensor, value: Option<Tensor>, assigned: &mut Vec<[Tensor; 2]>) -> Result<()> {
     let view = |t: &Tensor| (t.shape().clone(), t.strides().to_vec(), t.offset());
     let tied = assigned.iter().find(|[old, _]| old.shares_storage(t) && view(old) == view(t));
@@ -76,7 +76,7 @@ fn assign_tensor(t: &mut Tensor, value: Option<Tensor>, assigned: &mut Vec<[Tens
     Ok(())
 }
 
-/// Converts a value to the dtype and device of `t`, and copies it unless it is the only handle on a storage of that size.
+/// Converts a value to the dtype and device of `t`. Copies the value unless it is the only handle on its storage and fills the storage.
 fn into_unique(value: Tensor, t: &Tensor) -> Result<Tensor> {
     no_grad(|| {
         let converted = value.detach().to_dtype(t.dtype())?.to_device(t.device())?;

@@ -1,4 +1,4 @@
-//! Multi-head attention with its projections.
+//! Multi-head attention, with the projections of queries, keys, values and the result.
 
 use super::{Linear, Mode, Module};
 use crate::internal::invalid_if;
@@ -10,7 +10,7 @@ use crate::{DType, Error, Result, Tensor};
 /// Multi-head attention with input and output projections (PyTorch's `nn.MultiheadAttention` with `batch_first=True`), from `[.., L, E]`
 /// to `[.., L, E]`. The parameters are PyTorch's: `in_proj_weight` `[3 E, E]`, `in_proj_bias` `[3 E]`, `out_proj.weight`, `out_proj.bias`.
 ///
-/// As a [`Module`] it computes self-attention in five launches; [`MultiheadAttention::attend`] takes queries, keys and values.
+/// As a [`Module`] it computes self-attention in five launches. [`MultiheadAttention::attend`] takes separate queries, keys and values.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Module, MultiheadAttention}};
@@ -28,14 +28,14 @@ pub struct MultiheadAttention {
     mode: Mode,
 }
 
-/// Masks and outputs of [`MultiheadAttention::attend`], named after PyTorch's arguments.
+/// Masks and optional outputs of [`MultiheadAttention::attend`]. The names are those of PyTorch's arguments.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AttentionMasks<'a> {
-    /// `[S]` or `[batch, S]`: true for keys that are padding, or floats added to the scores.
+    /// `[S]` or `[batch, S]`. Bool: true for keys that are padding and get no attention. Float: numbers added to the scores.
     pub key_padding_mask: Option<&'a Tensor>,
-    /// `[L, S]` or `[batch * heads, L, S]`: true for pairs that may **not** attend, or floats added to the scores.
+    /// `[L, S]` or `[batch * heads, L, S]`. Bool: true where a query may **not** attend to a key. Float: numbers added to the scores.
     pub attn_mask: Option<&'a Tensor>,
-    /// Whether to also return the attention weights, averaged over heads, `[.., L, S]`.
+    /// Whether to also return the attention weights, `[.., L, S]`, averaged over heads.
     pub need_weights: bool,
 }
 
@@ -52,7 +52,7 @@ impl MultiheadAttention {
         invalid_if("MultiheadAttention::new", num_heads == 0 || !embed_dim.is_multiple_of(num_heads), || {
             format!("{embed_dim} features are not a multiple of {num_heads} heads")
         })?;
-        // Glorot's uniform bound for a weight of shape [3 E, E].
+        // The bound of Glorot's uniform distribution for the joint weight, of shape [3 E, E].
         let bound = (6.0 / (4.0 * embed_dim.max(1) as f64)).sqrt();
         let width = embed_dim.saturating_mul(3);
         let weight = Tensor::rand(&[width, embed_dim], options)?;
@@ -72,22 +72,22 @@ impl MultiheadAttention {
         })
     }
 
-    /// Returns the weight of the projections of queries, keys and values, `[3 E, E]` (PyTorch's `in_proj_weight`).
+    /// Returns the joint weight of the projections of queries, keys and values, `[3 E, E]` (PyTorch's `in_proj_weight`).
     pub fn weight(&self) -> &Tensor {
         &self.in_proj_weight
     }
 
-    /// Returns the bias of the projections of queries, keys and values, `[3 E]` (PyTorch's `in_proj_bias`).
+    /// Returns the joint bias of the projections of queries, keys and values, `[3 E]` (PyTorch's `in_proj_bias`). `None` without biases.
     pub fn bias(&self) -> Option<&Tensor> {
         self.in_proj_bias.as_ref()
     }
 
-    /// Returns the projection of the concatenated heads (PyTorch's `out_proj`).
+    /// Returns the output projection, which is applied to the concatenated heads (PyTorch's `out_proj`).
     pub fn out_proj(&self) -> &Linear {
         &self.out_proj
     }
 
-    /// Removes the biases.
+    /// Removes the biases of all projections.
     pub fn without_bias(self) -> MultiheadAttention {
         MultiheadAttention { in_proj_bias: None, out_proj: self.out_proj.without_bias(), ..self }
     }
@@ -97,7 +97,7 @@ impl MultiheadAttention {
         MultiheadAttention { dropout: p, ..self }
     }
 
-    /// Enables the causal mask: position i attends only to positions up to i.
+    /// Enables the causal mask: position i attends only to positions 0 to i.
     pub fn with_causal(self) -> MultiheadAttention {
         MultiheadAttention { causal: true, ..self }
     }
@@ -106,7 +106,7 @@ impl MultiheadAttention {
         if self.mode.is_training() { self.dropout } else { 0.0 }
     }
 
-    /// Computes projection i (0 queries, 1 keys, 2 values) and splits heads: `[.., L, E]` to `[.., heads, L, E / heads]`.
+    /// Computes projection `i` (0: queries, 1: keys, 2: values) and splits the heads, from `[.., L, E]` to `[.., heads, L, E / heads]`.
     fn project_heads(&self, i: usize, x: &Tensor) -> Result<Tensor> {
         let width = self.in_proj_weight.shape().dims()[1];
         let part = |t: &Tensor| t.narrow(0, i * width, width);
@@ -115,10 +115,10 @@ impl MultiheadAttention {
         x.unflatten(-1, [self.heads, width / self.heads])?.transpose(-2, -3)
     }
 
-    /// Computes attention of queries `[.., L, E]` to keys and values `[.., S, E]`. Returns `[.., L, E]` and, if requested, the weights.
+    /// Computes attention of queries `[.., L, E]` to keys and values `[.., S, E]`. Returns `[.., L, E]` and, on request, the attention weights.
     ///
     /// # Errors
-    /// As [`Tensor::scaled_dot_product_attention`].
+    /// Errors of [`Tensor::scaled_dot_product_attention`].
     #[track_caller]
     pub fn attend(
         &self,
@@ -149,7 +149,7 @@ impl MultiheadAttention {
         Ok((self.out_proj.forward(&heads.transpose(-2, -3)?.flatten(-2, -1)?)?, weights))
     }
 
-    /// Computes the attention weights, which the fused attention operation does not return.
+    /// Computes the attention weights separately, because the fused attention operation does not return them.
     fn attention_weights(&self, q: &Tensor, k: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
         let width = q.shape().dims()[q.rank() - 1] as f64;
         let mut scores = q.matmul(&k.transpose(-2, -1)?)?.mul_scalar(1.0 / width.sqrt())?;
@@ -168,7 +168,7 @@ impl MultiheadAttention {
         if self.dropout_p() > 0.0 { weights.dropout(self.dropout_p()) } else { Ok(weights) }
     }
 
-    /// Combines both masks into one that broadcasts to the scores: bool, true for pairs that attend, or floats to add.
+    /// Combines both masks into one that broadcasts to the scores. Bool: true where a query attends to a key. Float: numbers to add.
     fn combine_masks(&self, q: &Tensor, masks: AttentionMasks<'_>) -> Result<Option<Tensor>> {
         let padding = masks.key_padding_mask.map(|m| m.unsqueeze(-2)?.unsqueeze(-2)).transpose()?;
         let pairs = match masks.attn_mask {
@@ -188,13 +188,13 @@ impl MultiheadAttention {
     }
 }
 
-/// Checks the arguments of [`MultiheadAttention::attend`], so that errors show the caller's shapes instead of those of heads.
+/// Checks the arguments of [`MultiheadAttention::attend`], so that errors show the shapes that the caller passed, not those of heads.
 fn check_shapes(query: &Tensor, key: &Tensor, value: &Tensor, masks: AttentionMasks<'_>) -> Result<()> {
     let mismatch = |lhs: &Tensor, rhs: &Tensor, hint| {
         let (lhs, rhs) = (lhs.shape().clone(), rhs.shape().clone());
         Err(Error::ShapeMismatch { op: "MultiheadAttention", lhs, rhs, hint })
     };
-    // True if the trailing dims that both shapes have can be broadcast.
+    // True if the shapes can be broadcast in the trailing dims that both of them have.
     let can_broadcast =
         |a: &[usize], b: &[usize]| a.iter().rev().zip(b.iter().rev()).all(|(&a, &b)| a == b || a == 1 || b == 1);
     let ([batch @ .., l, _], [key_batch @ .., s, _]) = (query.shape().dims(), key.shape().dims()) else {

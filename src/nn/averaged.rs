@@ -5,9 +5,9 @@ use crate::internal::{for_each_part, invalid_if};
 use crate::storage::Caller;
 use crate::{DType, Device, Result, Scalar, Tensor, no_grad};
 
-/// A module whose parameters are averages of another module's over time (PyTorch's `torch.optim.swa_utils.AveragedModel`). Call
-/// [`AveragedModel::update_parameters`] after each optimiser step, and evaluate the average. Its state dict has PyTorch's
-/// names, `n_averaged` and `module.fc.weight`, so it can be saved with [`crate::io::save_checkpoint`].
+/// A module whose parameters are averages of another module's parameters over time (PyTorch's
+/// `torch.optim.swa_utils.AveragedModel`). Call [`AveragedModel::update_parameters`] after each optimiser step, and evaluate the average.
+/// The state dict has PyTorch's names, `n_averaged` and `module.fc.weight`, so [`crate::io::save_checkpoint`] can save it.
 ///
 /// ```
 /// use claystone::nn::{AveragedModel, Linear, Module};
@@ -26,14 +26,14 @@ use crate::{DType, Device, Result, Scalar, Tensor, no_grad};
 pub struct AveragedModel<M> {
     n_averaged: Buffer,
     module: M,
-    /// The decay of an exponential moving average; `None` for the mean of all updates.
+    /// The decay of an exponential moving average. `None` if the average is the mean of the weights at all updates.
     decay: Option<f64>,
 }
 
 impl<M: Module> AveragedModel<M> {
     /// Creates an exponential moving average: each update computes `decay * average + (1 - decay) * parameter` (PyTorch's
-    /// `get_ema_multi_avg_fn(decay)`, default 0.999). `module` has the architecture of the trained module and holds the average.
-    /// The module may be on another device. If the trained module is in half precision, keep the average in f32, or small changes are lost.
+    /// `get_ema_multi_avg_fn(decay)`, default 0.999). `module` has the architecture of the trained module and will hold the average.
+    /// It may be on another device. If the trained module is in half precision, make `module` f32, or small changes are lost.
     ///
     /// # Errors
     /// [`crate::Error::Invalid`] for a decay outside `0.0..=1.0`; [`crate::Error::OutOfMemory`].
@@ -45,8 +45,8 @@ impl<M: Module> AveragedModel<M> {
         AveragedModel::new(module, Some(decay))
     }
 
-    /// Creates the mean of the weights at all updates: stochastic weight averaging (Izmailov et al., "Averaging Weights Leads to
-    /// Wider Optima and Better Generalization"). `module` is as for [`AveragedModel::ema`].
+    /// Creates an average that is the mean of the weights at all updates: stochastic weight averaging (Izmailov et al., "Averaging Weights
+    /// Leads to Wider Optima and Better Generalization"). `module` has the architecture of the trained module, as in [`AveragedModel::ema`].
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -67,12 +67,12 @@ impl<M: Module> AveragedModel<M> {
         &self.module
     }
 
-    /// Updates the average with the parameters of `model`, and copies its buffers. The first update copies the parameters. Each
-    /// parameter takes one launch, and the host does not wait for the device.
+    /// Updates the average with the parameters of `model`, and copies the buffers of `model`. The first update copies the parameters.
+    /// Updating a parameter takes one launch. The host does not wait for the device.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a tensor that only one of the modules has, or whose shapes differ; [`crate::Error::Partial`] if the device
-    /// fails after some tensors were updated.
+    /// [`crate::Error::Invalid`] for a tensor that only one of the modules has, or whose shape differs. [`crate::Error::Partial`] if the
+    /// device fails after some tensors were updated.
     pub fn update_parameters(&self, model: &M) -> Result<()> {
         let op = "AveragedModel::update_parameters";
         let (own, others) = (named_tensors(&self.module), named_tensors(model));
@@ -98,7 +98,7 @@ impl<M: Module> AveragedModel<M> {
         })
     }
 
-    /// Updates one parameter. The update count stays on the device, so the formula itself detects the first update.
+    /// Updates one parameter. The update count is in device memory, so the kernel's formula itself detects the first update.
     fn update_average(&self, average: &Tensor, other: &Tensor) -> Result<()> {
         let n = self.n_averaged.0.to_device(average.device())?;
         let weight: &[Scalar] = &[Scalar::Float(1.0 - self.decay.unwrap_or(0.0))];
@@ -109,7 +109,7 @@ impl<M: Module> AveragedModel<M> {
     }
 }
 
-/// A tensor of a module with its name and role.
+/// A tensor of a module, with its name and role.
 type NamedTensor<'a> = (String, Role, &'a Tensor);
 
 fn named_tensors<M: Module>(module: &M) -> Vec<NamedTensor<'_>> {

@@ -1,11 +1,11 @@
-//! Boxed modules, so that modules of different types can be stored together.
+//! Boxed modules. Modules of different types can be stored together as `Box<dyn Module>`.
 
 use std::any::Any;
 
 use super::{Module, Role};
 use crate::{Result, Tensor};
 
-/// Makes the type of a module, and [`Module::shallow_clone`], available for `dyn Module`. Implemented for all modules.
+/// Makes the type name of a module and [`Module::shallow_clone`] available for `dyn Module`. Implemented for all modules.
 pub trait AnyModule {
     fn boxed_handle(&self) -> Box<dyn Module>;
 
@@ -24,7 +24,7 @@ impl<M: Module> AnyModule for M {
 
 macro_rules! impl_boxed_module {
     ($([$($generics:tt)*] $module:ty: $this:ident => $handle:expr;)*) => { $(
-        /// A boxed module behaves like the module inside.
+        /// A boxed module behaves like the module in the box.
         impl<$($generics)*> Module for Box<$module> {
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
                 (**self).forward(x)

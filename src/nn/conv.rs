@@ -16,12 +16,12 @@ macro_rules! conv_layers {
         }
 
         impl $name {
-            /// Creates a layer from `inputs` to `outputs` channels with a bias. Weight and bias are uniform in
-            /// ±1/√(elements of a filter), as in PyTorch.
+            /// Creates a layer with a bias, from `inputs` to `outputs` channels. Weight and bias are drawn uniformly from ±1/√n, where n is the
+            /// number of elements of a filter, as in PyTorch.
             ///
             /// # Errors
-            /// [`crate::Error::Invalid`] if the groups do not divide both channel counts; [`crate::Error::UnsupportedDType`] for
-            /// dtypes that are not floats; [`crate::Error::OutOfMemory`].
+            /// [`crate::Error::Invalid`] if the number of groups does not divide both channel counts. [`crate::Error::UnsupportedDType`] for
+            /// dtypes that are not floats. [`crate::Error::OutOfMemory`].
             #[track_caller]
             pub fn new(
                 inputs: usize,
@@ -45,12 +45,12 @@ macro_rules! conv_layers {
                 $name { bias: None, ..self }
             }
 
-            /// Returns the weight.
+            /// Returns the weight, in the shape given for the layer.
             pub fn weight(&self) -> &Tensor {
                 &self.weight
             }
 
-            /// Returns the bias, `[outputs]`.
+            /// Returns the bias, `[outputs]`; `None` without a bias.
             pub fn bias(&self) -> Option<&Tensor> {
                 self.bias.as_ref()
             }
@@ -68,9 +68,9 @@ macro_rules! conv_layers {
 }
 
 conv_layers! {
-    /// [`Tensor::conv1d`] with a weight `[outputs, inputs / groups, kernel]` (PyTorch's `nn.Conv1d`).
+    /// Applies [`Tensor::conv1d`] with a weight `[outputs, inputs / groups, kernel]` (PyTorch's `nn.Conv1d`).
     Conv1d, 1, ConvOptions, conv1d, false;
-    /// [`Tensor::conv2d`] with a weight `[outputs, inputs / groups, rows, columns]` (PyTorch's `nn.Conv2d`).
+    /// Applies [`Tensor::conv2d`] with a weight `[outputs, inputs / groups, rows, columns]` (PyTorch's `nn.Conv2d`).
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Tensor, nn::{Conv2d, Module}};
@@ -80,7 +80,7 @@ conv_layers! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     Conv2d, 2, ConvOptions, conv2d, false;
-    /// [`Tensor::conv3d`] with a weight `[outputs, inputs / groups, slices, rows, columns]` (PyTorch's `nn.Conv3d`).
+    /// Applies [`Tensor::conv3d`] with a weight `[outputs, inputs / groups, slices, rows, columns]` (PyTorch's `nn.Conv3d`).
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Tensor, nn::{Conv3d, Module}};
@@ -89,10 +89,10 @@ conv_layers! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     Conv3d, 3, ConvOptions, conv3d, false;
-    /// [`Tensor::conv_transpose1d`] with a weight `[inputs, outputs / groups, kernel]` (PyTorch's `nn.ConvTranspose1d`).
+    /// Applies [`Tensor::conv_transpose1d`] with a weight `[inputs, outputs / groups, kernel]` (PyTorch's `nn.ConvTranspose1d`).
     ConvTranspose1d, 1, ConvTransposeOptions, conv_transpose1d, true;
-    /// [`Tensor::conv_transpose2d`] with a weight `[inputs, outputs / groups, rows, columns]` (PyTorch's `nn.ConvTranspose2d`).
+    /// Applies [`Tensor::conv_transpose2d`] with a weight `[inputs, outputs / groups, rows, columns]` (PyTorch's `nn.ConvTranspose2d`).
     ConvTranspose2d, 2, ConvTransposeOptions, conv_transpose2d, true;
-    /// [`Tensor::conv_transpose3d`] with a weight `[inputs, outputs / groups, slices, rows, columns]` (PyTorch's `nn.ConvTranspose3d`).
+    /// Applies [`Tensor::conv_transpose3d`] with a weight `[inputs, outputs / groups, slices, rows, columns]` (PyTorch's `nn.ConvTranspose3d`).
     ConvTranspose3d, 3, ConvTransposeOptions, conv_transpose3d, true;
 }

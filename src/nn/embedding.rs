@@ -5,7 +5,7 @@ use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
 
-/// A lookup table of vectors (PyTorch's `nn.Embedding`): integers of any shape give `[.., dim]`.
+/// A lookup table of vectors (PyTorch's `nn.Embedding`). Maps integer indices of shape `[..]` to vectors, `[.., dim]`.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Embedding, Module}};
@@ -20,7 +20,7 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// Creates a table of `count` vectors of size `dim` from the standard normal distribution.
+    /// Creates a table of `count` vectors of `dim` elements, drawn from the standard normal distribution.
     ///
     /// # Errors
     /// [`crate::Error::UnsupportedDType`] for dtypes that are not floats; [`crate::Error::OutOfMemory`].
@@ -32,10 +32,10 @@ impl Embedding {
         Ok(Embedding { weight: weight.requires_grad_(true)?, padding_idx: None })
     }
 
-    /// Zeroes the vector with this index and excludes it from training: it gets no gradient (PyTorch's `padding_idx`).
+    /// Sets the vector with index `padding_idx` to 0 and excludes it from training: it gets no gradient (PyTorch's `padding_idx`).
     ///
     /// # Errors
-    /// [`crate::Error::IndexOutOfRange`].
+    /// [`crate::Error::IndexOutOfRange`] if `padding_idx` is not below `count`.
     pub fn with_padding_idx(self, padding_idx: usize) -> Result<Embedding> {
         self.weight.detach().select(0, padding_idx as isize).map_err(|e| e.with_op("Embedding"))?.zero_()?;
         Ok(Embedding { padding_idx: Some(padding_idx), ..self })

@@ -1,10 +1,10 @@
-//! Modules of several inputs, or with a recurrent state.
+//! Modules with several inputs, or with a recurrent state.
 
 use super::{AveragedModel, Gru, GruCell, Lstm, LstmCell, Module, MultiheadAttention, Rnn, RnnCell};
 use crate::{Result, Tensor};
 
-/// A module as a function of inputs other than one tensor, such as a tuple of tensors, or an input and a recurrent state that is
-/// returned with the output. Such a module does not implement [`Module::forward`], but is saved, trained and nested as usual.
+/// A module whose inputs are not a single tensor, such as a tuple of tensors, or an input with a recurrent state (returned with the
+/// output). Such a module does not implement [`Module::forward`], but is saved, trained and nested like other modules.
 ///
 /// ```
 /// use claystone::nn::{Forward, Linear, Module};
@@ -40,14 +40,14 @@ pub trait Forward<Inputs>: Module {
     /// The type of the result.
     type Output;
 
-    /// Computes the result; recorded if parameters or inputs require gradients.
+    /// Computes the result. The operations are recorded if parameters or inputs require gradients.
     ///
     /// # Errors
-    /// Errors of the operations inside: incompatible shapes, dtypes or devices, and memory.
+    /// Errors of the operations inside: incompatible shapes, dtypes or devices, or too little memory.
     fn call(&self, inputs: Inputs) -> Result<Self::Output>;
 }
 
-/// Takes queries, keys and values without masks; [`MultiheadAttention::attend`] also takes masks.
+/// Takes queries, keys and values, without masks. Call [`MultiheadAttention::attend`] to pass masks.
 impl Forward<(&Tensor, &Tensor, &Tensor)> for MultiheadAttention {
     type Output = Tensor;
 
@@ -68,7 +68,7 @@ impl<Inputs, M: Forward<Inputs>> Forward<Inputs> for AveragedModel<M> {
 
 macro_rules! impl_recurrent_forward {
     ($($name:ident: $state:ty => $output:ty;)*) => { $(
-        /// Takes the input and the initial state, or `None` for zeros.
+        /// Takes the input and the initial state. A state of `None` is all zeros.
         impl Forward<(&Tensor, Option<&$state>)> for $name {
             type Output = $output;
 

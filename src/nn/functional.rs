@@ -1,3 +1,3 @@
-//! Operations whose names in PyTorch's `torch.nn.functional` are taken by other methods of a tensor.
+//! Functions named as in PyTorch's `torch.nn.functional`, for operations whose names are already used by other methods of [`crate::Tensor`].
 
 pub use crate::ops::{fold, unfold};

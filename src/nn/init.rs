@@ -1,16 +1,16 @@
-//! In-place initialisation of parameters (PyTorch's `torch.nn.init`), not recorded by autograd.
+//! In-place initialisation of parameters (PyTorch's `torch.nn.init`). Autograd does not record it.
 
 use crate::internal::{in_steps, invalid_if};
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Scalar, Tensor, no_grad};
 
-/// Chooses the dimension of a weight `[outputs, inputs, ..]` that determines the scale of its elements.
+/// Whether the inputs or the outputs of a weight `[outputs, inputs, ..]` determine the scale of its elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Fan {
-    /// The number of inputs of an output element: keeps the variance in the forward pass.
+    /// The number of inputs of an output element (PyTorch's `fan_in`). It preserves the variance of values in the forward pass.
     #[default]
     In,
-    /// The number of outputs that an input element contributes to: keeps the variance in the backward pass.
+    /// The number of outputs that an input element contributes to (`fan_out`). It preserves the variance of gradients in the backward pass.
     Out,
 }
 
@@ -24,7 +24,7 @@ fn fan_in_and_out(op: &'static str, t: &Tensor) -> Result<(f64, f64)> {
     }
 }
 
-/// Computes `t = random * scale + shift`.
+/// Fills `t` with `random * scale + shift`.
 fn fill_from(t: &Tensor, random: Result<Tensor>, scale: f64, shift: f64) -> Result<()> {
     let numbers = [Scalar::Float(scale), Scalar::Float(shift)];
     no_grad(|| Tensor::map_into(&[&random?], &numbers, &[t], |x, s| vec![&x[0] * &s[0] + &s[1]]))
@@ -33,31 +33,31 @@ fn fill_from(t: &Tensor, random: Result<Tensor>, scale: f64, shift: f64) -> Resu
 /// Sets all elements to `value` (`constant_`).
 ///
 /// # Errors
-/// As [`Tensor::fill_`].
+/// Errors of [`Tensor::fill_`].
 pub fn constant_(t: &Tensor, value: impl Into<Scalar>) -> Result<()> {
     no_grad(|| t.fill_(value).map(|_| ()))
 }
 
-/// Draws from the uniform distribution on `low..high` (`uniform_`).
+/// Fills the tensor from the uniform distribution on `low..high` (`uniform_`).
 ///
 /// # Errors
-/// As [`Tensor::uniform_`].
+/// Errors of [`Tensor::uniform_`].
 pub fn uniform_(t: &Tensor, low: f64, high: f64) -> Result<()> {
     no_grad(|| t.uniform_(low, high).map(drop))
 }
 
-/// Draws from the normal distribution (`normal_`).
+/// Fills the tensor from the normal distribution with this mean and standard deviation (`normal_`).
 ///
 /// # Errors
-/// As [`uniform_`].
+/// Errors of [`uniform_`].
 pub fn normal_(t: &Tensor, mean: f64, std: f64) -> Result<()> {
     fill_from(t, Tensor::randn(t.shape(), t), std, mean)
 }
 
-/// Draws from the normal distribution, and draws again for elements outside `low..=high` (`trunc_normal_`).
+/// Fills the tensor from this normal distribution, and draws elements outside `low..=high` again (`trunc_normal_`).
 ///
 /// # Errors
-/// As [`uniform_`]; [`Error::Invalid`] for bounds that contain less than a thousandth of the distribution; [`Error::Partial`]
+/// Errors of [`uniform_`]. [`Error::Invalid`] if less than a thousandth of the distribution is within the bounds. [`Error::Partial`]
 /// if the device fails after the first draw.
 pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Result<()> {
     let op = "trunc_normal_";
@@ -66,7 +66,7 @@ pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Re
     invalid_if(op, probability_inside.is_nan() || probability_inside < 1e-3, || {
         format!("{low}..={high} contains almost none of this distribution")
     })?;
-    // After these rounds, about 1 element in 1e12 is still outside and gets clamped.
+    // The number of rounds after which only about 1 element in 1e12 is still outside. Such elements are clamped.
     let rounds = ((1e-12f64).ln() / (1.0 - probability_inside).max(1e-12).ln()).ceil() as usize;
     let numbers = [mean, std, low, high].map(Scalar::Float);
     let draws = || {
@@ -83,20 +83,20 @@ pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Re
     no_grad(|| in_steps(op, || t.storage().version(), draws))
 }
 
-/// Draws from the uniform distribution whose variance keeps the variance of activations constant through a leaky ReLU of slope
-/// `a`, or a ReLU if `a` is 0 (He et al.; `kaiming_uniform_`).
+/// Fills the tensor from a uniform distribution. Its variance keeps the variance of activations constant through a leaky ReLU of slope
+/// `a` (a ReLU if `a` is 0; He et al.; `kaiming_uniform_`).
 ///
 /// # Errors
-/// As [`uniform_`]; [`Error::Invalid`] for fewer than two dims.
+/// Errors of [`uniform_`]. [`Error::Invalid`] for fewer than two dims.
 pub fn kaiming_uniform_(t: &Tensor, a: f64, fan: Fan) -> Result<()> {
     let bound = 3f64.sqrt() * kaiming_std("kaiming_uniform_", t, a, fan)?;
     uniform_(t, -bound, bound)
 }
 
-/// [`kaiming_uniform_`] with a normal distribution (`kaiming_normal_`).
+/// Does the same as [`kaiming_uniform_`], with a normal distribution of the same variance (`kaiming_normal_`).
 ///
 /// # Errors
-/// As [`kaiming_uniform_`].
+/// Errors of [`kaiming_uniform_`].
 pub fn kaiming_normal_(t: &Tensor, a: f64, fan: Fan) -> Result<()> {
     normal_(t, 0.0, kaiming_std("kaiming_normal_", t, a, fan)?)
 }
@@ -107,27 +107,27 @@ fn kaiming_std(op: &'static str, t: &Tensor, a: f64, fan: Fan) -> Result<f64> {
     Ok((2.0 / (1.0 + a * a)).sqrt() / n.max(1.0).sqrt())
 }
 
-/// Draws from the uniform distribution with variance `gain² * 2 / (fan_in + fan_out)` (Glorot and Bengio; `xavier_uniform_`).
+/// Fills the tensor from the uniform distribution of variance `gain² * 2 / (fan_in + fan_out)` (Glorot and Bengio; `xavier_uniform_`).
 ///
 /// # Errors
-/// As [`kaiming_uniform_`].
+/// Errors of [`kaiming_uniform_`].
 pub fn xavier_uniform_(t: &Tensor, gain: f64) -> Result<()> {
     let (inputs, outputs) = fan_in_and_out("xavier_uniform_", t)?;
     let bound = gain * (6.0 / (inputs + outputs).max(1.0)).sqrt();
     uniform_(t, -bound, bound)
 }
 
-/// [`xavier_uniform_`] with a normal distribution (`xavier_normal_`).
+/// Does the same as [`xavier_uniform_`], with a normal distribution of the same variance (`xavier_normal_`).
 ///
 /// # Errors
-/// As [`kaiming_uniform_`].
+/// Errors of [`kaiming_uniform_`].
 pub fn xavier_normal_(t: &Tensor, gain: f64) -> Result<()> {
     let (inputs, outputs) = fan_in_and_out("xavier_normal_", t)?;
     normal_(t, 0.0, gain * (2.0 / (inputs + outputs).max(1.0)).sqrt())
 }
 
-/// Fills with a uniformly distributed random matrix of orthonormal rows, or orthonormal columns if there are fewer columns, times
-/// `gain`. All dims after the first are treated as columns (Saxe et al., 2013; `orthogonal_`). Computed on the host in f64.
+/// Fills the tensor with `gain` times a uniformly distributed random matrix whose rows are orthonormal (whose columns are, if there are
+/// fewer columns). All dims after the first are joined to columns (Saxe et al., 2013; `orthogonal_`). Computed on the host in f64.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::init};
@@ -140,7 +140,7 @@ pub fn xavier_normal_(t: &Tensor, gain: f64) -> Result<()> {
 /// ```
 ///
 /// # Errors
-/// As [`kaiming_uniform_`].
+/// Errors of [`kaiming_uniform_`].
 pub fn orthogonal_(t: &Tensor, gain: f64) -> Result<()> {
     let op = "orthogonal_";
     fan_in_and_out(op, t)?;
@@ -158,7 +158,7 @@ pub fn orthogonal_(t: &Tensor, gain: f64) -> Result<()> {
     for i in 0..vectors.len() {
         let (before, after) = vectors.split_at_mut(i);
         let v = &mut after[0];
-        // Gram-Schmidt is applied twice: after one pass, nearly dependent vectors are not orthogonal to rounding error.
+        // Gram-Schmidt runs twice: after one run, nearly dependent vectors are less orthogonal than rounding errors allow.
         for u in before.iter().chain(before.iter()) {
             let along = dot(u, v);
             v.iter_mut().zip(u).for_each(|(v, u)| *v -= along * u);
@@ -174,7 +174,7 @@ pub fn orthogonal_(t: &Tensor, gain: f64) -> Result<()> {
     })
 }
 
-/// Creates a parameter with the default initialisation of layers: uniform in ±1/√fan.
+/// Creates a parameter with the default initialisation of layers: a uniform distribution on ±1/√fan.
 pub(super) fn default_parameter(shape: &[usize], fan: usize, options: TensorOptions) -> Result<Tensor> {
     let bound = 1.0 / (fan.max(1) as f64).sqrt();
     let t = Tensor::rand(shape, options)?;

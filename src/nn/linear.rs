@@ -21,7 +21,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// Creates a layer from `inputs` to `outputs` features with a bias. Weight and bias are uniform in ±1/√inputs, as in PyTorch.
+    /// Creates a layer with a bias, from `inputs` to `outputs` features. Weight and bias are drawn uniformly from ±1/√inputs, as in PyTorch.
     ///
     /// # Errors
     /// [`crate::Error::UnsupportedDType`] for dtypes that are not floats; [`crate::Error::OutOfMemory`].
@@ -38,7 +38,7 @@ impl Linear {
         Linear { bias: None, ..self }
     }
 
-    /// Applies `activation` to the result in the same launch.
+    /// Makes the layer apply `activation` to its result, in the same launch.
     pub fn with_activation(self, activation: Activation) -> Linear {
         Linear { activation: Some(activation), ..self }
     }
@@ -48,7 +48,7 @@ impl Linear {
         &self.weight
     }
 
-    /// Returns the bias, `[outputs]`.
+    /// Returns the bias, `[outputs]`; `None` without a bias.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }

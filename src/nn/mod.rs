@@ -1,8 +1,8 @@
-//! Layers and losses: short compositions of operations.
+//! Layers, and the traits of modules. Layers are short compositions of tensor operations.
 //!
-//! A layer owns its parameters as plain [`Tensor`] leaves and maps a tensor to a tensor; [`Module`] is the trait. A module lists its fields
-//! once, with [`parts!`](crate::parts). From this list come its parameters, their names (the same as in PyTorch), saving and loading, and
-//! the switch between training and evaluation. Losses are methods of [`Tensor`] ([`Tensor::mse_loss`], [`Tensor::cross_entropy`]).
+//! A layer owns its parameters, which are [`Tensor`] leaves, and maps a tensor to a tensor. The trait is [`Module`]. A module lists its
+//! fields once, with [`parts!`](crate::parts). The list provides the parameters and their names (the same as in PyTorch), saving, loading,
+//! and the switch between training and evaluation. Losses are methods of [`Tensor`] ([`Tensor::mse_loss`], [`Tensor::cross_entropy`]).
 
 mod activation;
 mod assign;
@@ -63,7 +63,7 @@ use crate::storage::Caller;
 use crate::{DType, Device, Error, MemoryFormat, Result, Tensor};
 
 /// A layer or a network: a function of one tensor, with parameters. For other inputs, see [`Forward`]. A module owns its tensors and
-/// borrows nothing.
+/// has no borrowed fields.
 ///
 /// ```
 /// use claystone::nn::{Conv2d, Linear, Module};
@@ -90,11 +90,11 @@ use crate::{DType, Device, Error, MemoryFormat, Result, Tensor};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Module: boxed::AnyModule + Send + Sync + 'static {
-    /// Computes the result for a batch `x`; recorded if parameters or `x` require gradients. A module of several inputs or with a
-    /// recurrent state does not implement this method: see [`Forward`].
+    /// Computes the result for a batch `x`. Operations are recorded if parameters or `x` require gradients. A module with several inputs
+    /// or with a recurrent state does not implement this method, but [`Forward`].
     ///
     /// # Errors
-    /// Errors of the operations inside: incompatible shapes, dtypes or devices, and memory. [`crate::Error::Invalid`]
+    /// Errors of the operations inside: incompatible shapes, dtypes or devices, or too little memory. [`crate::Error::Invalid`]
     /// if the module is not a function of one tensor.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _ = x;
@@ -103,17 +103,17 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
     }
 
     /// Calls `visitor` with the name (after `prefix`), the role and the handle of each tensor of the module, in a fixed order.
-    /// [`parts!`](crate::parts) implements this method and the next four.
+    /// The macro [`parts!`](crate::parts) implements this method and the next four.
     fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor));
 
-    /// Mutable version of [`Module::visit`].
+    /// Does the same as [`Module::visit`], with mutable access to the tensors.
     fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor));
 
-    /// Switches layers that behave differently in training and evaluation (PyTorch's `train(mode)`).
+    /// Switches all layers to training (`true`) or evaluation (`false`), as in PyTorch's `train(mode)`. Dropout and batch norm depend on it.
     fn set_training(&self, training: bool);
 
-    /// Returns another handle on this module with the same tensors, as [`Tensor::shallow_clone`]: an optimiser step through one
-    /// handle is visible through the other. Each handle has its own switch between training and evaluation.
+    /// Returns another module that shares this module's tensors, like [`Tensor::shallow_clone`]: an optimiser step on one module is visible
+    /// in the other. Each module has its own switch between training and evaluation.
     /// [`Module::try_clone`] copies the tensors instead.
     ///
     /// ```
@@ -133,17 +133,17 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
     where
         Self: Sized;
 
-    /// Calls `visitor` with each submodule and its name after `prefix`; a submodule comes before its own submodules.
+    /// Calls `visitor` with each submodule and the submodule's name after `prefix`. A module comes before its own submodules.
     fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
         let _ = (prefix, visitor);
     }
 
-    /// Switches to training (PyTorch's `train()`), the initial state of modules.
+    /// Switches to training (PyTorch's `train()`). New modules are in training.
     fn train(&self) {
         self.set_training(true);
     }
 
-    /// Switches to evaluation (PyTorch's `eval()`): no dropout, and batch norms use their running statistics.
+    /// Switches to evaluation (PyTorch's `eval()`): dropout does nothing, and batch norms use their running statistics.
     fn eval(&self) {
         self.set_training(false);
     }
@@ -153,12 +153,12 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         self.named_parameters("").into_iter().map(|(_, t)| t).collect()
     }
 
-    /// Returns the parameters for an optimiser, which may move them into a flat buffer. Tied parameters are returned once.
+    /// Returns the parameters for an optimiser, which may move them into a flat buffer. A tied parameter is returned once.
     fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
         self.named_parameters_mut("").into_iter().map(|(_, t)| t).collect()
     }
 
-    /// Mutable version of [`Module::named_parameters`]; [`crate::optim::Fused::grouped`] makes parameter groups by name.
+    /// Does the same as [`Module::named_parameters`], with mutable access. [`crate::optim::Fused::grouped`] makes parameter groups by name.
     fn named_parameters_mut(&mut self, prefix: &str) -> Vec<(String, &mut Tensor)> {
         let (mut out, mut seen) = (Vec::new(), HashSet::new());
         self.visit_mut(prefix, &mut |name, role, t| {
@@ -167,7 +167,7 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         out
     }
 
-    /// Returns the parameters with PyTorch's dotted names after `prefix`. A tied parameter is returned once, under its first name.
+    /// Returns the parameters under PyTorch's dotted names, after `prefix`. A tied parameter is returned once, under its first name.
     fn named_parameters(&self, prefix: &str) -> Vec<(String, &Tensor)> {
         let (mut out, mut seen) = (Vec::new(), HashSet::new());
         self.visit(prefix, &mut |name, role, t| out.extend(is_new_parameter(role, t, &mut seen).then_some((name, t))));
@@ -181,7 +181,7 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         out
     }
 
-    /// Returns the submodules with their names, each before its own submodules (PyTorch's `named_modules`, without the module itself).
+    /// Returns the submodules with their names (PyTorch's `named_modules`, without the module itself). A module precedes its submodules.
     fn named_modules(&self, prefix: &str) -> Vec<(String, &dyn Module)> {
         let mut out = Vec::new();
         self.visit_modules(prefix, &mut |name, module| out.push((name, module)));
@@ -195,13 +195,13 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         path.rsplit("::").next().unwrap_or(path)
     }
 
-    /// Returns the number of elements of all parameters.
+    /// Returns the number of elements of all parameters together.
     fn parameter_count(&self) -> usize {
         self.parameters().iter().map(|p| p.numel()).sum()
     }
 
     /// Freezes (`false`) or unfreezes (`true`) all parameters, for every handle on them (PyTorch's `requires_grad_`). An
-    /// optimiser skips a frozen parameter, and keeps its state until the parameter is trained again.
+    /// optimiser skips frozen parameters, and keeps their state until they are trained again.
     ///
     /// ```
     /// use claystone::nn::{Linear, Module};
@@ -216,8 +216,8 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::Autograd`] for a parameter that is the result of a recorded operation;
-    /// [`crate::Error::UnsupportedDType`] for a parameter of integers.
+    /// [`crate::Error::Autograd`] for a parameter that is the result of a recorded operation.
+    /// [`crate::Error::UnsupportedDType`] for a parameter that has integers.
     fn requires_grad_(&mut self, requires_grad: bool) -> Result<()> {
         replace_each(self, |role, t| match t.leaf_id() {
             _ if role == Role::Buffer => Ok(t.shallow_clone()),
@@ -236,7 +236,7 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         self.parameters().into_iter().for_each(Tensor::zero_grad);
     }
 
-    /// Returns parameters and buffers under PyTorch's names. The tensors share the module's memory and are outside the graph.
+    /// Returns parameters and buffers under PyTorch's names. The returned tensors share the module's memory and are outside the graph.
     ///
     /// ```
     /// use claystone::nn::{BatchNorm2d, Module};
@@ -253,8 +253,8 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         out.into_iter().collect()
     }
 
-    /// Copies the module with all its tensors (Python's `copy.deepcopy(model)`), for example as a target network or for
-    /// [`AveragedModel::ema`]. Tied parameters stay tied. Gradients are not copied.
+    /// Copies the module and all its tensors (Python's `copy.deepcopy(model)`), for example as a target network or for
+    /// [`AveragedModel::ema`]. Parameters that are tied stay tied. Gradients are not copied.
     ///
     /// ```
     /// use claystone::nn::{AveragedModel, Linear, Module};
@@ -279,11 +279,11 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         Ok(copy)
     }
 
-    /// Computes [`Module::forward`] but keeps only `x` for backward, which computes the forward pass again: see
-    /// [`checkpoint`]. [`Checkpoint`] is a layer that does this.
+    /// Computes [`Module::forward`], but keeps only `x` for backward. Backward then computes the forward pass again, see
+    /// [`checkpoint`]. The layer [`Checkpoint`] does this for the layer inside.
     ///
     /// # Errors
-    /// As [`Module::forward`].
+    /// Errors of [`Module::forward`].
     #[track_caller]
     fn forward_checkpointed(&self, x: &Tensor) -> Result<Tensor>
     where
@@ -294,11 +294,11 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         checkpoint(move |x| module.forward(&x[0]), &[x])
     }
 
-    /// Copies the values of `state` into the tensors of these names, from any device and any float dtype. If `strict`, missing and unknown
-    /// names are an error; otherwise they are returned, and all other tensors are loaded. Everything is checked before the first change.
+    /// Copies the values of `state` into the tensors with the same names, from any device and any float dtype. If `strict`, missing and
+    /// unknown names are an error; otherwise they are returned and all other tensors are loaded. All checks come before the first change.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a tensor of another shape, and, if strict, for names that differ; [`crate::Error::Partial`]
+    /// [`crate::Error::Invalid`] for a tensor whose shape differs and, if `strict`, for names that differ. [`crate::Error::Partial`]
     /// if the device fails after some tensors were copied.
     fn load_state_dict(&self, state: &StateDict, strict: bool) -> Result<IncompatibleKeys> {
         let (op, own) = ("load_state_dict", self.state_dict());
@@ -311,9 +311,9 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         Ok(keys)
     }
 
-    /// Like [`Module::load_state_dict`], but the tensors of `state` replace tensors made in [`uninit`](fn@uninit)
-    /// (PyTorch's `load_state_dict(assign=True)`), so that the weights are in memory once. Only a tensor of another dtype or
-    /// device is converted, and only a tensor with other handles is copied.
+    /// Like [`Module::load_state_dict`], but tensors made in [`uninit`](fn@uninit) are replaced by the tensors of `state`
+    /// (PyTorch's `load_state_dict(assign=True)`), so that the weights are in memory only once. A tensor of `state` is converted
+    /// if its dtype or device differs, and copied if it has other handles.
     ///
     /// ```
     /// use claystone::nn::{self, Linear, Module};
@@ -328,8 +328,8 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
     /// ```
     ///
     /// # Errors
-    /// As [`Module::load_state_dict`], and [`crate::Error::OutOfMemory`]. If not strict, tensors without a value in `state` stay
-    /// without memory, and using such a tensor is an error that has its name.
+    /// Errors of [`Module::load_state_dict`], and [`crate::Error::OutOfMemory`]. If not `strict`, tensors without a value in `state`
+    /// remain without memory; using such a tensor is an error that contains its name.
     fn assign_state_dict(&mut self, state: StateDict, strict: bool) -> Result<IncompatibleKeys> {
         let own = self.state_dict();
         assign::assign_values("assign_state_dict", own, state, strict, |f| {
@@ -337,20 +337,20 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         })
     }
 
-    /// Moves all tensors and their gradients to a device. An optimiser of the parameters follows, and moves its state at its next step.
+    /// Moves all tensors and their gradients to a device. An optimiser of the parameters moves its state at its next step.
     ///
     /// # Errors
-    /// [`crate::Error::NoDevice`] and [`crate::Error::OutOfMemory`]: moved tensors stay there, and another call moves the rest.
+    /// [`crate::Error::NoDevice`] and [`crate::Error::OutOfMemory`]. After an error some tensors are moved; another call moves the rest.
     #[track_caller]
     fn to_device(&mut self, device: Device) -> Result<()> {
         let _caller = Caller::enter();
         convert_tensors(self, true, |t| t.to_device(device))
     }
 
-    /// Converts all float tensors and their gradients. An optimiser of the parameters follows, and converts its state at its next step.
+    /// Converts all float tensors and their gradients. An optimiser of the parameters converts its state at its next step.
     ///
     /// # Errors
-    /// [`crate::Error::UnsupportedDType`] for a dtype of integers; [`crate::Error::OutOfMemory`], as for [`Module::to_device`].
+    /// [`crate::Error::UnsupportedDType`] if `dtype` is an integer type. [`crate::Error::OutOfMemory`], as for [`Module::to_device`].
     #[track_caller]
     fn to_dtype(&mut self, dtype: DType) -> Result<()> {
         let _caller = Caller::enter();
@@ -358,9 +358,9 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         convert_tensors(self, true, |t| if t.dtype().is_float() { t.to_dtype(dtype) } else { Ok(t.detach()) })
     }
 
-    /// Converts weights with the format's number of dims, four or five, and their gradients to this memory format (PyTorch's
+    /// Converts the weights that have the format's number of dims (four or five), and their gradients, to a memory format (PyTorch's
     /// `model.to(memory_format=torch.channels_last)`). Layers then keep the format of channels-last images, and convolutions on
-    /// tensor cores need no copies. Values, names and saved files do not change. Call it before making an optimiser: an existing
+    /// tensor cores need no copies. Values, names and saved files stay the same. Call it before creating an optimiser: an existing
     /// optimiser follows at its next step, but then no longer updates all parameters in one launch.
     ///
     /// ```
@@ -390,12 +390,12 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
     }
 }
 
-/// True if `t` is a parameter whose leaf is not in `seen`: tied parameters have the same leaf.
+/// True if `t` is a parameter whose leaf is not in `seen`. Tied parameters have the same leaf, so only the first is new.
 fn is_new_parameter(role: Role, t: &Tensor, seen: &mut HashSet<u64>) -> bool {
     role == Role::Parameter && t.leaf_id().is_none_or(|leaf| seen.insert(leaf))
 }
 
-/// Saves a module in a checkpoint as its state dict, and loads it strictly.
+/// A checkpoint stores a module as its state dict. Loading is strict.
 impl<M: Module> Stateful for M {
     fn state_dict(&self) -> Result<StateDict> {
         Ok(Module::state_dict(self))

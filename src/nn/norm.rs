@@ -16,7 +16,7 @@ fn zeros(n: &[usize], options: TensorOptions) -> Result<Tensor> {
     Tensor::zeros(n, options)?.requires_grad_(true)
 }
 
-/// [`Tensor::batch_norm`] with a weight, a bias and running statistics for each channel of `[N, C, ..]` (PyTorch's
+/// Applies [`Tensor::batch_norm`] with a weight, a bias and running statistics for each channel of `[N, C, ..]` (PyTorch's
 /// `nn.BatchNorm1d`, `nn.BatchNorm2d` and `nn.BatchNorm3d`).
 ///
 /// ```
@@ -37,11 +37,11 @@ pub struct BatchNorm {
     mode: Mode,
     momentum: f64,
     eps: f64,
-    /// The replacement for [`Tensor::batch_norm`] in training, if set.
+    /// A function that replaces [`Tensor::batch_norm`] in training. `None` by default.
     training_forward: Arc<Mutex<Option<Arc<BatchNormFn>>>>,
 }
 
-/// The type of replacements for [`Tensor::batch_norm`] in training.
+/// A function that replaces [`Tensor::batch_norm`] in training.
 pub(crate) type BatchNormFn = dyn Fn(&Tensor, BatchNormOptions) -> Result<Tensor> + Send + Sync;
 
 /// [`BatchNorm`] under PyTorch's name for `[N, C]` and `[N, C, L]`.
@@ -52,7 +52,7 @@ pub type BatchNorm2d = BatchNorm;
 pub type BatchNorm3d = BatchNorm;
 
 impl BatchNorm {
-    /// Creates a layer for `channels` channels, with a momentum of 0.1 and an eps of 1e-5.
+    /// Creates a layer for `channels` channels, with a momentum of 0.1 and an `eps` of 1e-5.
     ///
     /// # Errors
     /// [`crate::Error::UnsupportedDType`] for dtypes that are not floats; [`crate::Error::OutOfMemory`].
@@ -73,7 +73,7 @@ impl BatchNorm {
         })
     }
 
-    /// Sets the function that replaces [`Tensor::batch_norm`] in training, such as one that reduces statistics over ranks.
+    /// Replaces [`Tensor::batch_norm`] in training by `f`, for example by a function that reduces the statistics over all ranks.
     pub(crate) fn set_training_forward(&self, f: Arc<BatchNormFn>) {
         *lock(&self.training_forward) = Some(f);
     }
@@ -98,12 +98,12 @@ impl BatchNorm {
         &self.running_var.0
     }
 
-    /// Sets the momentum: the weight of a batch's statistics in the running statistics.
+    /// Sets the momentum, the weight of a batch's statistics in the update of the running statistics.
     pub fn with_momentum(self, momentum: f64) -> BatchNorm {
         BatchNorm { momentum, ..self }
     }
 
-    /// Sets the number added to the variance.
+    /// Sets the number that is added to the variance.
     pub fn with_eps(self, eps: f64) -> BatchNorm {
         BatchNorm { eps, ..self }
     }
@@ -141,7 +141,7 @@ impl Module for BatchNorm {
     }
 }
 
-/// [`Tensor::instance_norm`] of `[N, C, ..]` (PyTorch's `nn.InstanceNorm1d`, `nn.InstanceNorm2d` and `nn.InstanceNorm3d`).
+/// Applies [`Tensor::instance_norm`] to `[N, C, ..]` (PyTorch's `nn.InstanceNorm1d`, `nn.InstanceNorm2d` and `nn.InstanceNorm3d`).
 /// By default it has no parameters and no running statistics.
 ///
 /// ```
@@ -157,7 +157,7 @@ pub struct InstanceNorm {
     bias: Option<Tensor>,
     running_mean: Option<Buffer>,
     running_var: Option<Buffer>,
-    /// Saved for compatibility with PyTorch, which does not update this buffer either.
+    /// A buffer that is saved for compatibility with PyTorch. PyTorch does not update it either.
     num_batches_tracked: Option<Buffer>,
     mode: Mode,
     channels: usize,
@@ -174,7 +174,7 @@ pub type InstanceNorm2d = InstanceNorm;
 pub type InstanceNorm3d = InstanceNorm;
 
 impl InstanceNorm {
-    /// Creates a layer for `channels` channels, with a momentum of 0.1 and an eps of 1e-5.
+    /// Creates a layer for `channels` channels, with a momentum of 0.1 and an `eps` of 1e-5.
     pub fn new(channels: usize, options: impl Into<TensorOptions>) -> InstanceNorm {
         InstanceNorm {
             weight: None,
@@ -190,10 +190,10 @@ impl InstanceNorm {
         }
     }
 
-    /// Adds a weight and a bias for each channel (PyTorch's `affine`).
+    /// Adds a trained weight and bias for each channel (PyTorch's `affine`).
     ///
     /// # Errors
-    /// As [`BatchNorm::new`].
+    /// Errors of [`BatchNorm::new`].
     #[track_caller]
     pub fn with_affine(self) -> Result<InstanceNorm> {
         let _caller = Caller::enter();
@@ -201,11 +201,11 @@ impl InstanceNorm {
         Ok(InstanceNorm { weight: Some(weight), bias: Some(bias), ..self })
     }
 
-    /// Adds running statistics: training updates the statistics with means over the batch, and evaluation normalises with the
-    /// statistics (PyTorch's `track_running_stats`).
+    /// Adds running statistics (PyTorch's `track_running_stats`). Training updates them with the statistics averaged over the batch, and
+    /// evaluation normalises with them.
     ///
     /// # Errors
-    /// As [`BatchNorm::new`].
+    /// Errors of [`BatchNorm::new`].
     #[track_caller]
     pub fn with_running_stats(self) -> Result<InstanceNorm> {
         let _caller = Caller::enter();
@@ -217,22 +217,22 @@ impl InstanceNorm {
         })
     }
 
-    /// Returns the weight, `[channels]`, after [`with_affine`](InstanceNorm::with_affine).
+    /// Returns the weight, `[channels]`. `None` without [`with_affine`](InstanceNorm::with_affine).
     pub fn weight(&self) -> Option<&Tensor> {
         self.weight.as_ref()
     }
 
-    /// Returns the bias, `[channels]`, after [`with_affine`](InstanceNorm::with_affine).
+    /// Returns the bias, `[channels]`. `None` without [`with_affine`](InstanceNorm::with_affine).
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 
-    /// Sets the momentum: the weight of a batch's statistics in the running statistics.
+    /// Sets the momentum, the weight of a batch's statistics in the update of the running statistics.
     pub fn with_momentum(self, momentum: f64) -> InstanceNorm {
         InstanceNorm { momentum, ..self }
     }
 
-    /// Sets the number added to the variance.
+    /// Sets the number that is added to the variance.
     pub fn with_eps(self, eps: f64) -> InstanceNorm {
         InstanceNorm { eps, ..self }
     }
@@ -267,7 +267,7 @@ impl Module for InstanceNorm {
     }
 }
 
-/// [`Tensor::layer_norm`] with a weight and a bias of the normalised shape (PyTorch's `nn.LayerNorm`).
+/// Applies [`Tensor::layer_norm`] with a weight and a bias of the normalised shape (PyTorch's `nn.LayerNorm`).
 pub struct LayerNorm {
     weight: Tensor,
     bias: Option<Tensor>,
@@ -276,10 +276,10 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// Creates a layer that normalises the last dims, which have this shape, with an eps of 1e-5.
+    /// Creates a layer that normalises over the last dims. `shape` has their sizes. The `eps` is 1e-5.
     ///
     /// # Errors
-    /// As [`BatchNorm::new`].
+    /// Errors of [`BatchNorm::new`].
     #[track_caller]
     pub fn new(shape: &[usize], options: impl Into<TensorOptions>) -> Result<LayerNorm> {
         let _caller = Caller::enter();
@@ -288,12 +288,12 @@ impl LayerNorm {
         Ok(LayerNorm { weight, bias, shape: shape.to_vec(), eps: 1e-5 })
     }
 
-    /// Returns the weight, of the normalised shape.
+    /// Returns the weight. It has the normalised shape.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// Returns the bias, of the normalised shape.
+    /// Returns the bias, which has the normalised shape; `None` without a bias.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
@@ -303,7 +303,7 @@ impl LayerNorm {
         LayerNorm { bias: None, ..self }
     }
 
-    /// Sets the number added to the variance.
+    /// Sets the number that is added to the variance.
     pub fn with_eps(self, eps: f64) -> LayerNorm {
         LayerNorm { eps, ..self }
     }
@@ -318,7 +318,7 @@ impl Module for LayerNorm {
     }
 }
 
-/// [`Tensor::group_norm`] with a weight and a bias for each channel (PyTorch's `nn.GroupNorm`).
+/// Applies [`Tensor::group_norm`] with a weight and a bias for each channel (PyTorch's `nn.GroupNorm`).
 pub struct GroupNorm {
     weight: Tensor,
     bias: Tensor,
@@ -327,10 +327,10 @@ pub struct GroupNorm {
 }
 
 impl GroupNorm {
-    /// Creates a layer for `channels` channels in `groups` groups, with an eps of 1e-5.
+    /// Creates a layer for `channels` channels in `groups` groups, with an `eps` of 1e-5.
     ///
     /// # Errors
-    /// As [`BatchNorm::new`].
+    /// Errors of [`BatchNorm::new`].
     #[track_caller]
     pub fn new(groups: usize, channels: usize, options: impl Into<TensorOptions>) -> Result<GroupNorm> {
         let _caller = Caller::enter();
@@ -348,7 +348,7 @@ impl GroupNorm {
         &self.bias
     }
 
-    /// Sets the number added to the variance.
+    /// Sets the number that is added to the variance.
     pub fn with_eps(self, eps: f64) -> GroupNorm {
         GroupNorm { eps, ..self }
     }
@@ -363,7 +363,7 @@ impl Module for GroupNorm {
     }
 }
 
-/// [`Tensor::rms_norm`] with a weight of the normalised shape (PyTorch's `nn.RMSNorm`).
+/// Applies [`Tensor::rms_norm`] with a weight of the normalised shape (PyTorch's `nn.RMSNorm`).
 pub struct RmsNorm {
     weight: Tensor,
     shape: Vec<usize>,
@@ -371,22 +371,22 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// Creates a layer that normalises the last dims, which have this shape, with the dtype's eps.
+    /// Creates a layer that normalises over the last dims. `shape` has their sizes. The `eps` is the machine epsilon of the dtype.
     ///
     /// # Errors
-    /// As [`BatchNorm::new`].
+    /// Errors of [`BatchNorm::new`].
     #[track_caller]
     pub fn new(shape: &[usize], options: impl Into<TensorOptions>) -> Result<RmsNorm> {
         let _caller = Caller::enter();
         Ok(RmsNorm { weight: ones(shape, options.into())?, shape: shape.to_vec(), eps: None })
     }
 
-    /// Returns the weight, of the normalised shape.
+    /// Returns the weight. It has the normalised shape.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// Sets the number added to the mean square.
+    /// Sets the number that is added to the mean square.
     pub fn with_eps(self, eps: f64) -> RmsNorm {
         RmsNorm { eps: Some(eps), ..self }
     }

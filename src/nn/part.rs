@@ -1,4 +1,4 @@
-//! Fields of modules: tensors, submodules, and the switch between training and evaluation.
+//! The fields of modules: tensors, submodules, and the switch between training and evaluation.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,39 +11,39 @@ use crate::internal::join_names;
 pub enum Role {
     /// A trained tensor.
     Parameter,
-    /// A tensor that is saved with the parameters, but not trained.
+    /// A tensor that is saved with the parameters but not trained, such as running statistics.
     Buffer,
 }
 
-/// A field of a module that [`parts!`](crate::parts) can list: a tensor (a parameter), a [`Buffer`], a module, a [`Mode`], or a
-/// vector or an option of these. Elements of a vector are numbered from 0, as in PyTorch's `ModuleList`.
+/// A field that [`parts!`](crate::parts) can list: a tensor (a parameter), a [`Buffer`], a module, a [`Mode`], or a vector or option
+/// of these. The elements of a vector are named 0, 1 and so on, as in PyTorch's `ModuleList`.
 pub trait Part {
-    /// [`Module::visit`] for a field of this name.
+    /// Does the part of [`Module::visit`] for this field, which has the given name.
     fn visit_field<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor));
 
-    /// [`Module::visit_mut`] for a field of this name.
+    /// Does the part of [`Module::visit_mut`] for this field, which has the given name.
     fn visit_field_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor));
 
-    /// [`Module::set_training`] for the field.
+    /// Does the part of [`Module::set_training`] for this field.
     fn set_field_training(&self, training: bool);
 
-    /// [`Module::shallow_clone`] for the field.
+    /// Does the part of [`Module::shallow_clone`] for this field.
     fn clone_handle(&self) -> Self
     where
         Self: Sized;
 
-    /// [`Module::visit_modules`] for the field, including the field itself if it is a module.
+    /// Does the part of [`Module::visit_modules`] for this field. If the field is a module, visits the field itself too.
     fn visit_field_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
         let _ = (name, visitor);
     }
 }
 
-/// Lists the fields of a [`Module`] that hold tensors, inside its `impl`: `parts!(conv, norm, fc);`, or `parts!();` for none.
+/// Lists the fields of a [`Module`] that hold tensors, inside the `impl`: `parts!(conv, norm, fc);`, or `parts!();` if there are none.
 ///
-/// The names of tensors begin with the name of the field. `as` gives another name, which may have dots like names of PyTorch's
-/// submodules. The name of a field `r#type` is `type`. A field `as ""` adds nothing to the names of its tensors.
+/// The names of tensors begin with the name of their field. `field as "name"` replaces the field's name; `name` may contain dots, like
+/// PyTorch's names of submodules. A field `r#type` has the name `type`. With `as ""`, tensors are named as inside the field.
 ///
-/// The other fields are copied by [`Module::shallow_clone`]. Fields that are not `Copy` are listed after a semicolon,
+/// [`Module::shallow_clone`] copies the remaining fields. Remaining fields that are not `Copy` are listed after a semicolon, as in
 /// `parts!(weight; names, sizes)`, and are cloned. An enum without tensors uses `parts!(; self)`, which clones the whole value.
 ///
 /// ```
@@ -115,7 +115,7 @@ macro_rules! parts {
     };
 }
 
-/// Returns the name of a field after `prefix`; `renamed` has the `as` name given to [`parts!`](crate::parts), if any.
+/// Returns the name of a field, after `prefix`. `renamed` is the name given with `as` in [`parts!`](crate::parts); empty if none.
 pub fn field_name(prefix: &str, field: &str, renamed: &[&str]) -> String {
     let own = field.strip_prefix("r#").unwrap_or(field);
     join_names(prefix, renamed.first().unwrap_or(&own))
@@ -160,12 +160,12 @@ impl Part for Buffer {
     }
 }
 
-/// The switch between training and evaluation, initially training.
+/// The switch between training and evaluation. It starts as training.
 #[derive(Debug)]
 pub struct Mode(AtomicBool);
 
 impl Mode {
-    /// True in training, false in evaluation.
+    /// True in training, and false in evaluation.
     pub fn is_training(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! Layers without parameters that change shapes: pooling, flattening, and changes of the resolution.
+//! Layers without parameters that change shapes: pooling, flattening, and resizing.
 
 use super::Module;
 use crate::storage::Caller;
@@ -9,14 +9,14 @@ macro_rules! pool_layers {
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
         pub struct $name {
-            /// The size of a window.
+            /// The size of the window in each spatial dim.
             pub kernel: $kernel,
-            /// Stride, padding and so on.
+            /// The stride, the padding and other options.
             pub options: $options,
         }
 
         impl $name {
-            /// Creates a layer with adjacent windows that do not overlap.
+            /// Creates a layer whose windows are adjacent and do not overlap.
             pub fn new(kernel: $kernel) -> $name {
                 $name { kernel, options: <$options>::default() }
             }
@@ -34,21 +34,21 @@ macro_rules! pool_layers {
 }
 
 pool_layers! {
-    /// [`Tensor::max_pool1d`] (PyTorch's `nn.MaxPool1d`).
+    /// Applies [`Tensor::max_pool1d`] (PyTorch's `nn.MaxPool1d`).
     MaxPool1d usize, MaxPoolOptions<1>, max_pool1d;
-    /// [`Tensor::max_pool2d`] (PyTorch's `nn.MaxPool2d`).
+    /// Applies [`Tensor::max_pool2d`] (PyTorch's `nn.MaxPool2d`).
     MaxPool2d [usize; 2], MaxPoolOptions<2>, max_pool2d;
-    /// [`Tensor::max_pool3d`] (PyTorch's `nn.MaxPool3d`).
+    /// Applies [`Tensor::max_pool3d`] (PyTorch's `nn.MaxPool3d`).
     MaxPool3d [usize; 3], MaxPoolOptions<3>, max_pool3d;
-    /// [`Tensor::avg_pool1d`] (PyTorch's `nn.AvgPool1d`).
+    /// Applies [`Tensor::avg_pool1d`] (PyTorch's `nn.AvgPool1d`).
     AvgPool1d usize, AvgPoolOptions<1>, avg_pool1d;
-    /// [`Tensor::avg_pool2d`] (PyTorch's `nn.AvgPool2d`).
+    /// Applies [`Tensor::avg_pool2d`] (PyTorch's `nn.AvgPool2d`).
     AvgPool2d [usize; 2], AvgPoolOptions<2>, avg_pool2d;
-    /// [`Tensor::avg_pool3d`] (PyTorch's `nn.AvgPool3d`).
+    /// Applies [`Tensor::avg_pool3d`] (PyTorch's `nn.AvgPool3d`).
     AvgPool3d [usize; 3], AvgPoolOptions<3>, avg_pool3d;
 }
 
-/// Defines layers with one public field, the argument of the tensor method that they call.
+/// Defines layers whose only field is public. The field is the argument of the tensor method that the layer applies.
 macro_rules! tuple_layers {
     ($field_doc:literal; $($(#[$doc:meta])* $name:ident($field:ty) $method:ident;)*) => { $(
         $(#[$doc])*
@@ -72,26 +72,26 @@ pub(super) use tuple_layers;
 
 tuple_layers! {
     "The size of the result.";
-    /// [`Tensor::adaptive_avg_pool1d`] (PyTorch's `nn.AdaptiveAvgPool1d`).
+    /// Applies [`Tensor::adaptive_avg_pool1d`] (PyTorch's `nn.AdaptiveAvgPool1d`).
     AdaptiveAvgPool1d(usize) adaptive_avg_pool1d;
-    /// [`Tensor::adaptive_avg_pool2d`] to these rows and columns (PyTorch's `nn.AdaptiveAvgPool2d`).
+    /// Applies [`Tensor::adaptive_avg_pool2d`] with this number of output rows and columns (PyTorch's `nn.AdaptiveAvgPool2d`).
     AdaptiveAvgPool2d([usize; 2]) adaptive_avg_pool2d;
-    /// [`Tensor::adaptive_avg_pool3d`] to these slices, rows and columns (PyTorch's `nn.AdaptiveAvgPool3d`).
+    /// Applies [`Tensor::adaptive_avg_pool3d`] with this number of output slices, rows and columns (PyTorch's `nn.AdaptiveAvgPool3d`).
     AdaptiveAvgPool3d([usize; 3]) adaptive_avg_pool3d;
-    /// [`Tensor::adaptive_max_pool1d`] (PyTorch's `nn.AdaptiveMaxPool1d`).
+    /// Applies [`Tensor::adaptive_max_pool1d`] (PyTorch's `nn.AdaptiveMaxPool1d`).
     AdaptiveMaxPool1d(usize) adaptive_max_pool1d;
-    /// [`Tensor::adaptive_max_pool2d`] to these rows and columns (PyTorch's `nn.AdaptiveMaxPool2d`).
+    /// Applies [`Tensor::adaptive_max_pool2d`] with this number of output rows and columns (PyTorch's `nn.AdaptiveMaxPool2d`).
     AdaptiveMaxPool2d([usize; 2]) adaptive_max_pool2d;
-    /// [`Tensor::adaptive_max_pool3d`] to these slices, rows and columns (PyTorch's `nn.AdaptiveMaxPool3d`).
+    /// Applies [`Tensor::adaptive_max_pool3d`] with this number of output slices, rows and columns (PyTorch's `nn.AdaptiveMaxPool3d`).
     AdaptiveMaxPool3d([usize; 3]) adaptive_max_pool3d;
 }
 
-/// [`Tensor::flatten`] of a range of dims, both ends included; by default all dims but the batch (PyTorch's `nn.Flatten`).
+/// Applies [`Tensor::flatten`] to a range of dims, both ends included. By default all dims except the batch (PyTorch's `nn.Flatten`).
 #[derive(Debug, Clone, Copy)]
 pub struct Flatten(
-    /// The first dim.
+    /// The first dim of the range.
     pub isize,
-    /// The last dim.
+    /// The last dim of the range.
     pub isize,
 );
 
@@ -113,7 +113,7 @@ impl Module for Flatten {
 
 tuple_layers! {
     "The factor by which rows and columns change.";
-    /// [`Tensor::pixel_shuffle`] with factor r: r² channels become r by r pixels (PyTorch's `nn.PixelShuffle`).
+    /// Applies [`Tensor::pixel_shuffle`] with factor r: groups of r² channels become blocks of r by r pixels (PyTorch's `nn.PixelShuffle`).
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::{Module, PixelShuffle}};
@@ -122,11 +122,11 @@ tuple_layers! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     PixelShuffle(usize) pixel_shuffle;
-    /// [`Tensor::pixel_unshuffle`], the inverse of [`PixelShuffle`] (PyTorch's `nn.PixelUnshuffle`).
+    /// Applies [`Tensor::pixel_unshuffle`], the inverse of [`PixelShuffle`] (PyTorch's `nn.PixelUnshuffle`).
     PixelUnshuffle(usize) pixel_unshuffle;
 }
 
-/// [`Tensor::interpolate`] of `[N, C, ..]` to spatial sizes multiplied by a factor (PyTorch's `nn.Upsample` with `scale_factor`).
+/// Resizes `[N, C, ..]` with [`Tensor::interpolate`], multiplying each spatial size by a factor (PyTorch's `nn.Upsample(scale_factor)`).
 ///
 /// ```
 /// use claystone::{Device, Interpolation, Tensor, nn::{Module, Upsample}};
@@ -137,7 +137,7 @@ tuple_layers! {
 /// ```
 #[derive(Debug, Clone, Copy)]
 pub struct Upsample {
-    /// The factor of each spatial size; the products are rounded down.
+    /// The factor of each spatial size. The resulting sizes are rounded down.
     pub scale_factor: f64,
     /// The interpolation method.
     pub mode: Interpolation,

@@ -1,9 +1,9 @@
-//! Replaces the tensors of a module: conversions, copies, and freezing of parameters.
+//! Replacement of a module's tensors, for conversions, copies, and freezing of parameters.
 
 use super::{Module, Role};
 use crate::{Result, Tensor};
 
-/// Converts each tensor with `f`, outside the graph. If `keep_flat_buffers`, an optimiser's flat buffer is converted in one piece.
+/// Converts each tensor with `f`, outside the graph. If `keep_flat_buffers`, a flat buffer of an optimiser is converted as a whole.
 pub(super) fn convert_tensors<M: Module + ?Sized>(
     module: &mut M,
     keep_flat_buffers: bool,
@@ -16,7 +16,7 @@ pub(super) fn convert_tensors<M: Module + ?Sized>(
     })
 }
 
-/// Replaces each tensor by the result of `f`. Tied tensors stay tied, because `f` is called once for all of them.
+/// Replaces each tensor by the result of `f`. Tied tensors stay tied: `f` is called once for all of them.
 pub(super) fn replace_each<M: Module + ?Sized>(
     module: &mut M,
     f: impl Fn(Role, &Tensor) -> Result<Tensor>,
@@ -48,15 +48,15 @@ fn for_each_tensor<M: Module + ?Sized>(
     result
 }
 
-/// Converts one tensor with `f`. For a parameter, the result is the leaf that replaces the parameter, with a converted gradient.
-/// If `keep_flat_buffers`, views of one flat buffer stay views of one buffer; `buffers` has these buffers before and after conversion.
+/// Converts a tensor with `f`. For a parameter, returns the leaf that replaces the parameter, with a converted gradient. If
+/// `keep_flat_buffers`, views of one flat buffer remain views of one buffer. `buffers` has these buffers before and after conversion.
 fn convert_tensor(
     t: &Tensor,
     keep_flat_buffers: bool,
     f: &impl Fn(&Tensor) -> Result<Tensor>,
     buffers: &mut Vec<(Tensor, Tensor)>,
 ) -> Result<Tensor> {
-    // A tied parameter may already have been replaced under another name.
+    // A tied parameter may already be replaced, under another name.
     let t = t.successor().unwrap_or_else(|| t.shallow_clone());
     let mut in_buffer = |part: &Tensor| {
         let known = buffers.iter().position(|(buffer, _)| buffer.shares_storage(part));
@@ -72,7 +72,7 @@ fn convert_tensor(
         buffers[at].1.as_strided(part.shape(), part.strides(), part.offset())
     };
     let slot = if keep_flat_buffers { t.grad_slot() } else { None };
-    // If parameter and gradient have the same position in buffers of the same size, both buffers belong to an optimiser.
+    // If parameter and gradient have the same offset in buffers of the same size, both buffers belong to an optimiser.
     let alike = |slot: &Tensor| slot.offset() == t.offset() && slot.storage().nbytes() == t.storage().nbytes();
     let data = if slot.as_ref().is_some_and(alike) { in_buffer(&t)? } else { f(&t.detach())? };
     if t.leaf_id().is_none() {

@@ -24,7 +24,7 @@ pub struct Sequential {
 }
 
 impl Sequential {
-    /// Creates a sequence without layers: the identity.
+    /// Creates a sequence without layers, which returns its input.
     pub fn new() -> Sequential {
         Sequential::default()
     }
@@ -46,8 +46,8 @@ impl Module for Sequential {
     }
 }
 
-/// A layer that keeps only its input for backward, which computes the layer again: see [`Module::forward_checkpointed`].
-/// Parameters have the names of the layer inside.
+/// A layer that keeps only its input for backward, which runs the layer's forward pass again ([`Module::forward_checkpointed`]).
+/// Parameters have the same names as in the layer inside.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{Activation, Checkpoint, Linear, Module, Sequential}};
@@ -63,7 +63,7 @@ pub struct Checkpoint<M> {
 }
 
 impl<M: Module> Checkpoint<M> {
-    /// Wraps a layer or a network.
+    /// Wraps a layer or a network, whose intermediate tensors are then recomputed in backward.
     pub fn new(layer: M) -> Checkpoint<M> {
         Checkpoint { layer }
     }
@@ -78,7 +78,7 @@ impl<M: Module> Module for Checkpoint<M> {
     }
 }
 
-/// The layer returned by [`func`].
+/// A layer made from a function by [`func`].
 pub struct Func<F> {
     f: Arc<F>,
 }

@@ -1,41 +1,41 @@
-//! A table of a module's layers and their parameter counts.
+//! A table of a module's submodules and their parameter counts.
 
 use std::fmt;
 
 use super::Module;
 use crate::Shape;
 
-/// A table with a line for each submodule, and totals.
+/// A table with one line for each submodule, and totals.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Summary {
     /// The module itself, followed by its submodules in order.
     pub layers: Vec<LayerSummary>,
-    /// Number of elements of all parameters; tied parameters count once.
+    /// The number of elements of all parameters. Tied parameters count once.
     pub parameters: usize,
-    /// Number of elements of parameters that are not frozen with `requires_grad_(false)`.
+    /// The number of elements of all parameters that are not frozen with `requires_grad_(false)`.
     pub trainable: usize,
-    /// Number of elements of all buffers.
+    /// The number of elements of all buffers.
     pub buffers: usize,
-    /// Bytes of parameters and buffers.
+    /// The total size of parameters and buffers, in bytes.
     pub nbytes: usize,
 }
 
-/// A line of a [`Summary`].
+/// One line of a [`Summary`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerSummary {
-    /// Dotted name, the prefix of its parameters' names; empty for the module itself.
+    /// The dotted name of the submodule, with which its parameters' names begin. Empty for the module itself.
     pub name: String,
-    /// Name of the type, such as `Linear`.
+    /// The name of the type, such as `Linear`.
     pub type_name: &'static str,
-    /// Number of enclosing modules.
+    /// The number of modules that contain this one.
     pub depth: usize,
-    /// Names and shapes of the layer's own parameters, without submodules.
+    /// The names and shapes of the layer's own parameters, without those of submodules.
     pub shapes: Vec<(String, Shape)>,
-    /// Number of elements of the layer's parameters, including submodules.
+    /// The number of elements of the layer's parameters, including those of submodules.
     pub parameters: usize,
 }
 
-/// Summarises a module, like `torchinfo` and Keras.
+/// Returns a table of a module's submodules, like `torchinfo` and Keras.
 ///
 /// ```
 /// use claystone::Device;
@@ -84,12 +84,12 @@ pub fn summary(module: &dyn Module) -> Summary {
     }
 }
 
-/// Returns the submodules, without fields that have an empty name: their layers count as layers of the enclosing module.
+/// Returns the submodules, except fields with an empty name: their layers count as layers of the enclosing module.
 fn named_modules(module: &dyn Module) -> impl Iterator<Item = (String, &dyn Module)> {
     module.named_modules("").into_iter().filter(|(name, _)| !name.is_empty())
 }
 
-/// True if `name` names something inside the module called `module`.
+/// True if `name` is the name of a tensor or module inside the module called `module`.
 fn is_inside(name: &str, module: &str) -> bool {
     module.is_empty() || name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
 }

@@ -11,13 +11,13 @@ options! {
     pub struct TransformerOptions {
         /// The number of features between the two linear layers.
         pub dim_feedforward: usize = 2048,
-        /// The dropout probability of attention weights and of each sublayer's result, in training.
+        /// The dropout probability of attention weights and of each sublayer's result. Applies in training only.
         pub dropout: f64 = 0.1,
         /// The activation between the two linear layers.
         pub activation: Activation = Activation::Relu,
-        /// The number that layer norms add to the variance.
+        /// The number that layer norms add to the variance (`eps`).
         pub layer_norm_eps: f64 = 1e-5,
-        /// Whether to normalise the input of each sublayer (pre-norm) instead of the residual sum (post-norm).
+        /// Whether layer norms are applied to the input of each sublayer (pre-norm) instead of to the residual sum (post-norm).
         pub norm_first: bool = false,
         /// Whether linear layers and norms have biases.
         pub bias: bool = true,
@@ -46,7 +46,7 @@ impl TransformerOptions {
     }
 }
 
-/// Applies a sublayer with a residual connection, and a layer norm before the sublayer or after the sum.
+/// Applies a sublayer with a residual connection. The layer norm comes before the sublayer (pre-norm) or after the sum (post-norm).
 fn residual(
     x: &Tensor,
     norm: &LayerNorm,
@@ -59,16 +59,16 @@ fn residual(
     }
 }
 
-/// Applies the two linear layers, each followed by dropout.
+/// Applies the two linear layers of the feed-forward block. Each is followed by dropout.
 fn feed_forward(x: &Tensor, products: [&Linear; 2], dropout: &Dropout) -> Result<Tensor> {
     products.into_iter().try_fold(x.shallow_clone(), |x, product| dropout.forward(&product.forward(&x)?))
 }
 
 /// Self-attention and a feed-forward block of two linear layers, each with a residual connection and a layer norm (PyTorch's
-/// `nn.TransformerEncoderLayer` with `batch_first=True`), from `[N, S, E]` to `[N, S, E]`. The parameters are PyTorch's:
+/// `nn.TransformerEncoderLayer` with `batch_first=True`). Maps `[N, S, E]` to `[N, S, E]`. The parameters have PyTorch's names:
 /// `self_attn`, `linear1`, `linear2`, `norm1`, `norm2`.
 ///
-/// As a [`Module`] it uses no masks; [`TransformerEncoderLayer::encode`] takes masks.
+/// [`Module::forward`] uses no masks. Call [`TransformerEncoderLayer::encode`] to pass masks.
 pub struct TransformerEncoderLayer {
     self_attn: MultiheadAttention,
     linear1: Linear,
@@ -83,7 +83,7 @@ impl TransformerEncoderLayer {
     /// Creates a layer of `d_model` features in `nhead` heads, with PyTorch's initialisation.
     ///
     /// # Errors
-    /// As [`MultiheadAttention::new`]; [`Error::Invalid`](crate::Error::Invalid) for a dropout outside `0.0..=1.0`.
+    /// Errors of [`MultiheadAttention::new`]; [`Error::Invalid`](crate::Error::Invalid) for a dropout outside `0.0..=1.0`.
     #[track_caller]
     pub fn new(
         d_model: usize,
@@ -108,7 +108,7 @@ impl TransformerEncoderLayer {
     /// Computes the result for `[N, S, E]` with attention masks.
     ///
     /// # Errors
-    /// As [`MultiheadAttention::attend`].
+    /// Errors of [`MultiheadAttention::attend`].
     #[track_caller]
     pub fn encode(&self, x: &Tensor, masks: AttentionMasks<'_>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -128,11 +128,11 @@ impl Module for TransformerEncoderLayer {
     }
 }
 
-/// Self-attention, attention to the encoder's result, and a feed-forward block, each with a residual connection and a layer
-/// norm (PyTorch's `nn.TransformerDecoderLayer` with `batch_first=True`): `[N, T, E]` and `[N, S, E]` to `[N, T, E]`. The
-/// parameters are PyTorch's: `self_attn`, `multihead_attn`, `linear1`, `linear2`, `norm1`, `norm2`, `norm3`.
+/// Self-attention, attention to the encoder's result, and a feed-forward block, each with a residual connection and a layer norm
+/// (PyTorch's `nn.TransformerDecoderLayer` with `batch_first=True`). Maps `[N, T, E]` and `[N, S, E]` to `[N, T, E]`. The
+/// parameters have PyTorch's names: `self_attn`, `multihead_attn`, `linear1`, `linear2`, `norm1`, `norm2`, `norm3`.
 ///
-/// [`Forward::call`] takes a target and a memory without masks; [`TransformerDecoderLayer::decode`] also takes masks.
+/// [`Forward::call`] takes a target and a memory, without masks. Call [`TransformerDecoderLayer::decode`] to pass masks.
 pub struct TransformerDecoderLayer {
     self_attn: MultiheadAttention,
     multihead_attn: MultiheadAttention,
@@ -149,7 +149,7 @@ impl TransformerDecoderLayer {
     /// Creates a layer of `d_model` features in `nhead` heads, with PyTorch's initialisation.
     ///
     /// # Errors
-    /// As [`TransformerEncoderLayer::new`].
+    /// Errors of [`TransformerEncoderLayer::new`].
     #[track_caller]
     pub fn new(
         d_model: usize,
@@ -173,10 +173,10 @@ impl TransformerDecoderLayer {
         })
     }
 
-    /// Computes the result for a target `[N, T, E]` and a memory `[N, S, E]`, with masks for attention to each of them.
+    /// Computes the result for a target `[N, T, E]` and a memory (the encoder's result) `[N, S, E]`, with masks for both attentions.
     ///
     /// # Errors
-    /// As [`MultiheadAttention::attend`].
+    /// Errors of [`MultiheadAttention::attend`].
     pub fn decode(
         &self,
         target: &Tensor,
@@ -199,7 +199,7 @@ impl Module for TransformerDecoderLayer {
     crate::parts!(self_attn, multihead_attn, linear1, linear2, norm1, norm2, norm3, dropout);
 }
 
-/// A stack of encoder layers and an optional norm (PyTorch's `nn.TransformerEncoder`). Names: `layers.0` and so on, `norm`.
+/// A stack of encoder layers and an optional norm (PyTorch's `nn.TransformerEncoder`). The layers are named `layers.0` and so on.
 ///
 /// ```
 /// use claystone::nn::{AttentionMasks, Module, TransformerEncoder, TransformerEncoderLayer, TransformerOptions};
@@ -229,10 +229,10 @@ impl TransformerEncoder {
         TransformerEncoder { norm: Some(norm), ..self }
     }
 
-    /// Computes the result for `[N, S, E]`; every layer uses the same attention masks.
+    /// Computes the result for `[N, S, E]`. Every layer uses the same attention masks.
     ///
     /// # Errors
-    /// As [`MultiheadAttention::attend`].
+    /// Errors of [`MultiheadAttention::attend`].
     #[track_caller]
     pub fn encode(&self, x: &Tensor, masks: AttentionMasks<'_>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -251,7 +251,7 @@ impl Module for TransformerEncoder {
     }
 }
 
-/// A stack of decoder layers and an optional norm (PyTorch's `nn.TransformerDecoder`). Names: `layers.0` and so on, `norm`.
+/// A stack of decoder layers and an optional norm (PyTorch's `nn.TransformerDecoder`). The layers are named `layers.0` and so on.
 pub struct TransformerDecoder {
     layers: Vec<TransformerDecoderLayer>,
     norm: Option<LayerNorm>,
@@ -268,10 +268,10 @@ impl TransformerDecoder {
         TransformerDecoder { norm: Some(norm), ..self }
     }
 
-    /// Computes the result for a target `[N, T, E]` and a memory `[N, S, E]`; every layer uses the same attention masks.
+    /// Computes the result for a target `[N, T, E]` and a memory (the encoder's result) `[N, S, E]`. Every layer uses the same masks.
     ///
     /// # Errors
-    /// As [`MultiheadAttention::attend`].
+    /// Errors of [`MultiheadAttention::attend`].
     pub fn decode(
         &self,
         target: &Tensor,
@@ -289,8 +289,8 @@ impl Module for TransformerDecoder {
     crate::parts!(layers, norm);
 }
 
-/// An encoder and a decoder (PyTorch's `nn.Transformer` with `batch_first=True`): a source `[N, S, E]` and a target
-/// `[N, T, E]` to `[N, T, E]`. The parameters are PyTorch's, beginning with `encoder.layers.0.self_attn.in_proj_weight`.
+/// An encoder and a decoder (PyTorch's `nn.Transformer` with `batch_first=True`). Maps a source `[N, S, E]` and a target `[N, T, E]` to
+/// `[N, T, E]`. The parameters have PyTorch's names, beginning with `encoder.layers.0.self_attn.in_proj_weight`.
 ///
 /// ```
 /// use claystone::nn::{AttentionMasks, Transformer, TransformerOptions};
@@ -307,18 +307,18 @@ impl Module for TransformerDecoder {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub struct Transformer {
-    /// The encoder, which reads the source.
+    /// The encoder. Its input is the source.
     pub encoder: TransformerEncoder,
-    /// The decoder, which computes the target from the encoder's result.
+    /// The decoder. Its inputs are the target and the encoder's result.
     pub decoder: TransformerDecoder,
 }
 
 impl Transformer {
-    /// Creates an encoder and a decoder of the given numbers of layers, both with a final norm. Weights are initialised with
-    /// Glorot's uniform distribution, as in PyTorch (whose default is `[6, 6]` layers of 512 features in 8 heads).
+    /// Creates an encoder and a decoder with the given numbers of layers, both with a final norm. Weights are drawn from Glorot's uniform
+    /// distribution, as in PyTorch (whose default is `[6, 6]` layers of 512 features in 8 heads).
     ///
     /// # Errors
-    /// As [`TransformerEncoderLayer::new`].
+    /// Errors of [`TransformerEncoderLayer::new`].
     #[track_caller]
     pub fn new(
         d_model: usize,
@@ -346,7 +346,7 @@ impl Module for Transformer {
     crate::parts!(encoder, decoder);
 }
 
-/// Takes a target and a memory, without masks.
+/// Takes a target and a memory (the encoder's result), without masks.
 impl Forward<(&Tensor, &Tensor)> for TransformerDecoderLayer {
     type Output = Tensor;
 
@@ -357,7 +357,7 @@ impl Forward<(&Tensor, &Tensor)> for TransformerDecoderLayer {
     }
 }
 
-/// Takes a target and a memory, without masks.
+/// Takes a target and a memory (the encoder's result), without masks.
 impl Forward<(&Tensor, &Tensor)> for TransformerDecoder {
     type Output = Tensor;
 

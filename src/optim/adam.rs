@@ -1,4 +1,4 @@
-//! Adam, with weight decay as an L2 penalty or decoupled.
+//! Adam and AdamW. Adam's weight decay is an L2 penalty; AdamW's is decoupled.
 
 use super::rule::{DECAY_RANGE, NON_NEGATIVE, add_weight_decay, optimizer};
 use crate::Expr;
@@ -10,17 +10,17 @@ macro_rules! adam {
             $(#[$doc])* $name;
             $(#[$config_doc])*
             $config {
-                /// Learning rate.
+                /// The learning rate.
                 lr: f64 = 1e-3, NON_NEGATIVE;
                 /// Decay of the running mean of the gradient, in `0.0..1.0`.
                 beta1: f64 = 0.9, DECAY_RANGE;
                 /// Decay of the running mean of the squared gradient, in `0.0..1.0`.
                 beta2: f64 = 0.999, DECAY_RANGE;
-                /// Added to the denominator.
+                /// A small number added to the denominator, so that no division by zero occurs.
                 eps: f64 = 1e-8, NON_NEGATIVE;
                 $(#[$decay_doc])*
                 weight_decay: f64 = $decay, NON_NEGATIVE;
-                /// Whether to divide by the largest running mean so far (Reddi et al., "On the Convergence of Adam and Beyond").
+                /// Whether to divide by the largest running mean of squares so far (Reddi et al., "On the Convergence of Adam and Beyond").
                 amsgrad: bool = false;
             }
 
@@ -30,7 +30,7 @@ macro_rules! adam {
             }
 
             fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
-                // Bias corrections, because the running means start at zero.
+                // Bias correction: the running means start at zero and would be too small in the first steps.
                 let correct1 = 1.0 / (1.0 - self.beta1.powi(step));
                 let correct2 = 1.0 / (1.0 - self.beta2.powi(step));
                 let decay = if $decoupled { 1.0 - self.lr * self.weight_decay } else { self.weight_decay };
@@ -59,7 +59,7 @@ adam! {
     Adam;
     /// Hyperparameters of [`Adam`], with PyTorch's defaults.
     AdamConfig, 0.0, false,
-    /// L2 penalty, added to the gradient.
+    /// The factor of the L2 penalty `weight_decay * w`, which is added to the gradient.
 }
 
 adam! {

@@ -1,25 +1,25 @@
-//! Gradient clipping on the device, without waiting for the device.
+//! Gradient clipping. Nothing here waits for the device, except `all_finite`.
 
 use super::flat::{is_dense, join_adjacent_views};
 use super::rule::check_range;
 use crate::internal::{for_each_part, invalid_if};
 use crate::{DType, Device, Result, Tensor, no_grad};
 
-/// Returns the gradients of `parameters` in as few views as possible: adjacent gradients in an optimiser's buffer are joined.
+/// Returns the gradients of `parameters`. Gradients that are adjacent in an optimiser's buffer are returned as one view, to save launches.
 pub(super) fn gradient_views<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<Vec<Tensor>> {
     join_adjacent_views(parameters.into_iter().filter_map(Tensor::grad), is_dense)
 }
 
-/// Computes the norm of all elements, in f32 or f64.
+/// Computes the `p`-norm of all elements as a scalar tensor. Computes in f64 for f64, otherwise in f32.
 fn norm(t: &Tensor, p: f64) -> Result<Tensor> {
     let t = if t.dtype() == DType::F64 { t.shallow_clone() } else { t.to_dtype(DType::F32)? };
     t.vector_norm(p, (), false)
 }
 
-/// Scales the gradients of `parameters` down so that their total norm is at most `max_norm`. Returns the norm before scaling, a
-/// scalar tensor (PyTorch's `clip_grad_norm_`). The norm is taken over all gradients as one vector; `norm_type` is 2 for the
-/// Euclidean norm, infinity for the largest magnitude. It takes a few launches for all parameters of an optimiser, and does not
-/// wait for the device. A norm that is not finite gives the same gradients as in PyTorch, NaN or 0.
+/// Scales the gradients of `parameters` down so that their total norm is at most `max_norm`. Returns the norm before scaling, as a
+/// scalar tensor (PyTorch's `clip_grad_norm_`). All gradients are treated as one vector. `norm_type` is 2 for the Euclidean norm, or
+/// infinity for the largest magnitude. Clipping all parameters of an optimiser takes a few launches and does not wait for the device.
+/// If the norm is not finite, gradients become NaN or 0, as in PyTorch.
 ///
 /// ```
 /// use claystone::{Device, Tensor, optim::clip_grad_norm_};
@@ -46,8 +46,8 @@ pub fn clip_grad_norm_<'a>(
     Ok(total)
 }
 
-/// Computes the norm of tensors as one vector, a scalar tensor (PyTorch's `get_total_norm`). It is the first half of
-/// [`clip_grad_norm_`], for example to log the norm or to combine norms of several processes.
+/// Computes the norm of all tensors joined to one vector, as a scalar tensor (PyTorch's `get_total_norm`). It is the first step of
+/// [`clip_grad_norm_`]. Use it, for example, to log the norm or to combine the norms of several processes.
 ///
 /// ```
 /// use claystone::{Device, Tensor, optim::get_total_norm};
@@ -77,11 +77,11 @@ pub fn get_total_norm(tensors: impl IntoIterator<Item = Tensor>, norm_type: f64)
     .map_err(|e| e.with_op(op))
 }
 
-/// Scales the gradients of `parameters` down by the factor that reduces `total_norm`, a scalar on the gradients' device, to at most
-/// `max_norm` (PyTorch's `clip_grads_with_norm_`): the second half of [`clip_grad_norm_`], after [`get_total_norm`].
+/// Scales the gradients of `parameters` down by the factor that reduces `total_norm` to at most `max_norm` (PyTorch's
+/// `clip_grads_with_norm_`). `total_norm` is a scalar tensor on the gradients' device, such as the result of [`get_total_norm`].
 ///
 /// # Errors
-/// As [`clip_grad_norm_`].
+/// Errors of [`clip_grad_norm_`].
 pub fn clip_grads_with_norm_<'a>(
     parameters: impl IntoIterator<Item = &'a Tensor>,
     max_norm: f64,
@@ -99,7 +99,7 @@ pub fn clip_grads_with_norm_<'a>(
     .map_err(|e| e.with_op(op))
 }
 
-/// True if all gradients are finite. Reads only flags from the device.
+/// True if all gradients are finite. Waits for the device, and copies only flags to the host.
 pub(super) fn all_finite<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<bool> {
     no_grad(|| {
         let runs = gradient_views(parameters)?;
@@ -108,7 +108,7 @@ pub(super) fn all_finite<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -
     })
 }
 
-/// Clamps the gradients of `parameters` to `-value..=value` (PyTorch's `clip_grad_value_`): one launch for all of an optimiser.
+/// Clamps the gradients of `parameters` to `-value..=value` (PyTorch's `clip_grad_value_`). One launch clamps all gradients of an optimiser.
 ///
 /// # Errors
 /// [`crate::Error::Invalid`] for a `value` below 0; [`crate::Error::Partial`] as for [`clip_grad_norm_`].

@@ -1,4 +1,4 @@
-//! Flat buffers of parameters and gradients.
+//! Flat buffers that hold all parameters of an optimiser, all gradients, and the optimiser's state.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,33 +10,33 @@ use crate::internal::{invalid_if, same_device, same_dtype};
 use crate::storage::Storage;
 use crate::{DType, Device, Error, Graph, MemoryFormat, Result, Shape, Tensor, no_grad};
 
-/// The parameters of a group, moved into one flat buffer, and their gradients, moved into a second. Parameters whose storage has
-/// other handles (another optimiser, a state dict, a tied layer) are not moved, so that those handles see the updates.
+/// The parameters of a group and their gradients. The parameters are moved into one flat buffer and the gradients into a second.
+/// A parameter is not moved if its storage has other handles (another optimiser, a state dict, a tied layer), so that they see the updates.
 pub(super) struct FlatParameters {
     dtype: DType,
     device: Device,
     parameters: Vec<Parameter>,
-    /// f32 master copies of half-precision parameters, which steps accumulate into.
+    /// f32 master copies of half-precision parameters. Steps update the master, because small updates would be lost in half precision.
     master: Option<Tensor>,
-    /// The distinct storages of the parameters, if there is a master.
+    /// The distinct storages of the parameters, if there is a master. Their versions tell whether the master is stale.
     buffers: SmallVec<[Storage; 1]>,
     /// The [`FlatParameters::version`] of the parameters at which `master` was up to date.
     version: AtomicU64,
 }
 
-/// A parameter and its positions in the buffers.
+/// A parameter and its position in the flat buffers.
 struct Parameter {
     leaf: Tensor,
-    /// The tensor that backward writes the gradient into.
+    /// The tensor into which backward writes the gradient.
     slot: Tensor,
     /// The parameter's range in the flat buffers of the optimiser's state.
     elements: Range<usize>,
-    /// Whether parameter and gradient directly follow the previous parameter and gradient in memory.
+    /// Whether this parameter directly follows the previous one in memory, and so does its gradient.
     is_adjacent: bool,
 }
 
 impl Parameter {
-    /// True if parameter and gradient are dense in the same memory format, which the state then has, too.
+    /// True if the parameter and its gradient are dense in the same memory format. Its state then has this memory format too.
     fn is_flat(&self) -> bool {
         let format = self.leaf.memory_format();
         self.leaf.is_contiguous_in(format) && self.slot.is_contiguous_in(format)
@@ -65,14 +65,14 @@ pub(super) struct StepTensors {
     pub(super) rounded: Option<Tensor>,
 }
 
-/// A flat buffer that is handed out part by part, from its beginning.
+/// A flat buffer from which parts are taken one after another, from the beginning.
 struct FlatBuffer {
     buffer: Tensor,
     used: usize,
 }
 
 impl FlatBuffer {
-    /// Creates a buffer for the parameters whose index `wanted` accepts.
+    /// Creates a buffer that is large enough for the parameters for whose index `wanted` is true.
     fn new(
         parameters: &[&mut Tensor],
         wanted: impl Fn(usize) -> bool,
@@ -83,7 +83,7 @@ impl FlatBuffer {
         Ok(FlatBuffer { buffer: Tensor::zeros(sizes.fold(0, usize::saturating_add), (dtype, device))?, used: 0 })
     }
 
-    /// Takes the next part of the buffer, in the shape and memory format of `like`.
+    /// Takes the next part of the buffer, with the shape and memory format of `like`.
     fn take(&mut self, like: &Tensor) -> Result<Tensor> {
         let part = self.buffer.narrow(0, self.used, like.numel())?;
         self.used += like.numel();
@@ -91,7 +91,7 @@ impl FlatBuffer {
     }
 }
 
-/// Views a one-dimensional tensor in this shape and memory format.
+/// Returns a view of a one-dimensional tensor with this shape and memory format.
 fn view_in_format(flat: &Tensor, shape: &Shape, format: MemoryFormat) -> Result<Tensor> {
     if format == MemoryFormat::Contiguous {
         return flat.view(shape);
@@ -102,7 +102,7 @@ fn view_in_format(flat: &Tensor, shape: &Shape, format: MemoryFormat) -> Result<
     flat.view(in_memory)?.permute(&order)
 }
 
-/// Returns a one-dimensional view of `n` elements of `t`'s storage, beginning at `offset`.
+/// Returns a one-dimensional view of `n` elements of `t`'s storage, from element `offset` of the storage on.
 fn flat_view(t: &Tensor, offset: usize, n: usize) -> Result<Tensor> {
     t.detach().as_strided(n, &[1], offset)
 }
@@ -112,7 +112,7 @@ pub(super) fn is_dense(t: &Tensor) -> bool {
     t.is_contiguous_in(t.memory_format())
 }
 
-/// True if both tensors are dense, and `next` begins in memory where `t` ends.
+/// True if both tensors are dense and `next` begins directly after the end of `t` in memory.
 fn are_adjacent(t: &Tensor, next: &Tensor) -> bool {
     is_dense(t)
         && is_dense(next)
@@ -121,7 +121,7 @@ fn are_adjacent(t: &Tensor, next: &Tensor) -> bool {
         && t.offset() + t.numel() == next.offset()
 }
 
-/// Returns tensors in as few views as possible: adjacent dense tensors of one storage that `is_flat` accepts are joined to a flat view.
+/// Returns views that cover all tensors. Adjacent dense tensors of one storage for which `is_flat` is true are joined to one flat view.
 pub(crate) fn join_adjacent_views(
     tensors: impl IntoIterator<Item = Tensor>,
     is_flat: impl Fn(&Tensor) -> bool,
@@ -140,18 +140,18 @@ pub(crate) fn join_adjacent_views(
     Ok(views)
 }
 
-/// Replaces handles on leaves that a conversion of the module has replaced by handles on the new leaves.
+/// Replaces each leaf that was replaced by a conversion of its module ([`Tensor::successor`]) by the new leaf.
 pub(super) fn follow_conversions(parameters: &mut [&mut Tensor]) {
     parameters.iter_mut().for_each(|p| p.successor().into_iter().for_each(|new| **p = new));
 }
 
-/// True if two tensors of one shape view the same elements of one storage.
+/// True if two tensors of the same shape view the same elements of the same storage.
 pub(crate) fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
     a.shares_storage(b) && a.offset() == b.offset() && a.strides() == b.strides()
 }
 
 impl FlatParameters {
-    /// Takes over `parameters`: leaves that require a gradient, of one float dtype, on one device.
+    /// Moves `parameters` into flat buffers. They are leaves that require a gradient, all of the same float dtype and on the same device.
     pub(super) fn new(op: &'static str, mut parameters: Vec<&mut Tensor>) -> Result<FlatParameters> {
         follow_conversions(&mut parameters);
         let Some(first) = parameters.first() else {
@@ -179,7 +179,7 @@ impl FlatParameters {
         let moves: Vec<bool> = (0..parameters.len()).map(moves).collect();
         let mut values = FlatBuffer::new(&parameters, |i| moves[i], dtype, device)?;
         let mut grads = FlatBuffer::new(&parameters, |i| slots[i].is_none(), dtype, device)?;
-        // All fallible operations come first: on an error the model keeps its old parameters.
+        // All operations that can fail come first, so that after an error the model still has its old parameters.
         let mut made: Vec<Parameter> = Vec::with_capacity(parameters.len());
         for ((p, slot), &moves) in parameters.iter().zip(slots).zip(&moves) {
             let leaf = match moves {
@@ -238,12 +238,12 @@ impl FlatParameters {
         self.parameters.last().map_or(0, |p| p.elements.end)
     }
 
-    /// Creates a flat buffer for the optimiser's state, filled with `start`.
+    /// Creates a flat buffer for one state of the optimiser, with all elements equal to `start`.
     pub(super) fn state(&self, start: f64) -> Result<Tensor> {
         Tensor::full(self.numel(), start, (self.state_dtype(), self.device))
     }
 
-    /// Returns the dtype in which steps are computed.
+    /// Returns the dtype of the state and of a step's computations: f32 for half-precision parameters.
     pub(super) fn state_dtype(&self) -> DType {
         self.master.as_ref().map_or(self.dtype, Tensor::dtype)
     }
@@ -252,13 +252,13 @@ impl FlatParameters {
         self.master.as_ref()
     }
 
-    /// Returns the part of a flat state buffer that belongs to parameter i, in the parameter's shape.
+    /// Returns the part of a flat state buffer that belongs to parameter `i`, as a view with the parameter's shape.
     pub(super) fn parameter_state(&self, flat: &Tensor, i: usize) -> Result<Tensor> {
         let parameter @ Parameter { leaf, elements, .. } = &self.parameters[i];
         view_in_format(&flat.detach().narrow(0, elements.start, elements.len())?, leaf.shape(), parameter.format())
     }
 
-    /// Converts a flat state buffer of `other`, the same parameters before a conversion, to the dtype, device and memory formats of `self`.
+    /// Converts a flat state buffer of `other` (the parameters before a module conversion) to the dtype, device and formats of `self`.
     pub(super) fn convert_state(&self, other: &FlatParameters, state: &Tensor) -> Result<Tensor> {
         let converted = state.to(self.state_dtype(), self.device())?;
         let format = |p: &Parameter| p.format();
@@ -280,7 +280,7 @@ impl FlatParameters {
         self.parameters().for_each(Tensor::zero_grad);
     }
 
-    /// Returns a number that grows with every in-place change of the parameters.
+    /// Returns a number that every in-place change of a parameter raises.
     fn version(&self) -> u64 {
         self.buffers.iter().map(Storage::version).sum()
     }
@@ -289,7 +289,7 @@ impl FlatParameters {
         self.version() != self.version.load(Relaxed)
     }
 
-    /// Updates the master if the parameters were changed since the last step.
+    /// Copies the parameters to the master if they were changed since the last step.
     pub(super) fn refresh(&self) -> Result<()> {
         if self.is_stale() {
             self.refresh_master()?;
@@ -315,7 +315,7 @@ impl FlatParameters {
         Ok(())
     }
 
-    /// Takes over the master weights of `other`, the same parameters before a conversion, where they round to the current parameters.
+    /// Copies master weights from `other` (the parameters before a module conversion) wherever they round to the current parameters.
     pub(super) fn adopt_master(&self, other: &FlatParameters) -> Result<()> {
         let (Some(own), Some(others)) = (&self.master, &other.master) else { return Ok(()) };
         let others = self.convert_state(other, others)?;
@@ -323,8 +323,8 @@ impl FlatParameters {
         own.copy_(&is_same.where_cond(&others, own)?).map(drop)
     }
 
-    /// Splits the parameters that have a gradient into the longest runs that one launch can update: a single run if backward reached all
-    /// parameters. `same_step(i - 1, i)` tells whether two neighbours need the same numbers. Returns `None` if the module was converted.
+    /// Splits the parameters that have a gradient into runs that one launch can update, as long as possible: a single run if all parameters
+    /// have gradients. `same_step(i - 1, i)` is true if both parameters need the same numbers. Returns `None` if the module was converted.
     pub(super) fn runs(&self, same_step: impl Fn(usize, usize) -> bool) -> Result<Option<SmallVec<[Run; 1]>>> {
         let mut runs: SmallVec<[Run; 1]> = SmallVec::new();
         for (i, p) in self.parameters.iter().enumerate() {
@@ -345,7 +345,7 @@ impl FlatParameters {
         Ok(Some(runs))
     }
 
-    /// Returns the elements of `t` for a run, beginning at `offset`: flat, or in the parameter's shape if the parameter is not flat.
+    /// Returns the run's elements of `t`, of which the first is at `offset`: as a flat view, or in the parameter's shape if it is not flat.
     fn slice(&self, run: &Run, t: &Tensor, offset: usize) -> Result<Tensor> {
         let first = &self.parameters[run.parameters.start];
         let flat = flat_view(t, offset, run.elements.len())?;
@@ -370,13 +370,13 @@ impl FlatParameters {
         })
     }
 
-    /// Records that master and parameters agree, after a step.
+    /// Marks the master as up to date with the parameters, after a step.
     pub(super) fn note_update(&self) {
         self.version.store(self.version(), Relaxed);
     }
 }
 
-/// A step that a graph has captured. The parameters count as changed from the capture on, although no command has run.
+/// A step that a graph has captured. Parameters count as changed from the capture on, although no command has run yet.
 pub(super) struct CapturedStep {
     pub(super) flat: Arc<FlatParameters>,
     /// The version to restore if the capture fails.
@@ -385,13 +385,13 @@ pub(super) struct CapturedStep {
 }
 
 impl CapturedStep {
-    /// Creates the record; call it before the captured commands are enqueued.
+    /// Notes the current version. Call this function before the commands to capture are enqueued.
     pub(super) fn new(flat: &Arc<FlatParameters>) -> CapturedStep {
         let (before, was_stale) = (flat.version.load(Relaxed), flat.is_stale());
         CapturedStep { flat: Arc::clone(flat), before, was_stale }
     }
 
-    /// Marks the master as up to date after the capture, unless it was stale before.
+    /// Marks the master as up to date once the commands are captured, unless it was stale before the capture.
     pub(super) fn captured(&self) {
         if !self.was_stale {
             self.flat.note_update();
@@ -400,7 +400,7 @@ impl CapturedStep {
 }
 
 impl Drop for CapturedStep {
-    /// Restores the version if the capture is still active, which means that it has failed.
+    /// Restores the version if the capture is still active: a step dropped during its capture has failed.
     fn drop(&mut self) {
         if Graph::is_capturing(self.flat.device) {
             self.flat.version.store(self.before, Relaxed);

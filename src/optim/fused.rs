@@ -1,4 +1,4 @@
-//! The common implementation of all optimisers: a rule's formula over flat buffers, group by group.
+//! The common implementation of all optimisers. It evaluates a rule's formula over the flat buffers of each parameter group.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -13,7 +13,7 @@ use crate::ops::MapInto;
 use crate::storage::Caller;
 use crate::{DType, Device, Error, Graph, Result, Scalar, Tensor, no_grad};
 
-/// The optimiser of a [`Rule`]. [`super::Sgd`], [`super::AdamW`] and the others are aliases of this type.
+/// An optimiser whose step is defined by a [`Rule`]. [`super::Sgd`], [`super::AdamW`] and the others are aliases of this type.
 pub struct Fused<R> {
     groups: Vec<Group<R>>,
 }
@@ -21,19 +21,19 @@ pub struct Fused<R> {
 /// A parameter group: parameters with their own hyperparameters.
 struct Group<R> {
     flat: Arc<FlatParameters>,
-    /// Handles on parameters that were frozen when the group was made, and therefore do not belong to the group.
+    /// Parameters that were frozen when the group was made. They do not belong to the group, and a step fails once they are unfrozen.
     skipped: Vec<Tensor>,
     /// One flat buffer for each state of the rule.
     state: Vec<Tensor>,
     progress: Arc<Mutex<Progress<R>>>,
-    /// The numbers of an update; kept to avoid an allocation in each step.
+    /// Scratch memory for the numbers of an update, kept to avoid an allocation in each step.
     numbers: Vec<f64>,
-    /// The launches of the last step, which the next step reuses if nothing has changed.
+    /// The launches of the last step. The next step reuses them if their tensors and rule are the same.
     launches: Vec<PreparedLaunch>,
     captured: CapturedUpdates,
 }
 
-/// How often the current capture has updated each parameter. A replay counts its updates only at its end.
+/// The number of updates of each parameter in the current capture. The step count grows only at the end of each replay.
 #[derive(Default)]
 struct CapturedUpdates {
     id: Option<u64>,
@@ -43,17 +43,17 @@ struct CapturedUpdates {
 /// The hyperparameters and step counts of a group, shared with captured graphs.
 struct Progress<R> {
     rule: R,
-    /// How often each parameter has been updated.
+    /// For each parameter, the number of updates so far.
     steps: Vec<i32>,
 }
 
 impl<R: Rule> Progress<R> {
-    /// Appends the rule's numbers for a run's update after `ahead` more updates, without the gradients' factor.
+    /// Appends to `to` the rule's numbers for updating `run` after `ahead` more updates, without the factor of the gradients.
     fn numbers_to(&self, run: &Run, ahead: i32, to: &mut Vec<f64>) {
         self.rule.numbers_to(self.steps[run.parameters.start].saturating_add(ahead).saturating_add(1), to);
     }
 
-    /// Checks that all parameters of a captured run still need the same numbers.
+    /// Returns an error unless all parameters of a captured run still have equal numbers, as one launch requires.
     fn check_equal_numbers(&self, run: &Run, ahead: i32) -> Result<()> {
         let numbers = |steps: i32| self.rule.numbers(steps.saturating_add(ahead).saturating_add(1));
         let mut steps = self.steps[run.parameters.clone()].iter().copied();
@@ -72,10 +72,10 @@ impl<R: Rule> Progress<R> {
     }
 }
 
-/// A prepared launch of a step.
+/// A prepared launch that updates one run.
 struct PreparedLaunch {
     run: Run,
-    /// Whether gradients are multiplied by a factor, which is the last of the launch's numbers.
+    /// Whether gradients are multiplied by a factor. The factor is then the last of the launch's numbers.
     scaled: bool,
     numbers: usize,
     update: MapInto,
@@ -83,20 +83,20 @@ struct PreparedLaunch {
 
 impl<R: Rule> Fused<R> {
     /// Takes over `parameters`: leaves that require a gradient, of one float dtype, on one device. They become views of one flat buffer
-    /// and keep their values and gradients. Frozen parameters are skipped. If such a parameter is unfrozen later, steps are errors
-    /// until [`with_group`](Self::with_group) adds it. A parameter whose storage has another handle (another optimiser, a state dict, a
-    /// tied layer) is not moved, so that every handle sees the updates; such parameters take a launch each unless they are adjacent.
+    /// and keep their values and gradients. Frozen parameters are skipped. If a skipped parameter is unfrozen later, steps fail until
+    /// [`with_group`](Self::with_group) adds it. A parameter whose storage has another handle (another optimiser, a state dict, a tied
+    /// layer) is not moved, so that every handle sees the updates. Each such parameter takes its own launch, unless they are adjacent.
     ///
     /// # Errors
-    /// [`Error::Autograd`] for a parameter that is the result of an operation, [`Error::Invalid`] if there is no parameter to train
-    /// or a hyperparameter is out of range, errors for mixed dtypes or devices, and [`Error::OutOfMemory`].
+    /// [`Error::Autograd`] for a parameter that is the result of an operation. [`Error::Invalid`] if no parameter is trainable or a
+    /// hyperparameter is out of range. Errors for different dtypes or devices, and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn new(parameters: Vec<&mut Tensor>, rule: R) -> Result<Fused<R>> {
         let _caller = Caller::enter();
         Ok(Fused { groups: vec![Group::new(parameters, rule)?] })
     }
 
-    /// Adds a parameter group with its own hyperparameters, dtype, device and launch per step (PyTorch's `add_param_group`).
+    /// Adds a parameter group with its own hyperparameters, dtype and device (PyTorch's `add_param_group`). A step has a launch per group.
     ///
     /// ```
     /// use claystone::optim::{AdamW, AdamWConfig, Optimizer};
@@ -110,7 +110,7 @@ impl<R: Rule> Fused<R> {
     /// ```
     ///
     /// # Errors
-    /// As [`Fused::new`]; [`Error::Invalid`] for a parameter that is already in another group.
+    /// Errors of [`Fused::new`]. [`Error::Invalid`] for a parameter that is already in another group.
     #[track_caller]
     pub fn with_group(mut self, parameters: Vec<&mut Tensor>, rule: R) -> Result<Fused<R>> {
         let _caller = Caller::enter();
@@ -127,9 +127,9 @@ impl<R: Rule> Fused<R> {
         Ok(self)
     }
 
-    /// Makes groups from named parameters, such as those of [`Module::named_parameters_mut`](crate::nn::Module::named_parameters_mut).
-    /// The closure `rule` returns the hyperparameters of each parameter; parameters with equal hyperparameters, dtype and device form
-    /// a group. Parameters that the caller filters out beforehand, such as those of a frozen layer, are not changed.
+    /// Creates groups from named parameters, such as those of [`Module::named_parameters_mut`](crate::nn::Module::named_parameters_mut).
+    /// The closure `rule` returns the hyperparameters of a parameter. Parameters with equal hyperparameters, dtype and device form a
+    /// group. Parameters that are not passed, such as those of a frozen layer, are not changed.
     ///
     /// ```
     /// use claystone::Device;
@@ -148,7 +148,7 @@ impl<R: Rule> Fused<R> {
     /// ```
     ///
     /// # Errors
-    /// As [`Fused::new`].
+    /// Errors of [`Fused::new`].
     #[track_caller]
     pub fn grouped<'a>(
         parameters: impl IntoIterator<Item = (String, &'a mut Tensor)>,
@@ -213,7 +213,7 @@ impl<R: Rule> Group<R> {
         lock(&self.progress)
     }
 
-    /// Returns the runs to launch. If the module was converted, switches to its new parameters first.
+    /// Returns the runs to update. If the module was converted, switches to its new parameters first.
     fn runs(&mut self) -> Result<SmallVec<[Run; 1]>> {
         if let Some(p) = self.skipped.iter().find(|p| current_handle(p).requires_grad()) {
             let reason = format!(
@@ -222,7 +222,7 @@ impl<R: Rule> Group<R> {
             );
             return Err(Error::Autograd { op: R::NAME, reason });
         }
-        // Each replay refreshes the master before it runs. A captured refresh would round the master again in every replay.
+        // During a capture the master is not refreshed here: each replay does so before it runs. A captured refresh would round the master again.
         let capture = Graph::capture_id(self.flat.device());
         if capture.is_none() {
             self.flat.refresh()?;
@@ -246,7 +246,7 @@ impl<R: Rule> Group<R> {
         }
     }
 
-    /// Switches to the leaves that a conversion of the module has made, and converts the state.
+    /// Switches to the leaves that replaced this group's leaves in a conversion, and converts the state to their dtype and device.
     fn follow_conversion(&mut self) -> Result<()> {
         let mut now: Vec<Tensor> = self.flat.parameters().map(Tensor::shallow_clone).collect();
         let flat = FlatParameters::new(R::NAME, now.iter_mut().collect()).map_err(|e| match e {
@@ -264,7 +264,7 @@ impl<R: Rule> Group<R> {
         Ok(())
     }
 
-    /// Updates these runs of weights, with gradients multiplied by `factor`; captures the updates if the device captures a graph.
+    /// Updates the weights of `runs`, with gradients multiplied by `factor`. If the device captures a graph, the graph captures the updates.
     fn step(&mut self, runs: SmallVec<[Run; 1]>, factor: f64) -> Result<()> {
         if Graph::is_capturing(self.flat.device()) {
             return runs.into_iter().try_for_each(|run| self.capture(run, factor));
@@ -289,7 +289,7 @@ impl<R: Rule> Group<R> {
         Ok(())
     }
 
-    /// Captures a run's update, which reads its numbers on the device. Before each replay the numbers of that step are copied to the device.
+    /// Captures a run's update, which reads its numbers from device memory. Before each replay, the numbers of that step are copied there.
     fn capture(&mut self, run: Run, factor: f64) -> Result<()> {
         let (device, dtype) = (self.flat.device(), self.flat.state_dtype());
         let rule = self.progress().rule.clone();
@@ -324,7 +324,7 @@ impl<R: Rule> Group<R> {
         })
     }
 
-    /// Prepares the update of a run, which reads its numbers from `given` scalars or from `on_device`, tensors of one element.
+    /// Prepares the update of a run. Its numbers are `given` scalars, passed at launch, or the tensors `on_device` of one element each.
     fn update(&self, rule: &R, run: &Run, scaled: bool, given: usize, on_device: &[Tensor]) -> Result<MapInto> {
         let StepTensors { weights, grads, rounded } = self.flat.step_tensors(run)?;
         let state = self.state.iter().map(|s| self.flat.state_slice(run, s)).collect::<Result<Vec<_>>>()?;
@@ -342,7 +342,7 @@ impl<R: Rule> Group<R> {
         })
     }
 
-    /// Returns the named tensors of the state; `first` is the number of the group's first parameter.
+    /// Returns the state as named tensors. `first` is the position of the group's first parameter among those of all groups.
     fn state(&self, first: usize) -> Result<Vec<(String, Tensor)>> {
         let (mut out, names) = (Vec::new(), self.progress().rule.state());
         for i in 0..self.flat.count() {
@@ -357,12 +357,12 @@ impl<R: Rule> Group<R> {
     }
 }
 
-/// Returns the current handle on a parameter, after conversions of its module.
+/// Returns the current leaf of a parameter: `p` itself, or the leaf that replaced `p` in a conversion.
 fn current_handle(p: &Tensor) -> Tensor {
     p.successor().unwrap_or_else(|| p.shallow_clone())
 }
 
-/// Returns the error for a group without trainable parameters; `frozen` is the number of frozen parameters given.
+/// Returns the error for a group without trainable parameters. `frozen` is the number of frozen parameters passed to the function.
 fn no_trainable_parameters(op: &'static str, frozen: usize) -> Error {
     match frozen {
         0 => Error::invalid(op, "there are no parameters"),
@@ -391,7 +391,7 @@ impl<R: Rule> Optimizer for Fused<R> {
     fn step_scaled(&mut self, factor: f64) -> Result<()> {
         let _caller = Caller::enter();
         no_grad(|| {
-            // All checks are done before the first group is stepped.
+            // All groups are checked before the first group is updated, so that a failed check changes nothing.
             let runs = self.groups.iter_mut().map(Group::runs).collect::<Result<SmallVec<[_; 2]>>>()?;
             for_each_part(R::NAME, self.groups.iter_mut().zip(runs), |(group, runs)| group.step(runs, factor))
         })

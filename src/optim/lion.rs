@@ -1,4 +1,4 @@
-//! Lion: steps of equal size in the direction of the sign of a momentum.
+//! Lion, whose steps all have the same size, in the direction of the sign of a momentum.
 
 use super::rule::{DECAY_RANGE, NON_NEGATIVE, optimizer};
 use crate::Expr;
@@ -8,9 +8,9 @@ optimizer! {
     Lion;
     /// Hyperparameters of [`Lion`], with its authors' defaults.
     LionConfig {
-        /// Learning rate.
+        /// The learning rate.
         lr: f64 = 1e-4, NON_NEGATIVE;
-        /// The weight of the running mean in the direction of a step, in `0.0..1.0`.
+        /// The weight of the running mean (against the current gradient) in the direction of a step, in `0.0..1.0`.
         beta1: f64 = 0.9, DECAY_RANGE;
         /// Decay of the running mean, in `0.0..1.0`.
         beta2: f64 = 0.99, DECAY_RANGE;

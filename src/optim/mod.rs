@@ -1,13 +1,13 @@
-//! Optimisers whose step is one fused launch, for any number of parameters.
+//! Optimisers that update any number of parameters with one fused launch per step.
 //!
-//! An optimiser moves its parameters into one flat buffer and makes them views of it. The gradients become views of a second
-//! buffer, into which backward writes directly. Parameters whose storage has other handles are not moved. A step is
-//! then one expression over flat buffers. Half-precision parameters get master weights and state in f32; a step updates
-//! the master and rounds it into the parameters in the same launch.
+//! An optimiser moves its parameters into one flat buffer and makes them views of the buffer. The gradients become views of a second
+//! buffer, and backward writes into it directly. Parameters whose storage has other handles are not moved. A step then evaluates one
+//! expression over the flat buffers. For half-precision parameters, master weights and state are in f32: a step updates the master
+//! weights and rounds them into the parameters in the same launch.
 //!
-//! A [`Rule`] defines an optimiser by the names of its state, its numbers, and one formula. [`Fused`] implements all the rest, for
-//! rules of other crates as well. [`Scheduler`] changes the learning rate from step to step, and [`ReduceLrOnPlateau`] changes it
-//! when a metric stops improving. [`clip_grad_norm_`] limits gradients, and [`GradScaler`] prevents underflow of f16 gradients.
+//! A [`Rule`] defines an optimiser by the names of its state, its numbers, and one formula. [`Fused`] implements the rest, also for
+//! rules of other crates. [`Scheduler`] changes the learning rate from step to step, and [`ReduceLrOnPlateau`] lowers it when a
+//! metric stops improving. [`clip_grad_norm_`] limits gradients, and [`GradScaler`] prevents underflow of f16 gradients.
 
 mod adam;
 mod clip;
@@ -41,23 +41,23 @@ pub use sgd::{Sgd, SgdConfig};
 
 /// The interface of all optimisers.
 pub trait Optimizer {
-    /// Updates every parameter that has a gradient, in place and without allocations: one launch for each group if all have gradients.
+    /// Updates every parameter that has a gradient, in place and without allocations. Makes one launch per group if all have gradients.
     ///
     /// # Errors
-    /// Device failures, after which parameters are unchanged. After [`Error::Partial`](crate::Error::Partial) some groups, or some
-    /// runs of parameters, were updated completely and the others not at all.
+    /// Device failures, after which no parameter is changed, except for [`Error::Partial`](crate::Error::Partial): then some groups, or
+    /// some runs of adjacent parameters, are updated completely and the others not at all.
     #[track_caller]
     fn step(&mut self) -> Result<()> {
         self.step_scaled(1.0)
     }
 
-    /// [`Optimizer::step`] with gradients multiplied by `factor`, in the precision of the step. [`GradScaler`] calls it.
+    /// Does the same as [`Optimizer::step`], with gradients multiplied by `factor` in the precision of the step. [`GradScaler`] calls it.
     ///
     /// # Errors
-    /// As [`Optimizer::step`].
+    /// Errors of [`Optimizer::step`].
     fn step_scaled(&mut self, factor: f64) -> Result<()>;
 
-    /// Clears the gradients without a launch. Call it before each backward unless gradients are accumulated.
+    /// Clears the gradients without a launch. Call it before each backward pass, unless gradients are to be accumulated.
     fn zero_grad(&self);
 
     /// Returns the parameters of all groups.
@@ -66,24 +66,24 @@ pub trait Optimizer {
     /// Returns the learning rate of each group.
     fn learning_rates(&self) -> Vec<f64>;
 
-    /// Sets the learning rate of each group, for schedules. Does not recompile kernels.
+    /// Sets the learning rate of each group, in the order of the groups. Does not recompile kernels.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] if the number of rates is not the number of groups.
+    /// [`crate::Error::Invalid`] if the number of rates differs from the number of groups.
     fn set_learning_rates(&mut self, rates: &[f64]) -> Result<()>;
 
-    /// Returns the state needed to resume: `state.3.exp_avg` and the like for the parameter with that number, `state.3.step`,
-    /// `param_groups.0.lr`, and the f32 master `state.3.master` of a half-precision parameter. Large tensors are views of the
-    /// optimiser's memory: save or clone them before the next step.
+    /// Returns the state needed to resume training. For parameter 3 it has `state.3.step`, the tensors of the rule such as
+    /// `state.3.exp_avg`, and for half precision the f32 master weights `state.3.master`; for group 0 it has `param_groups.0.lr`. Large
+    /// tensors are views of the optimiser's memory: save or clone them before the next step.
     ///
     /// # Errors
     /// Device failures.
     fn state_dict(&self) -> Result<StateDict>;
 
-    /// Restores a state of [`Optimizer::state_dict`]. Load the model's parameters first. Everything is checked before the first change.
+    /// Restores a state from [`Optimizer::state_dict`]. Load the model's parameters first. All names and shapes are checked before any change.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a missing or unknown name and for a tensor of another shape;
+    /// [`crate::Error::Invalid`] for a missing or unknown name, and for a tensor with another shape than expected.
     /// [`crate::Error::Partial`] if the device fails after some of the state was copied.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()>;
 
@@ -107,7 +107,7 @@ pub trait Optimizer {
     }
 }
 
-/// Implements [`Stateful`] by calling the type's own methods.
+/// Implements [`Stateful`] by calling the type's own `state_dict` and `load_state_dict`.
 macro_rules! impl_stateful {
     ($([$($generics:tt)*] $type:ty: $methods:ident, $this:ident => $inner:expr, $inner_mut:expr;)*) => { $(
         impl<$($generics)*> Stateful for $type {

@@ -1,4 +1,4 @@
-//! Lowers the learning rate when a metric stops improving.
+//! A scheduler that lowers the learning rate when a metric stops improving.
 
 use super::Optimizer;
 use super::rule::{NON_NEGATIVE, check_range};
@@ -8,13 +8,13 @@ use crate::io::StateDict;
 /// The direction in which a metric improves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PlateauMode {
-    /// Smaller is better: a loss.
+    /// Smaller values are better, as for a loss.
     Min,
-    /// Larger is better: an accuracy.
+    /// Larger values are better, as for an accuracy.
     Max,
 }
 
-/// How `threshold` is compared: relative to the best metric, or absolute.
+/// How [`ReduceLrOnPlateauConfig::threshold`] is compared: relative to the best metric, or as an absolute difference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ThresholdMode {
     /// The threshold is a fraction of the best metric.
@@ -29,25 +29,25 @@ options! {
     pub struct ReduceLrOnPlateauConfig {
         /// The direction in which the metric improves.
         pub mode: PlateauMode = PlateauMode::Min,
-        /// The factor of each reduction, below 1.
+        /// The factor by which a reduction multiplies the learning rate, below 1.
         pub factor: f64 = 0.1,
-        /// The number of consecutive epochs without improvement that are tolerated.
+        /// The number of consecutive epochs without improvement that do not yet reduce the rate.
         pub patience: usize = 10,
-        /// The minimum improvement that counts.
+        /// The smallest improvement of the metric that counts as an improvement.
         pub threshold: f64 = 1e-4,
-        /// How the threshold is compared.
+        /// How the threshold is compared with the improvement.
         pub threshold_mode: ThresholdMode = ThresholdMode::Rel,
-        /// The number of epochs after a reduction that are ignored.
+        /// The number of epochs after a reduction in which epochs without improvement are not counted.
         pub cooldown: usize = 0,
-        /// Lower bound of the learning rate.
+        /// The lower bound of the learning rate.
         pub min_lr: f64 = 0.0,
-        /// Reductions of at most this size are not applied.
+        /// The smallest reduction: if the rate would fall by `eps` or less, it is not changed.
         pub eps: f64 = 1e-8,
     }
 }
 
-/// Lowers an optimiser's learning rates when a metric, such as the validation loss, has not improved for some
-/// epochs (PyTorch's `ReduceLROnPlateau`). NaN never counts as an improvement.
+/// Lowers an optimiser's learning rates when a metric, such as the validation loss, has not improved for more than `patience`
+/// epochs (PyTorch's `ReduceLROnPlateau`). A NaN never counts as an improvement.
 ///
 /// ```
 /// use claystone::optim::{Optimizer, ReduceLrOnPlateau, ReduceLrOnPlateauConfig, Sgd, SgdConfig};
@@ -84,10 +84,10 @@ impl ReduceLrOnPlateau {
         Ok(ReduceLrOnPlateau { config, best, num_bad_epochs: 0, cooldown_counter: 0, last_epoch: 0 })
     }
 
-    /// Records an epoch's metric, and lowers the rates of all groups after too many epochs without improvement.
+    /// Records the metric of an epoch. Lowers the rates of all groups after more than `patience` epochs without improvement.
     ///
     /// # Errors
-    /// As [`Optimizer::set_learning_rates`].
+    /// Errors of [`Optimizer::set_learning_rates`].
     pub fn step(&mut self, optimizer: &mut dyn Optimizer, metric: f64) -> Result<()> {
         self.last_epoch += 1;
         if self.is_better(metric) {
@@ -122,12 +122,12 @@ impl ReduceLrOnPlateau {
         }
     }
 
-    /// Returns the best metric so far; infinite before the first.
+    /// Returns the best metric so far. Before the first epoch it is infinite: positive for `Min`, negative for `Max`.
     pub fn best(&self) -> f64 {
         self.best
     }
 
-    /// Returns the state under PyTorch's names. The learning rates are part of the optimiser's state.
+    /// Returns the scheduler's state under PyTorch's names. Learning rates are not included: they belong to the optimiser's state.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -140,10 +140,10 @@ impl ReduceLrOnPlateau {
         ])
     }
 
-    /// Restores a state of [`ReduceLrOnPlateau::state_dict`].
+    /// Restores a state from [`ReduceLrOnPlateau::state_dict`].
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a missing name.
+    /// [`crate::Error::Invalid`] if a name is missing.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         state.load_parts(&mut [
             ("best", &mut self.best),

@@ -1,4 +1,4 @@
-//! RMSprop and Adagrad, which divide the gradient by the root of accumulated squares.
+//! RMSprop and Adagrad, which divide the gradient by the root of the accumulated squares of gradients.
 
 use super::rule::{DECAY_RANGE, NON_NEGATIVE, add_weight_decay, optimizer};
 use crate::Expr;
@@ -8,13 +8,13 @@ optimizer! {
     RmsProp;
     /// Hyperparameters of [`RmsProp`], with PyTorch's defaults.
     RmsPropConfig {
-        /// Learning rate.
+        /// The learning rate.
         lr: f64 = 0.01, NON_NEGATIVE;
         /// Decay of the running mean of the squared gradient, in `0.0..1.0`.
         alpha: f64 = 0.99, DECAY_RANGE;
-        /// Added to the denominator.
+        /// A small number added to the denominator, so that no division by zero occurs.
         eps: f64 = 1e-8, NON_NEGATIVE;
-        /// L2 penalty, added to the gradient.
+        /// The factor of the L2 penalty `weight_decay * w`, which is added to the gradient.
         weight_decay: f64 = 0.0, NON_NEGATIVE;
         /// Momentum factor, in `0.0..1.0`; 0 disables momentum.
         momentum: f64 = 0.0, DECAY_RANGE;
@@ -50,15 +50,15 @@ optimizer! {
     Adagrad;
     /// Hyperparameters of [`Adagrad`], with PyTorch's defaults.
     AdagradConfig {
-        /// Learning rate.
+        /// The learning rate.
         lr: f64 = 0.01, NON_NEGATIVE;
         /// Decay of the learning rate: step t uses `lr / (1 + (t - 1) * lr_decay)`.
         lr_decay: f64 = 0.0, NON_NEGATIVE;
-        /// L2 penalty, added to the gradient.
+        /// The factor of the L2 penalty `weight_decay * w`, which is added to the gradient.
         weight_decay: f64 = 0.0, NON_NEGATIVE;
-        /// Initial value of the sums of squares.
+        /// The initial value of the accumulated squares of gradients.
         initial_accumulator_value: f64 = 0.0, NON_NEGATIVE;
-        /// Added to the denominator.
+        /// A small number added to the denominator, so that no division by zero occurs.
         eps: f64 = 1e-10, NON_NEGATIVE;
     }
 

@@ -1,10 +1,10 @@
-//! Definition of an optimiser: its hyperparameters, its state and one formula.
+//! The trait that defines an optimiser: its hyperparameters, its state and one formula.
 
 use std::ops::Range;
 
 use crate::{Error, Expr, Result};
 
-/// The definition of an optimiser. The value holds the hyperparameters and is passed to [`Fused::new`](super::Fused::new).
+/// The definition of an optimiser. A value holds the hyperparameters; pass it to [`Fused::new`](super::Fused::new).
 ///
 /// ```
 /// use claystone::optim::{Fused, Optimizer, Rule};
@@ -43,30 +43,30 @@ pub trait Rule: Clone + Send + 'static {
     /// The optimiser's name, for error messages.
     const NAME: &'static str;
 
-    /// Checks the hyperparameters; accepts all by default.
+    /// Checks the hyperparameters. By default, accepts all values.
     ///
     /// # Errors
-    /// [`Error::Invalid`] that names the invalid hyperparameter.
+    /// [`Error::Invalid`] with the name of the invalid hyperparameter.
     fn check(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Returns the names (PyTorch's) and initial values of the state that is kept for each element of a parameter.
+    /// Returns the optimiser's state tensors: the name (PyTorch's) and the initial value of each. Each has the shape of the parameter.
     fn state(&self) -> Vec<(&'static str, f64)> {
         Vec::new()
     }
 
-    /// Returns the numbers of a parameter's `step`-th update (the first is 1), which the formula reads as scalars.
+    /// Returns the numbers for a parameter's update number `step` (the first is 1). The formula reads them as scalars.
     fn numbers(&self, step: i32) -> Vec<f64>;
 
-    /// Appends [`Rule::numbers`] to `to`. Steps call this method; an implementation without the vector saves an allocation.
+    /// Appends [`Rule::numbers`] to `to`. A step calls this method; implement it without the intermediate vector to avoid an allocation.
     fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
         to.extend(self.numbers(step));
     }
 
-    /// Returns formulas of the new weight and the new state, from the weight, its gradient, the state and the numbers. The formula may
-    /// depend on hyperparameters other than the learning rate, because it is built once and reused. Values of hyperparameters belong
-    /// in the numbers, because each different formula is another kernel.
+    /// Returns expressions for the new weight and the new state, given the weight, its gradient, the state and the numbers. They are built
+    /// once and reused, so a changed learning rate must not change them. Other hyperparameters may change the expressions, but pass
+    /// their values as numbers: each different expression compiles another kernel.
     fn update(&self, weight: &Expr, grad: &Expr, state: &[Expr], numbers: &[Expr]) -> (Expr, Vec<Expr>);
 
     /// Returns the learning rate.
@@ -83,12 +83,12 @@ pub(super) fn collect_numbers(rule: &impl Rule, step: i32) -> Vec<f64> {
     numbers
 }
 
-/// Adds the L2 penalty `by * w` to the gradient, where `by` equals `decay`; nothing if `decay` is 0, so that an infinite weight is not NaN.
+/// Returns `g + by * w`, or `g` if `decay` (the value of `by`) is 0, so that an infinite weight does not make the gradient NaN.
 pub(super) fn add_weight_decay(g: &Expr, w: &Expr, decay: f64, by: &Expr) -> Expr {
     if decay == 0.0 { g.clone() } else { g + by * w }
 }
 
-/// Checks that a hyperparameter, named as users know it, is in `range`.
+/// Returns an error unless `value` is in `range`. `name` is the public name of the hyperparameter.
 pub(super) fn check_range(op: &'static str, name: &str, value: f64, range: Range<f64>) -> Result<()> {
     if range.contains(&value) {
         return Ok(());
@@ -96,13 +96,13 @@ pub(super) fn check_range(op: &'static str, name: &str, value: f64, range: Range
     Err(Error::invalid(op, format!("{name} is {value}, it must be at least {} and below {}", range.start, range.end)))
 }
 
-/// Range of hyperparameters that must not be negative.
+/// The range of hyperparameters that must not be negative.
 pub(super) const NON_NEGATIVE: Range<f64> = 0.0..f64::INFINITY;
-/// Range of decays of running means.
+/// The range of decay rates of running means.
 pub(super) const DECAY_RANGE: Range<f64> = 0.0..1.0;
 
-/// Defines an optimiser: the struct of its hyperparameters with defaults and ranges, and the rule with the given `state`,
-/// `numbers_to` and `update`. The function named after `=>` makes further checks.
+/// Defines an optimiser: the struct of its hyperparameters with defaults and ranges, and its [`Rule`] with the given `state`,
+/// `numbers_to` and `update`. The function named after `=>` checks conditions that ranges cannot express.
 macro_rules! optimizer {
     (
         $(#[$doc:meta])* $name:ident; $(#[$config_doc:meta])*

@@ -1,4 +1,4 @@
-//! Loss scaling: multiplies small f16 gradients so that they do not underflow.
+//! Loss scaling. The loss is multiplied by a large factor so that small f16 gradients do not underflow.
 
 use super::Optimizer;
 use super::clip::gradient_views;
@@ -13,17 +13,17 @@ options! {
     pub struct GradScalerConfig {
         /// The initial factor.
         pub init_scale: f64 = 65536.0,
-        /// Multiplies the factor after `growth_interval` good steps.
+        /// The factor is multiplied by this number after `growth_interval` consecutive steps with finite gradients.
         pub growth_factor: f64 = 2.0,
-        /// Multiplies the factor after a step with infinite or NaN gradients.
+        /// The factor is multiplied by this number after a step with infinite or NaN gradients.
         pub backoff_factor: f64 = 0.5,
-        /// The number of consecutive good steps after which the factor grows.
+        /// The number of consecutive steps with finite gradients after which the factor grows.
         pub growth_interval: usize = 2000,
     }
 }
 
-/// Multiplies losses so that small f16 gradients do not underflow, divides the gradients before the step, and skips the
-/// step if gradients overflowed (PyTorch's `torch.amp.GradScaler`). Reading the overflow flag waits for the device in each step.
+/// Multiplies losses by a factor so that small f16 gradients do not underflow, divides the gradients by it before the step, and skips
+/// the step if a gradient overflowed (PyTorch's `torch.amp.GradScaler`). Each step waits for the device to read the overflow flag.
 ///
 /// ```
 /// use claystone::optim::{GradScaler, GradScalerConfig, Optimizer, Sgd, SgdConfig};
@@ -43,9 +43,9 @@ pub struct GradScaler {
     config: GradScalerConfig,
     scale: f64,
     good_steps: usize,
-    /// Whether the gradients are finite, if the gradients of the next step are already unscaled.
+    /// Set by `unscale_` until the next step: whether the unscaled gradients are finite. `None` if gradients are not unscaled yet.
     unscaled: Option<bool>,
-    /// Whether a step was skipped since the last update.
+    /// Whether a step was skipped since the last call of `update`.
     overflowed: bool,
 }
 
@@ -53,7 +53,7 @@ impl GradScaler {
     /// Creates a scaler with the initial factor.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a factor that is not above 0.
+    /// [`crate::Error::Invalid`] if `init_scale` is not above 0, `growth_factor` is below 1, or `backoff_factor` is not between 0 and 1.
     pub fn new(config: GradScalerConfig) -> Result<GradScaler> {
         let op = "GradScaler::new";
         let least = f64::MIN_POSITIVE;
@@ -69,19 +69,19 @@ impl GradScaler {
         self.scale
     }
 
-    /// Returns `loss` times the factor; call `backward` on the result.
+    /// Returns `loss` times the factor. Call `backward` on the result.
     ///
     /// # Errors
-    /// As [`Tensor::mul_scalar`].
+    /// Errors of [`Tensor::mul_scalar`].
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         loss.mul_scalar(self.scale)
     }
 
-    /// Divides the gradients by the factor, for example to clip them before the step. In f16 the smallest gradients may underflow
-    /// here; a step without `unscale_` divides in f32.
+    /// Divides the gradients by the factor, for example to clip them before the step. The smallest f16 gradients may underflow here.
+    /// Without this call, the step divides in f32, where they do not.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] if the gradients are already unscaled; [`crate::Error::Partial`] if the device fails after some were divided.
+    /// [`crate::Error::Invalid`] if the gradients are already unscaled. [`crate::Error::Partial`] if the device fails after some were divided.
     pub fn unscale_(&mut self, optimizer: &dyn Optimizer) -> Result<()> {
         let op = "GradScaler::unscale_";
         invalid_if(op, self.unscaled.is_some(), || "the gradients of this step are already unscaled")?;
@@ -92,10 +92,10 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Makes the optimiser's step unless a gradient is infinite or NaN. Returns whether the step was made.
+    /// Calls the optimiser's step unless a gradient is infinite or NaN. Returns whether the step was made.
     ///
     /// # Errors
-    /// As [`Optimizer::step`].
+    /// Errors of [`Optimizer::step`].
     pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<bool> {
         let (finite, factor) = match self.unscaled {
             Some(finite) => (finite, 1.0),
@@ -104,13 +104,13 @@ impl GradScaler {
         if finite {
             optimizer.step_scaled(factor)?;
         }
-        // If the step fails, this line is not reached, and the step can be tried again with the same gradients.
+        // A failed step does not reach this line, so the step can be tried again with the same gradients.
         self.unscaled = None;
         self.overflowed |= !finite;
         Ok(finite)
     }
 
-    /// Updates the factor for the next pass: smaller after an overflow, larger after many steps without an overflow.
+    /// Updates the factor. Call it after each step: it lowers the factor after an overflow, and raises it after many steps without one.
     pub fn update(&mut self) {
         if std::mem::take(&mut self.overflowed) {
             self.scale *= self.config.backoff_factor;
@@ -124,7 +124,7 @@ impl GradScaler {
         }
     }
 
-    /// Returns the factor and its options under PyTorch's names. Call it after [`GradScaler::update`].
+    /// Returns the factor and the options under PyTorch's names. Call this function after [`GradScaler::update`].
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -139,10 +139,10 @@ impl GradScaler {
         ])
     }
 
-    /// Restores a state of [`GradScaler::state_dict`].
+    /// Restores a state from [`GradScaler::state_dict`].
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a missing name.
+    /// [`crate::Error::Invalid`] if a name is missing.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = &mut self.config;
         state.load_parts(&mut [

@@ -1,4 +1,4 @@
-//! Learning rate schedules in closed form: the rate is a function of the initial rate and the step.
+//! Learning rate schedules in closed form: the rate depends only on the initial rate and the number of the step.
 
 use std::f64::consts::PI;
 
@@ -6,9 +6,9 @@ use super::Optimizer;
 use crate::io::StateDict;
 use crate::{Error, Result};
 
-/// A learning rate as a function of time. Closures `|base, step| ..` implement it.
+/// The learning rate as a function of time. Closures `|base, step| ..` implement this trait.
 pub trait Schedule: Send {
-    /// Returns the rate of step (or epoch) number `step`, from 0 on, for a group with the initial rate `base`.
+    /// Returns the rate in step (or epoch) number `step`, counted from 0, for a group whose initial rate is `base`.
     fn learning_rate(&self, base: f64, step: usize) -> f64;
 }
 
@@ -18,7 +18,7 @@ impl<F: Fn(f64, usize) -> f64 + Send> Schedule for F {
     }
 }
 
-/// Sets an optimiser's learning rates by a [`Schedule`]. Call [`Scheduler::step`] after each step or epoch.
+/// Sets the learning rates of an optimiser from a [`Schedule`]. Call [`Scheduler::step`] after each step or epoch.
 ///
 /// ```
 /// use claystone::optim::{Optimizer, Scheduler, Sgd, SgdConfig, StepLr};
@@ -42,17 +42,17 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// Takes the optimiser's rates as initial rates, and sets the rates of step 0.
+    /// Stores the optimiser's rates as the initial rates, and sets the rates of step 0.
     ///
     /// # Errors
-    /// As [`Optimizer::set_learning_rates`].
+    /// Errors of [`Optimizer::set_learning_rates`].
     pub fn new(optimizer: &mut dyn Optimizer, schedule: impl Schedule + 'static) -> Result<Scheduler> {
         let scheduler = Scheduler { schedule: Box::new(schedule), base: optimizer.learning_rates(), step: 0 };
         scheduler.set(optimizer)?;
         Ok(scheduler)
     }
 
-    /// Advances to the next step and sets its rates.
+    /// Advances to the next step, and sets the optimiser's rates for it.
     ///
     /// # Errors
     /// [`crate::Error::Invalid`] if groups were added to the optimiser after [`Scheduler::new`].
@@ -79,10 +79,10 @@ impl Scheduler {
         StateDict::from_parts(&[("last_epoch", &self.step), ("base_lrs", &self.base)])
     }
 
-    /// Restores a state of [`Scheduler::state_dict`]. The current rates are part of the optimiser's state.
+    /// Restores a state from [`Scheduler::state_dict`]. Current rates are not restored: they belong to the optimiser's state.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a missing name, and for another number of groups.
+    /// [`Error::Invalid`] for a missing name, and if the number of groups differs.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let (mut step, mut base) = (0, Vec::new());
         state.load_parts(&mut [("last_epoch", &mut step), ("base_lrs", &mut base)])?;
@@ -92,7 +92,7 @@ impl Scheduler {
     }
 }
 
-/// Checks that a state has as many groups as the optimiser.
+/// Returns an error unless the state and the optimiser have the same number of groups.
 fn check_groups(op: &'static str, wanted: usize, given: usize) -> Result<()> {
     if wanted == given {
         return Ok(());
@@ -105,9 +105,9 @@ fn check_groups(op: &'static str, wanted: usize, given: usize) -> Result<()> {
 /// Multiplies the rate by `gamma` every `step_size` steps (PyTorch's `StepLR`).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepLr {
-    /// Steps between changes; 0 counts as 1.
+    /// The number of steps between changes of the rate; 0 counts as 1.
     pub step_size: usize,
-    /// Factor of each change; 0.1 in PyTorch.
+    /// The factor of each change; 0.1 in PyTorch.
     pub gamma: f64,
 }
 
@@ -122,7 +122,7 @@ impl Schedule for StepLr {
 pub struct MultiStepLr {
     /// The steps at which the rate changes.
     pub milestones: Vec<usize>,
-    /// Factor of each change; 0.1 in PyTorch.
+    /// The factor of each change; 0.1 in PyTorch.
     pub gamma: f64,
 }
 
@@ -135,7 +135,7 @@ impl Schedule for MultiStepLr {
 /// Multiplies the rate by `gamma` every step (PyTorch's `ExponentialLR`).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExponentialLr {
-    /// Factor of each step.
+    /// The factor of each step.
     pub gamma: f64,
 }
 
@@ -149,10 +149,10 @@ fn gamma_power(gamma: f64, n: usize) -> f64 {
     gamma.powi(i32::try_from(n).unwrap_or(i32::MAX))
 }
 
-/// Follows a cosine from the initial rate down to `eta_min` in `t_max` steps, and up again (PyTorch's `CosineAnnealingLR`).
+/// Lowers the rate along a cosine from the initial rate to `eta_min` in `t_max` steps, then raises it again (PyTorch's `CosineAnnealingLR`).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CosineAnnealingLr {
-    /// Steps to the lowest rate; 0 counts as 1.
+    /// The number of steps until the lowest rate; 0 counts as 1.
     pub t_max: usize,
     /// The lowest rate.
     pub eta_min: f64,
@@ -164,24 +164,24 @@ impl Schedule for CosineAnnealingLr {
     }
 }
 
-/// Interpolates from `start` to `end` along half a cosine, for `part` from 0 to 1.
+/// Interpolates from `start` to `end` along half a cosine. `part` is the position between them, from 0 to 1.
 fn cosine_interpolate(start: f64, end: f64, part: f64) -> f64 {
     end + (start - end) * (1.0 + (PI * part).cos()) / 2.0
 }
 
-/// Changes the factor of the rate linearly from `start_factor` to `end_factor` in `total_iters` steps (PyTorch's `LinearLR`), as warm-up.
+/// For warm-up: multiplies the rate by a factor from `start_factor` to `end_factor`, linearly in `total_iters` steps (PyTorch's `LinearLR`).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinearLr {
-    /// Factor of step 0.
+    /// The factor in step 0.
     pub start_factor: f64,
-    /// Factor from step `total_iters` on.
+    /// The factor from step `total_iters` on.
     pub end_factor: f64,
-    /// The number of steps of the change; with 0 the factor is `end_factor` from the start.
+    /// The number of steps in which the factor changes. If 0, the factor is `end_factor` from step 0 on.
     pub total_iters: usize,
 }
 
 impl Default for LinearLr {
-    /// PyTorch's default: from a third of the rate to the full rate in five steps.
+    /// Returns PyTorch's default: from a third of the rate to the full rate in five steps.
     fn default() -> LinearLr {
         LinearLr { start_factor: 1.0 / 3.0, end_factor: 1.0, total_iters: 5 }
     }
@@ -204,9 +204,9 @@ impl Schedule for LinearLr {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CosineAnnealingWarmRestarts {
-    /// Steps until the first restart; 0 counts as 1.
+    /// The number of steps until the first restart; 0 counts as 1.
     pub t_0: usize,
-    /// Ratio of consecutive periods; 1 in PyTorch. 0 counts as 1.
+    /// The ratio of consecutive periods; 1 in PyTorch. 0 counts as 1.
     pub t_mult: usize,
     /// The lowest rate; 0 in PyTorch.
     pub eta_min: f64,
@@ -233,7 +233,7 @@ impl Schedule for CosineAnnealingWarmRestarts {
     }
 }
 
-/// The curve between two rates.
+/// The shape of the curve between two rates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AnnealStrategy {
     /// Half a cosine.
@@ -242,23 +242,23 @@ pub enum AnnealStrategy {
     Linear,
 }
 
-/// Rises from `max_lr / div_factor` to `max_lr`, then falls to the first rate divided by `final_div_factor`, along cosines
-/// (Smith and Topin, "Super-Convergence"; PyTorch's `OneCycleLR` with `cycle_momentum=False`). Ignores the groups' initial rates.
+/// Raises the rate from `max_lr / div_factor` to `max_lr`, then lowers it to the first rate divided by `final_div_factor` (Smith and
+/// Topin, "Super-Convergence"; PyTorch's `OneCycleLR` with `cycle_momentum=False`). Ignores the groups' initial rates.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OneCycleLr {
     /// The highest rate.
     pub max_lr: f64,
-    /// Steps of the whole cycle; later steps keep the last rate.
+    /// The number of steps of the whole cycle. Later steps keep the last rate.
     pub total_steps: usize,
     /// The fraction of the cycle in which the rate rises; 0.3 in PyTorch.
     pub pct_start: f64,
-    /// The curve of the rise and the fall; cosines in PyTorch.
+    /// The curve of the rise and of the fall; cosine in PyTorch.
     pub anneal_strategy: AnnealStrategy,
-    /// Ratio of the highest rate to the first; 25 in PyTorch.
+    /// The ratio of the highest rate to the first rate; 25 in PyTorch.
     pub div_factor: f64,
-    /// Ratio of the first rate to the last; 10,000 in PyTorch.
+    /// The ratio of the first rate to the last rate; 10,000 in PyTorch.
     pub final_div_factor: f64,
-    /// Whether the rate falls to the first rate as fast as it rose, and from there to the last rate; false in PyTorch.
+    /// Whether the fall has two phases: back to the first rate as fast as it rose, then to the last rate. False in PyTorch.
     pub three_phase: bool,
 }
 
@@ -281,7 +281,7 @@ impl Schedule for OneCycleLr {
     fn learning_rate(&self, _base: f64, step: usize) -> f64 {
         let (first, last) = (self.max_lr / self.div_factor, self.max_lr / self.div_factor / self.final_div_factor);
         let (total, up) = (self.total_steps as f64, self.pct_start * self.total_steps as f64);
-        // The last step and the last rate of each phase.
+        // For each phase: the number of its last step, and the rate in that step.
         let phases = match self.three_phase {
             true => [(up - 1.0, self.max_lr), (2.0 * up - 2.0, first), (total - 1.0, last)],
             false => [(up - 1.0, self.max_lr), (total - 1.0, last), (total - 1.0, last)],
@@ -289,7 +289,7 @@ impl Schedule for OneCycleLr {
         let (mut start, mut from, step) = (0.0, first, step as f64);
         for (end, to) in phases {
             if step <= end {
-                // A phase of a single step has its last rate.
+                // A phase of only one step has the phase's last rate.
                 let part = if end > start { (step - start) / (end - start) } else { 1.0 };
                 return match self.anneal_strategy {
                     AnnealStrategy::Cos => cosine_interpolate(from, to, part),
@@ -314,7 +314,7 @@ impl<F: Fn(usize) -> f64 + Send> Schedule for LambdaLr<F> {
     }
 }
 
-/// Concatenates schedules, each of which counts steps from its own start (PyTorch's `SequentialLR`).
+/// Joins schedules in sequence. Each schedule counts steps from its own start (PyTorch's `SequentialLR`).
 ///
 /// ```
 /// use claystone::optim::{CosineAnnealingLr, LinearLr, Schedule, SequentialLr};
@@ -323,17 +323,17 @@ impl<F: Fn(usize) -> f64 + Send> Schedule for LambdaLr<F> {
 /// assert_eq!([0, 10, 100].map(|t| schedule.learning_rate(2.0, t)), [0.2, 2.0, 0.0]);
 /// ```
 pub struct SequentialLr {
-    /// Schedules with their first steps.
+    /// The schedules, each with the number of its first step.
     parts: Vec<(usize, Box<dyn Schedule>)>,
 }
 
 impl SequentialLr {
-    /// Begins with `schedule`.
+    /// Creates a sequence that begins with `schedule`.
     pub fn new(schedule: impl Schedule + 'static) -> SequentialLr {
         SequentialLr { parts: vec![(0, Box::new(schedule))] }
     }
 
-    /// Appends `schedule`, beginning at step `milestone`.
+    /// Appends `schedule`, which begins at step `milestone`.
     pub fn then(mut self, milestone: usize, schedule: impl Schedule + 'static) -> SequentialLr {
         self.parts.push((milestone, Box::new(schedule)));
         self

@@ -19,15 +19,15 @@ optimizer! {
     Sgd;
     /// Hyperparameters of [`Sgd`], with PyTorch's defaults except that `lr` is 0.01.
     SgdConfig {
-        /// Learning rate.
+        /// The learning rate.
         lr: f64 = 0.01, NON_NEGATIVE;
         /// Momentum factor, in `0.0..1.0`; 0 disables momentum.
         momentum: f64 = 0.0, DECAY_RANGE;
-        /// The fraction of the gradient that is not added to the momentum buffer, from the second step on.
+        /// The fraction of the gradient that is left out of the momentum buffer, from the second step on.
         dampening: f64 = 0.0;
-        /// L2 penalty, added to the gradient.
+        /// The factor of the L2 penalty `weight_decay * w`, which is added to the gradient.
         weight_decay: f64 = 0.0, NON_NEGATIVE;
-        /// Whether to use Nesterov momentum; needs momentum and no dampening.
+        /// Whether to use Nesterov momentum. Requires momentum above 0 and dampening 0.
         nesterov: bool = false;
         => check_nesterov
     }
@@ -37,7 +37,7 @@ optimizer! {
     }
 
     fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
-        // The momentum buffer starts as the full first gradient.
+        // In the first step the momentum buffer becomes the whole gradient, without dampening.
         let damped = if step == 1 { 1.0 } else { 1.0 - self.dampening };
         to.extend([self.lr, self.weight_decay, self.momentum, damped]);
     }

@@ -12,13 +12,13 @@ use claystone::{DType, Device, Error, Result, Tensor};
 use crate::collectives::on_ranks;
 use crate::training::{Net, losses_alone, losses_together, small_buckets};
 
-/// A folder for a test. Processes started by `mpirun` share it.
+/// A folder for one test. Processes started by `mpirun` use the same folder.
 struct Folder {
     path: PathBuf,
     _temporary: Option<tempfile::TempDir>,
 }
 
-/// Environment variable with the parent folder for processes started by `mpirun`.
+/// The environment variable with the parent folder, for processes started by `mpirun`.
 pub const FOLDER: &str = "CLAYSTONE_TEST_FOLDER";
 
 impl Folder {
@@ -45,18 +45,18 @@ fn schedule() -> StepLr {
     StepLr { step_size: 1, gamma: 0.5 }
 }
 
-/// How a job saves its state.
+/// How the ranks of a job save their state.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Saved {
-    /// Rank 0 saves, and every rank has a whole optimizer.
+    /// Rank 0 saves, and every rank has an unsharded optimizer.
     Whole,
-    /// Rank 0 saves an optimizer that is sharded over the ranks.
+    /// Rank 0 gathers and saves an optimizer that is sharded over the ranks.
     Gathered,
     /// Every rank saves its shard of the optimizer.
     Sharded,
 }
 
-/// Losses of a job's steps on some ranks. The job loads the checkpoint unless it starts at step 0, and saves one at its end.
+/// Returns the losses of a job's steps on some ranks. The job loads the checkpoint unless it starts at step 0, and saves one at its end.
 fn run_job(ranks: usize, path: &Path, saved: Saved, steps: Range<usize>) -> Vec<f64> {
     let mut all = on_ranks(ranks, |group| {
         let net = Net::new(1 + group.rank() as u64, DType::F32, group.device())?;
@@ -73,7 +73,7 @@ fn run_job(ranks: usize, path: &Path, saved: Saved, steps: Range<usize>) -> Vec<
             }
         }
     });
-    // Every rank has the mean of the losses. A process outside the group has no result.
+    // Every rank has the mean of all ranks' losses. A process outside the group has no result.
     all.pop().map(|(_, losses)| losses).unwrap_or_default()
 }
 
@@ -112,7 +112,7 @@ fn resume_and_save<O: Optimizer + Stateful>(
 
 #[test]
 fn jobs_resume_with_another_number_of_ranks() {
-    // The reference is one uninterrupted process that halves the rate every ten steps.
+    // The reference is one process without interruption. It halves the learning rate every ten steps.
     let mut net = Net::new(1, DType::F32, Device::Cpu).unwrap();
     let mut optimizer = AdamW::new(net.parameters_mut(), adamw()).unwrap();
     let mut want = Vec::new();
@@ -137,7 +137,7 @@ fn jobs_resume_with_another_number_of_ranks() {
     }
 }
 
-/// Whole and sharded optimizers can load each other's checkpoints, for every way of saving.
+/// Unsharded and sharded optimizers can load each other's checkpoints, whichever way they were saved.
 #[test]
 fn whole_and_sharded_optimizers_share_checkpoints() {
     let legs = [(2, Saved::Whole), (4, Saved::Gathered), (1, Saved::Whole), (2, Saved::Gathered)];
@@ -156,7 +156,7 @@ fn whole_and_sharded_optimizers_share_checkpoints() {
     }
 }
 
-/// Sorted names of the files in a folder.
+/// Returns the sorted names of the files in a folder.
 fn files(folder: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
@@ -170,7 +170,7 @@ fn folders_contain_the_last_complete_checkpoint() {
     let path = folder.path.join("run");
     run_job(2, &path, Saved::Sharded, 0..2);
     assert_eq!(files(&path), ["1-rank-0-of-2.safetensors", "1-rank-1-of-2.safetensors", "index.safetensors"]);
-    // Rank 1 cannot write its part of this save.
+    // A folder with the name of rank 1's file makes this save fail on rank 1.
     std::fs::create_dir(path.join("2-rank-1-of-2.safetensors")).unwrap();
     let groups = Group::threads(&[Device::Cpu; 2]).unwrap();
     let save = |group: Group| save_sharded_checkpoint(&path, &group, &[("step", &7usize)]).unwrap_err().to_string();
@@ -185,7 +185,7 @@ fn folders_contain_the_last_complete_checkpoint() {
     let mut step = 0usize;
     load_checkpoint(&path, &mut [("step", &mut step)]).unwrap();
     assert_eq!(step, 2);
-    // The next save replaces the old checkpoint and the remains of the failed one, but does not touch the user's file.
+    // The next save removes the old checkpoint and the files of the failed save, but does not touch the user's file.
     std::fs::write(path.join("predictions-rank-0.safetensors"), "mine").unwrap();
     run_job(1, &path, Saved::Sharded, 2..4);
     let want = ["2-rank-0-of-1.safetensors", "index.safetensors", "predictions-rank-0.safetensors"];
@@ -202,7 +202,7 @@ fn missing_parts_are_errors() {
     let group = &Group::threads(&[Device::Cpu]).unwrap()[0];
     save_sharded_checkpoint(&path, group, &[("epoch", &3usize)]).unwrap();
     assert!(load(&path).contains("there is no part step"), "{}", load(&path));
-    // A file with one part of a tensor, whose other parts do not exist.
+    // The file has one part of a tensor, and the other parts are missing: loading must fail.
     let piece = [("step[0..2 of 3]".to_string(), Tensor::zeros(2, Device::Cpu).unwrap())].into_iter().collect();
     claystone::io::save(path.join("1-rank-0-of-1.safetensors"), &piece).unwrap();
     assert!(load(&path).contains("some parts of step are missing"), "{}", load(&path));

@@ -5,8 +5,8 @@ use proptest::test_runner::RngSeed;
 
 use crate::common::devices;
 
-/// Runs `f` on `n` ranks and returns each rank's result. Ranks are threads that alternate between the devices. In a job started
-/// by `mpirun` ranks are processes, and each returns only its own result.
+/// Runs `f` on `n` ranks and returns each rank's number and result. The ranks are threads whose devices alternate. In a job started by
+/// `mpirun` the ranks are processes, and each process returns only its own result.
 pub fn on_ranks<R: Send>(n: usize, f: impl Fn(&Group) -> claystone::Result<R> + Sync) -> Vec<(usize, R)> {
     #[cfg(feature = "mpi")]
     if let Some(world) = crate::mpi::world() {
@@ -29,12 +29,12 @@ pub fn on_ranks<R: Send>(n: usize, f: impl Fn(&Group) -> claystone::Result<R> + 
 const DTYPES: [DType; 9] =
     [DType::F32, DType::F64, DType::F16, DType::BF16, DType::I64, DType::I32, DType::U32, DType::U8, DType::Bool];
 
-/// Small integers, which every numeric dtype represents exactly.
+/// Returns a small integer, which every numeric dtype represents exactly.
 fn value(rank: usize, i: usize) -> i64 {
     ((i * 7 + rank * 13) % 11) as i64
 }
 
-/// The rank's tensor, contiguous or a view of every second column.
+/// Returns the rank's tensor: contiguous, or a view of every second column.
 fn tensor(rank: usize, n: usize, dtype: DType, device: Device, strided: bool) -> claystone::Result<Tensor> {
     let of = |i: usize| if dtype == DType::Bool { value(rank, i) % 2 } else { value(rank, i) };
     let values: Vec<i64> = (0..n).map(of).collect();
@@ -72,7 +72,7 @@ fn supports(op: ReduceOp, dtype: DType) -> bool {
     }
 }
 
-/// Element `i` on a rank.
+/// Returns element `i` of the rank's tensor.
 fn own(dtype: DType, rank: usize, i: usize) -> f64 {
     (if dtype == DType::Bool { value(rank, i) % 2 } else { value(rank, i) }) as f64
 }
@@ -89,7 +89,7 @@ fn reductions_support_all_dtypes_sizes_and_strides() {
                         group.all_reduce(&x, op)?;
                         Ok(values(&x))
                     });
-                    // Means of small integers are rounded once to half precision.
+                    // A mean of small integers is rounded once to half precision, which explains the tolerance.
                     let tolerance = if dtype == DType::BF16 { 0.04 } else { 0.01 };
                     for (_, result) in results {
                         for (i, got) in result.into_iter().enumerate() {
@@ -106,7 +106,7 @@ fn reductions_support_all_dtypes_sizes_and_strides() {
     }
 }
 
-/// Sums depend on the order of addition. All ranks use the same order, and halves are added in f32.
+/// A sum depends on the order of additions. All ranks must use the same order, and half-precision sums must be added in f32.
 #[test]
 fn reductions_give_the_same_bits_on_every_rank() {
     let n = 5;
@@ -271,7 +271,7 @@ enum Collective {
     AllToAll,
 }
 
-/// A fixed seed for processes started by `mpirun`, because all must make the same calls.
+/// Returns a fixed seed for processes started by `mpirun`, because all processes must make the same calls.
 fn seed() -> RngSeed {
     match std::env::var("CLAYSTONE_TEST_RANKS") {
         Ok(_) => RngSeed::Fixed(1),
@@ -279,7 +279,7 @@ fn seed() -> RngSeed {
     }
 }
 
-/// Number of sequences, with 30 calls on average; PROPTEST_CASES=3400 makes a hundred thousand calls.
+/// The number of random sequences, each with 30 calls on average. PROPTEST_CASES=3400 makes a hundred thousand calls.
 fn cases() -> u32 {
     std::env::var("PROPTEST_CASES").map_or(12, |cases| cases.parse().expect("a number"))
 }
@@ -287,7 +287,7 @@ fn cases() -> u32 {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), rng_seed: seed(), ..ProptestConfig::default() })]
 
-    /// Many successive calls of any kind in one group.
+    /// Makes many successive calls of any kind in one group. A call must not receive messages of another call.
     #[test]
     fn any_sequence_of_collectives_matches_one_process(
         n in 1usize..=4,

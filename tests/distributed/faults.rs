@@ -1,7 +1,7 @@
 use claystone::distributed::{Group, ReduceOp};
 use claystone::{Device, Error, Tensor};
 
-/// Errors of the other ranks if rank 1 of three runs `f` instead of the collective.
+/// Returns the errors of ranks 0 and 2, which call a collective while rank 1 runs `f` instead.
 fn errors_of_other_ranks(f: impl Fn(Group) + Send + Sync) -> Vec<Error> {
     let groups = Group::threads(&[Device::Cpu; 3]).unwrap();
     std::thread::scope(|scope| {
@@ -49,7 +49,7 @@ fn mismatched_sizes_are_errors_at_the_receiver() {
     let message = errors_of_other_ranks(|group| {
         let x = Tensor::ones(2000, group.device()).unwrap();
         assert!(group.all_reduce(&x, ReduceOp::Sum).is_err());
-        // Data sent by the other ranks is not mistaken for part of the next call.
+        // The data that other ranks have sent must not be taken for data of the next call.
         assert!(group.all_reduce(&Tensor::ones(1000, group.device()).unwrap(), ReduceOp::Sum).is_err());
     });
     assert!(message.iter().any(|e| e.to_string().contains("bytes where")), "{message:?}");

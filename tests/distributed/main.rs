@@ -1,4 +1,4 @@
-//! Groups of ranks: collectives against results of one process, and training on several ranks against one rank.
+//! Groups of ranks. Collectives are compared with results of one process, and training on several ranks with training on one rank.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,4 @@
-//! Runs the same tests under `mpirun`: this program restarts itself as several processes, one per rank.
+//! Runs the same tests under `mpirun`: this program starts itself as several processes, one per rank.
 
 use std::process::{Command, Output};
 use std::sync::OnceLock;
@@ -7,21 +7,21 @@ use claystone::Tensor;
 use claystone::distributed::{DataParallel, DataParallelOptions, Group, ReduceOp};
 use claystone::nn::{Linear, Module};
 
-/// Environment variable that is set in processes started by `mpirun`.
+/// The environment variable that is set in processes started by `mpirun`.
 const RANKS_VARIABLE: &str = "CLAYSTONE_TEST_RANKS";
 
-/// Group of all ranks in a process started by `mpirun`. It lives as long as the process, which ends with [`the_end`].
+/// Returns the group of all ranks in a process started by `mpirun`, else `None`. The group lives until the process ends with [`the_end`].
 pub fn world() -> Option<&'static Group> {
     static WORLD: OnceLock<Group> = OnceLock::new();
     std::env::var_os(RANKS_VARIABLE)?;
     Some(WORLD.get_or_init(|| Group::world().unwrap()))
 }
 
-/// Runs tests of this program on the given number of ranks.
+/// Runs the tests of this program on a number of ranks under `mpirun`.
 fn mpirun(ranks: usize, arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     Command::new("mpirun")
         .args(["--allow-run-as-root", "--oversubscribe", "--timeout", "300", "-n", &ranks.to_string()])
-        // Seconds between SIGTERM and SIGKILL, so that a rank can print its error on a busy machine.
+        // The seconds between SIGTERM and SIGKILL, so that a rank on a busy machine has time to print its error.
         .args(["--mca", "odls_base_sigkill_timeout", "3"])
         .arg(std::env::current_exe().unwrap())
         .args(["--test-threads", "1", "--nocapture"])
@@ -37,7 +37,7 @@ fn collectives_work_between_processes() {
     if world().is_some() {
         return;
     }
-    // With several threads, each rank uses several lanes.
+    // With several threads, each rank exchanges messages on several lanes.
     let lanes = [("RAYON_NUM_THREADS", "4"), ("CLAYSTONE_DEVICES", "none"), ("CLAYSTONE_DISTRIBUTED_DEBUG", "1")];
     on_all_ranks(5, &["collectives::"], &lanes, 9);
     on_all_ranks(5, &["collectives::"], &[("CLAYSTONE_DISTRIBUTED_SHARED_MEMORY", "0")], 9);
@@ -48,7 +48,7 @@ fn processes_train_like_one() {
     if world().is_some() {
         return;
     }
-    // Debug mode compares all calls between the ranks and must not find a difference.
+    // The debug mode compares all calls between the ranks. It must not report a difference.
     let debug = [("CLAYSTONE_DISTRIBUTED_DEBUG", "1")];
     on_all_ranks(4, &["training::", "sync_batch_norm::", "--skip", "are_named"], &debug, 13);
 }
@@ -68,18 +68,18 @@ fn processes_shard_optimizers_and_save_together() {
 fn on_all_ranks(ranks: usize, arguments: &[&str], environment: &[(&str, &str)], tests: usize) {
     let output = mpirun(ranks, arguments, environment);
     assert!(output.status.success(), "{output:?}");
-    // The exit status shows that all tests passed. This line is printed in one write; lines of results mix between ranks.
+    // The exit status shows that all tests passed. This line is printed in a single write, but result lines of several ranks may mix.
     let (text, running) = (String::from_utf8_lossy(&output.stdout), format!("running {tests} tests\n"));
     assert_eq!(text.matches(&running).count(), ranks, "{text}");
 }
 
-/// Environment variable with the fault of rank 1 in child processes: its behavior at its fifth call, or the call it dies at.
+/// The environment variable with the fault of rank 1 in child processes: how its fifth call fails, or the call during which it dies.
 const FAULT_VARIABLE: &str = "CLAYSTONE_TEST_FAULT";
 
 #[test]
 fn rank_1_fails() {
     let (Some(world), Ok(fault)) = (world(), std::env::var(FAULT_VARIABLE)) else { return };
-    let group = world.clone(); // dropped while it panics
+    let group = world.clone(); // this clone is dropped while the thread panics
     let x = Tensor::ones(100_000, group.device()).unwrap();
     for call in 0..10 {
         match (&*fault, group.rank(), call) {
@@ -115,7 +115,7 @@ fn assert_stderr_contains(fault: &str, sentences: &[&str], output: &Output) {
     assert!(!text.contains("exceeded"), "{fault}: mpirun had to end the job: {text}");
 }
 
-/// Name of the operation in errors, and a collective in which the other ranks wait for the killed rank 1.
+/// The operation's name in errors, and a collective in which the other ranks wait for rank 1, which was killed.
 type Call = (&'static str, fn(&Group, &Tensor) -> claystone::Result<()>);
 
 const CALLS: [Call; 10] = [
@@ -127,13 +127,13 @@ const CALLS: [Call; 10] = [
     ("split", |group, _| group.split(Some(0), 0).map(drop)),
     ("recv", |group, x| group.recv(x, 1)),
     ("send", |group, x| group.send(x, 1)),
-    // The barrier is an all_reduce of an empty tensor.
+    // A barrier is an all_reduce of an empty tensor, so the error names all_reduce.
     ("all_reduce", |group, _| group.barrier()),
     ("all_reduce", |group, x| {
         let net = Linear::new(100, 100, group.device())?;
         let net = DataParallel::new(net, group, DataParallelOptions::default())?;
         let loss = net.forward(&x.narrow(0, 0, 300)?.reshape([3, 100])?)?.sum((), false)?;
-        // The rank dies here, so that the other ranks are in backward.
+        // Rank 1 dies here, while the other ranks are in backward.
         kill_rank_1(group);
         loss.backward()
     }),
@@ -167,7 +167,7 @@ fn jobs_end_with_a_clear_error_if_a_rank_is_killed() {
     }
     for (call, (op, _)) in CALLS.iter().enumerate() {
         let call = call.to_string();
-        // In the debug mode a rank says where it was when `mpirun` ends it.
+        // In the debug mode, a rank that `mpirun` ends prints the call that it was waiting in.
         let debug = ("CLAYSTONE_DISTRIBUTED_DEBUG", "1");
         let environment = [(FAULT_VARIABLE, &*call), ("CLAYSTONE_DEVICES", "none"), ("RAYON_NUM_THREADS", "3"), debug];
         let output = mpirun(3, &["--exact", "mpi::rank_1_is_killed"], &environment);

@@ -4,7 +4,7 @@ use claystone::{DType, Device, Error, Tensor};
 
 use crate::collectives::on_ranks;
 
-/// The indices of each rank for a data set of `items` items.
+/// Returns the indices that each rank draws, for a data set of `items` items.
 fn sampled_indices(
     ranks: usize,
     items: usize,
@@ -16,7 +16,7 @@ fn sampled_indices(
         sampler.clone().set_epoch(epoch);
         let own = sampler.indices()?;
         assert_eq!(own.len(), sampler.len());
-        // Every rank collects the indices of all, as ranks may be processes.
+        // Every rank gathers the indices of all ranks, because ranks may be separate processes.
         let own: Vec<i64> = own.into_iter().map(|i| i as i64).collect();
         let all = group.all_gather(&Tensor::from_slice(&own, own.len(), Device::Cpu)?)?.to_vec::<i64>()?;
         Ok(all.into_iter().map(|i| i as usize).collect())
@@ -61,7 +61,7 @@ fn epochs_and_seeds_change_the_order() {
     assert_eq!(of(7, 2), of(7, 2));
 }
 
-/// For any number of ranks, the i-th batches of all ranks together contain the same items.
+/// For any number of ranks, the i-th batches of all ranks together must have the items of the i-th batch of a single rank.
 #[test]
 fn batches_of_all_ranks_equal_those_of_one() {
     let batches = |ranks: usize| -> Vec<Vec<i64>> {

@@ -8,7 +8,7 @@ use crate::collectives::on_ranks;
 use crate::common::values;
 use crate::training::{assert_ranks_match_one_process, has_doubles, losses_alone, losses_together, sgd, small_buckets};
 
-/// Number of rows on each of three ranks. Ranks may have different numbers, including none.
+/// The number of rows on each of three ranks. A rank may have any number of rows, including 0.
 const ROWS: [usize; 3] = [3, 0, 5];
 
 fn randn(seed: u64, shape: &[usize], dtype: DType, device: Device) -> Result<Tensor> {
@@ -16,15 +16,15 @@ fn randn(seed: u64, shape: &[usize], dtype: DType, device: Device) -> Result<Ten
     x.mul_scalar(2)?.add_scalar(3)?.to_dtype(dtype)?.to_device(device)
 }
 
-/// Results of a forward and backward through a layer.
+/// The results of one forward and backward pass through a layer.
 struct Step {
     out: Tensor,
-    /// Gradients of x, weight and bias.
+    /// The gradients of x, weight and bias.
     gradients: Vec<Tensor>,
     running: Vec<Vec<f64>>,
 }
 
-/// Runs the layer on the given rows of a batch of `shape`.
+/// Runs a forward and backward pass on the given rows of a batch of `shape`.
 fn step(norm: &impl Module, shape: &[usize], rows: (usize, usize), dtype: DType, device: Device) -> Result<Step> {
     for (i, p) in norm.parameters().into_iter().enumerate() {
         p.detach().copy_(&randn(10 + i as u64, p.shape().dims(), p.dtype(), device)?)?;
@@ -47,7 +47,7 @@ fn close(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
     }
 }
 
-/// Checks that values, gradients and running statistics equal those of a single layer with the batches of all ranks.
+/// Checks that values, gradients and running statistics equal those of one layer that gets the batches of all ranks.
 fn assert_matches_one_layer(group: &Group, shape: &[usize], dtype: DType, wide: DType, tolerance: f64) -> Result<()> {
     let device = group.device();
     let channels = shape[1];
@@ -93,7 +93,7 @@ fn doubles_are_normalized_in_full_precision() {
     }
 }
 
-/// A network with a batch norm in the middle.
+/// Returns a network with a batch norm in the middle.
 fn net(dtype: DType, device: Device) -> Result<Sequential> {
     with_generator(&Generator::new(1), || {
         let mut net = Sequential::new()

@@ -7,7 +7,7 @@ use claystone::{DType, Device, Error, Generator, Result, Tensor, with_generator}
 
 use crate::collectives::on_ranks;
 
-/// Two layers, equal on all ranks that use the same seed.
+/// A network of two layers. It is equal on all ranks that use the same seed.
 pub struct Net {
     pub first: Linear,
     pub second: Linear,
@@ -34,7 +34,7 @@ impl Module for Net {
 
 pub const BATCH: usize = 16;
 
-/// Inputs and targets of a step, or a rank's part of them.
+/// Returns the inputs and targets of a step, or a rank's part of them.
 pub fn batch(step: usize, (rank, ranks): (usize, usize), dtype: DType, device: Device) -> Result<(Tensor, Tensor)> {
     let (x, y) = with_generator(&Generator::new(1000 + step as u64), || -> Result<_> {
         Ok((Tensor::randn([BATCH, 10], Device::Cpu)?, Tensor::randn([BATCH, 3], Device::Cpu)?))
@@ -48,14 +48,14 @@ pub fn sgd() -> SgdConfig {
     SgdConfig { lr: 0.1, momentum: 0.9, ..SgdConfig::default() }
 }
 
-/// Losses of one process with the whole batch.
+/// Returns the losses of one process that trains on the whole batch.
 pub fn losses_of_one_process(steps: usize, dtype: DType) -> Result<Vec<f64>> {
     let mut net = Net::new(1, dtype, Device::Cpu)?;
     let mut sgd = Sgd::new(net.parameters_mut(), sgd())?;
     losses_alone(0..steps, dtype, &net, &mut sgd)
 }
 
-/// Losses of the given network and optimizer in one process with the whole batch.
+/// Returns the losses of this network and optimizer in one process that trains on the whole batch.
 pub fn losses_alone(steps: Range<usize>, dtype: DType, net: &impl Module, sgd: &mut dyn Optimizer) -> Result<Vec<f64>> {
     steps
         .map(|step| {
@@ -69,7 +69,7 @@ pub fn losses_alone(steps: Range<usize>, dtype: DType, net: &impl Module, sgd: &
         .collect()
 }
 
-/// Mean of the losses of all ranks.
+/// Returns the mean of the losses of all ranks.
 pub fn mean(group: &Group, loss: &Tensor) -> Result<f64> {
     let loss = loss.detach().to_dtype(DType::F64)?;
     group.all_reduce(&loss, ReduceOp::Mean)?;
@@ -77,14 +77,14 @@ pub fn mean(group: &Group, loss: &Tensor) -> Result<f64> {
 }
 
 fn together(group: &Group, steps: usize, dtype: DType, options: DataParallelOptions) -> Result<Vec<f64>> {
-    // Only rank 0 has the initial weights of the reference process.
+    // Only rank 0 has the initial weights of the reference process. Other ranks must get them by the broadcast of `DataParallel::new`.
     let net = Net::new(1 + group.rank() as u64, dtype, group.device())?;
     let mut net = DataParallel::new(net, group, options)?;
     let mut sgd = Sgd::new(net.parameters_mut(), sgd())?;
     losses_together(group, 0..steps, dtype, &net, &mut sgd)
 }
 
-/// Mean losses of all ranks, each with its part of the batch.
+/// Returns the mean losses of all ranks, each of which trains on its part of the batch.
 pub fn losses_together(
     group: &Group,
     steps: Range<usize>,
@@ -108,12 +108,12 @@ pub fn has_doubles(device: Device) -> bool {
     device == Device::Cpu || Tensor::zeros(1, (DType::F64, device)).and_then(|x| x.exp()).is_ok()
 }
 
-/// Buckets so small that several are reduced during backward.
+/// Returns options with buckets so small that several are reduced during backward.
 pub fn small_buckets() -> DataParallelOptions {
     DataParallelOptions { bucket_bytes: 300, ..Default::default() }
 }
 
-/// Checks that 1, 2 and 4 ranks have the losses of one process over 100 steps.
+/// Checks that 1, 2 and 4 ranks have the same losses as one process over 100 steps.
 pub fn assert_ranks_match_one_process(
     alone: impl Fn(DType) -> Result<Vec<f64>>,
     together: impl Fn(&Group, DType) -> Result<Vec<f64>> + Sync,
@@ -121,7 +121,7 @@ pub fn assert_ranks_match_one_process(
     for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::F64, 1e-6)] {
         let want = alone(dtype).unwrap();
         for ranks in [1, 2, 4] {
-            // Either all ranks compute in f64 or none, because they wait for each other.
+            // Either all ranks compute in f64 or none does. A rank that skipped the computation would leave the other ranks waiting.
             let doubles = |group: &Group| group.device() == Device::Cpu || has_doubles(group.device());
             let all_have = on_ranks(ranks, |group| {
                 let has = Tensor::full(1, i64::from(doubles(group)), (DType::I64, Device::Cpu))?;
@@ -151,7 +151,7 @@ fn any_number_of_ranks_trains_as_one() {
     );
 }
 
-/// Losses with two backwards per step. The first backward does not reduce gradients.
+/// Returns the losses with two backward passes per step, of which the first does not reduce gradients.
 pub fn accumulated_losses<M: Module>(
     group: &Group,
     dtype: DType,
@@ -199,7 +199,7 @@ fn gradients_can_be_reduced_in_halves() {
     }
 }
 
-/// Gradients of a network of which rank 1 uses only the first layer.
+/// Returns the gradients of a network of which rank 1 uses only the first layer.
 fn gradients(group: &Group, find_unused_parameters: bool) -> Result<Vec<Vec<f32>>> {
     let options = DataParallelOptions { find_unused_parameters, ..Default::default() };
     let net = DataParallel::new(Net::new(1, DType::F32, group.device())?, group, options)?;
@@ -213,7 +213,7 @@ fn gradients(group: &Group, find_unused_parameters: bool) -> Result<Vec<Vec<f32>
 #[test]
 fn parameters_unused_by_one_rank_get_the_others_gradients() {
     for (rank, gradients) in on_ranks(2, |group| gradients(group, true)) {
-        // The gradient is the number of rows on rank 0 and zero on rank 1.
+        // The sum of the ranks' gradients is the number of rows on rank 0 plus zero on rank 1; the mean over two ranks is half of that.
         assert_eq!(gradients[3], [BATCH as f32 / 2.0; 3], "rank {rank}");
     }
 }
@@ -236,7 +236,7 @@ fn buffers_are_copied_from_rank_0() {
         let net = DataParallel::new(BatchNorm1d::new(4, group.device())?, group, Default::default())?;
         let x = Tensor::full([8, 4], 1.0 + group.rank() as f32, group.device())?;
         net.forward(&x)?;
-        net.forward(&x)?; // starts with rank 0's statistics from the first call
+        net.forward(&x)?; // starts with rank 0's running statistics, which the first call has changed
         net.named_buffers("")[0].1.to_vec::<f32>()
     }) {
         let own = 1.0 + rank as f32;
@@ -251,7 +251,7 @@ fn failed_backwards_do_not_affect_later_ones() {
         let net = DataParallel::new(Net::new(1, DType::F32, group.device())?, group, Default::default())?;
         let (x, _) = batch(0, (0, 1), DType::F32, group.device())?;
         let hidden = net.module().first.forward(&x)?;
-        hidden.register_hook(|_| Err(Error::DivisionByZero { op: "hook" }))?; // fails after the second layer's gradients
+        hidden.register_hook(|_| Err(Error::DivisionByZero { op: "hook" }))?; // fails after the gradients of the second layer are computed
         assert!(net.module().second.forward(&hidden)?.sum((), false)?.backward().is_err());
         net.zero_grad();
         net.forward(&x)?.mul_scalar(group.rank() as f32)?.sum((), false)?.backward()?;

@@ -14,7 +14,7 @@ use crate::training::{
     small_buckets,
 };
 
-/// A network on all ranks, and an optimizer that is sharded over the ranks.
+/// Returns a network that is replicated on all ranks, and an optimizer that is sharded over the ranks.
 fn sharded_model<R: Rule + PartialEq + Copy>(
     group: &Group,
     dtype: DType,
@@ -49,7 +49,7 @@ fn gradients_accumulate_before_reduction() {
     );
 }
 
-/// A rank's parts of a bucket's parameters are contiguous, even if they include parts of two parameters.
+/// A rank's shard of a bucket is contiguous, even if it has elements of two parameters, so a step takes one launch per bucket.
 #[test]
 fn steps_are_one_launch_per_bucket() {
     on_ranks(3, |group| {
@@ -73,7 +73,7 @@ fn close(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
     }
 }
 
-/// Runs five steps and calls `before` with the optimizer before each step.
+/// Runs five steps. Calls `before` with the optimizer before each step.
 fn five_steps(
     group: &Group,
     dtype: DType,
@@ -91,7 +91,7 @@ fn five_steps(
     Ok(parameters_of(net))
 }
 
-/// Checks that the sharded optimizer gives the same parameters as a whole optimizer on every rank.
+/// Checks that the sharded optimizer gives the same parameters as an unsharded optimizer on every rank.
 fn assert_matches_whole_optimizer<R: Rule + PartialEq + Copy + Sync>(rule: R, dtype: DType, tolerance: f64) {
     for ranks in [1, 2, 3, 4] {
         on_ranks(ranks, |group| {
@@ -128,7 +128,7 @@ fn every_optimizer_can_be_sharded() {
     assert_matches_whole_optimizer(AdagradConfig { lr: 0.1, ..Default::default() }, DType::F32, 1e-5);
 }
 
-/// Steps too small for a bf16 weight accumulate in the f32 weights.
+/// Steps that are too small to change a bf16 weight must accumulate in the f32 master weights.
 #[test]
 fn sharded_halves_keep_f32_weights() {
     assert_matches_whole_optimizer(SgdConfig { lr: 1e-3, momentum: 0.9, ..Default::default() }, DType::BF16, 0.0);
@@ -159,7 +159,7 @@ fn each_rank_stores_a_shard_of_the_state() {
             let whole = AdamW::new(net.parameters_mut(), AdamWConfig::default())?;
             Ok((bytes(Optimizer::state_dict(&divided)?), bytes(Optimizer::state_dict(&whole)?)))
         }) {
-            // Shards are rounded up to equal sizes. The state has two numbers per parameter.
+            // Shards are rounded up to equal sizes. The state has two numbers per element of a parameter.
             let share = whole.div_ceil(8).div_ceil(ranks) * 8;
             assert_eq!(whole, 8 * (10 * 16 + 16 + 16 * 3 + 3));
             assert!(own <= share && own + 8 * ranks >= share, "rank {rank} of {ranks} has {own} bytes of {whole}");
@@ -228,7 +228,7 @@ fn schedules_set_the_rates_of_named_groups_on_every_rank() {
     }
 }
 
-/// If the gradients of one rank overflow, all ranks skip the step.
+/// If the gradients of one rank overflow, all ranks must skip the step; otherwise their weights would differ.
 #[test]
 fn ranks_skip_a_step_together() {
     for (rank, (stepped, unchanged, factor)) in on_ranks(3, |group| {
@@ -238,7 +238,7 @@ fn ranks_skip_a_step_together() {
         let mut stepped = Vec::new();
         for step in 0..2 {
             let (x, y) = batch(step, (group.rank(), group.size()), DType::F32, group.device())?;
-            // One element of the last bias, which belongs to the last rank, gets an infinite gradient.
+            // One element of the last bias gets an infinite gradient. The element is in the shard of the last rank.
             let factor = if step == 0 && group.rank() == 1 { f64::INFINITY } else { 1.0 };
             let out = net.forward(&x)?;
             optimizer.zero_grad();
@@ -264,7 +264,7 @@ fn parameters_unused_by_all_ranks_do_not_change() {
         let (x, _) = batch(0, (0, 1), DType::F32, group.device())?;
         optimizer.zero_grad();
         let hidden = net.module().first.forward(&x)?;
-        // Rank 0 alone or no rank uses the second layer.
+        // The second layer is used by rank 0 alone, or by no rank.
         let out = if second && group.rank() == 0 { net.module().second.forward(&hidden)? } else { hidden };
         out.sum((), false)?.backward()?;
         optimizer.step()
@@ -289,7 +289,7 @@ fn parameters_unused_by_all_ranks_do_not_change() {
     });
 }
 
-/// Whether the second layer was never stepped.
+/// True if the optimizer never updated the second layer.
 fn adamw_is_new(adamw: &AdamW) -> bool {
     let state = Optimizer::state_dict(adamw).unwrap();
     state.get("state.2.step").unwrap().item::<i64>().unwrap() == 0
@@ -311,7 +311,7 @@ fn parameters_written_between_steps_take_effect() {
     }
 }
 
-/// Steps are visible in tensors that share the parameters' memory.
+/// Tensors that share the parameters' memory must show each step.
 #[test]
 fn earlier_state_dicts_show_later_steps() {
     on_ranks(2, |group| {
@@ -357,7 +357,7 @@ fn mismatched_optimizers_are_errors() {
         Sgd::new(copies.iter_mut().collect(), sgd())
     });
     assert!(matches!(moved.map(drop), Err(Error::Invalid { .. })));
-    // After the optimizer is dropped, backward gives whole gradients again.
+    // After the optimizer is dropped, backward must give full gradients again.
     let x = Tensor::ones([2, 10], Device::Cpu).unwrap();
     net.forward(&x).unwrap().sum((), false).unwrap().backward().unwrap();
     assert!(net.parameters().iter().all(|p| p.grad().is_some()));
@@ -365,7 +365,7 @@ fn mismatched_optimizers_are_errors() {
     group.all_reduce(&sum, ReduceOp::Sum).unwrap();
 }
 
-/// With more ranks than elements, some ranks have no element to step.
+/// With more ranks than elements, some ranks have no element to update. Their steps must succeed.
 #[test]
 fn ranks_may_have_no_elements() {
     for (_, weight) in on_ranks(4, |group| {
@@ -384,7 +384,7 @@ fn ranks_may_have_no_elements() {
     }
 }
 
-/// Optimizers keep parameters in one buffer, even if hooks wait for their gradients.
+/// Optimizers must move parameters into one buffer even if `DataParallel` has hooks on their gradients.
 #[test]
 fn optimizers_move_parameters_into_one_buffer() {
     on_ranks(2, |group| {

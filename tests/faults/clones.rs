@@ -1,4 +1,4 @@
-//! On an OpenCL device a clone is one blocking `clEnqueueCopyBuffer`.
+//! Checks that a clone on an OpenCL device is one blocking `clEnqueueCopyBuffer`.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ fn check_clones_are_one_blocking_copy(test: &str, kind: Kind) {
         let x = Tensor::arange(0, (bytes / 4 + 3) as i64, 1, device).unwrap();
         let view = x.narrow(0, 3, bytes / 4).unwrap();
         for clone in [|t: &Tensor| t.clone(), |t: &Tensor| t.try_clone().unwrap()] {
-            drop(clone(&view)); // leaves a cached block for the clone below
+            drop(clone(&view)); // leaves a cached block, from which the clone below is allocated
             device.synchronize().unwrap();
             let before: Vec<u64> = commands.iter().map(|name| faults.calls(name)).collect();
             let copy = clone(&view);

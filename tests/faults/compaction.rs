@@ -1,4 +1,4 @@
-//! Compaction on a real driver with failing calls: every tensor keeps its values, and the device is not lost.
+//! Compaction on a real driver whose calls fail: every tensor must keep its values, and the device must not be lost.
 
 use claystone::{DType, Device, Error, Tensor, storage};
 
@@ -7,8 +7,8 @@ use crate::stand_in::{ALWAYS, Faults, Kind};
 const DEVICE: Device = Device::OpenCL(0);
 const MIB: usize = 1 << 20;
 
-/// Allocates a tensor of the given MiB per entry under a memory limit that exactly fits them. Tensors of `Ok` entries live,
-/// with each byte set to their number; those of `Err` entries are dropped and leave gaps.
+/// Allocates one tensor per entry, with as many MiB as the entry says, under a memory limit that they fill exactly. Tensors of `Ok`
+/// entries are returned, with each byte set to their number. Tensors of `Err` entries are dropped and leave gaps.
 fn fill(blocks: &[Result<usize, usize>]) -> Vec<(Tensor, usize)> {
     let all: Vec<Tensor> = blocks.iter().map(|mib| empty(mib.unwrap_or_else(|free| free)).unwrap()).collect();
     let numbered = all.into_iter().zip(1..).zip(blocks);
@@ -30,7 +30,8 @@ fn check(live: &[(Tensor, usize)], what: &str) {
     }
 }
 
-/// Layouts with the MiB to request: one segment, where blocks slide; two full segments, where blocks move through the host.
+/// Returns layouts of blocks, each with the MiB to request afterwards. In one segment, blocks slide. In two full segments, blocks move
+/// through the host.
 fn layouts() -> [(Vec<Result<usize, usize>>, usize); 2] {
     let slides = [Err(2), Ok(5), Err(2), Ok(2), Ok(2), Err(2), Ok(3), Err(2)];
     let apart = [Ok(4), Err(4), Ok(8), Err(4), Ok(4), Err(4), Ok(8), Err(4)];

@@ -1,5 +1,5 @@
-//! Failed driver calls: host memory that the device still uses is kept, and a kernel's fault is reported to the thread that
-//! caused it. No error says that an operation did not run if the operation has changed its target.
+//! Failing driver calls. Host memory that the device still uses must be kept. A kernel's fault must be reported to the thread that
+//! launched the kernel. If an operation has changed its target, its error must not claim that the operation did not run.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -12,19 +12,19 @@ use claystone::{Device, Error, Graph, Result, Stream, Tensor};
 use crate::stand_in::{ALWAYS, Faults, Kind};
 
 pub(crate) const DEVICE: Device = Device::OpenCL(0);
-/// All functions that report whether commands have finished.
+/// All driver functions that report whether commands have finished.
 const WAIT_CALLS: [&str; 6] =
     ["clFinish", "clFlush", "clWaitForEvents", "clGetEventInfo", "clEnqueueMarkerWithWaitList", "clEnqueueMarker"];
-/// Number of elements whose transfer uses neither maps nor pinned staging slices.
+/// A number of elements so small that their transfer uses neither maps nor pinned staging slices.
 pub(crate) const SMALL_ELEMENTS: usize = 1000;
-/// Number of f32 elements (2 MiB) that a discrete GPU transfers through pinned staging slices.
+/// A number of f32 elements (2 MiB) that a discrete GPU transfers through pinned staging slices.
 pub(crate) const STAGED_ELEMENTS: usize = 512 << 10;
 
 pub(crate) fn ramp(n: usize) -> Vec<f32> {
     (0..n).map(|i| i as f32).collect()
 }
 
-/// Captures a graph that adds one to `t` in `times` launches. It uses index additions, as pointwise additions would be fused.
+/// Captures a graph that adds one to `t` in `times` launches. It uses index additions, because pointwise additions would be fused.
 pub(crate) fn capture_additions(t: &Tensor, times: usize) -> Graph {
     let n = t.numel();
     let ones = on_device(&vec![1.0; n]);
@@ -36,12 +36,12 @@ pub(crate) fn on_device(values: &[f32]) -> Tensor {
     Tensor::from_slice(values, values.len(), DEVICE).unwrap()
 }
 
-/// Waits longer than any command is delayed in these tests.
+/// Waits longer than the delays of commands in these tests.
 pub(crate) fn wait_for_delayed_commands() {
     thread::sleep(Duration::from_millis(600));
 }
 
-/// Lets every function fail that can report the end of commands, and delays reads and writes of host memory.
+/// Makes every function fail that can report the end of commands, and delays reads and writes of host memory.
 pub(crate) fn fail_all_waits(faults: &Faults) {
     ["clEnqueueReadBuffer", "clEnqueueWriteBuffer"].iter().for_each(|name| faults.delay(name, 300_000));
     WAIT_CALLS.iter().for_each(|name| faults.fail(name, 1, ALWAYS, -6));
@@ -54,7 +54,7 @@ pub(crate) fn assert_device_lost<T: std::fmt::Debug>(result: Result<T>) {
     assert!(error.to_string().contains("never released"), "{error}");
 }
 
-/// Subscriber that lists the devices and uses one at every message. It does not count messages that this use causes.
+/// A log subscriber that lists the devices and uses a device at every message. It does not count messages that this use causes.
 struct UsesDevice(&'static AtomicUsize);
 
 impl tracing::Subscriber for UsesDevice {
@@ -85,7 +85,7 @@ impl tracing::Subscriber for UsesDevice {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
-/// The subscriber is active from the first use on: during discovery, opening and kernel compilation.
+/// The subscriber is active from the first use of a device on: during discovery, opening and kernel compilation. It must not deadlock.
 #[test]
 fn log_subscribers_may_use_the_device() {
     let Some(faults) = Faults::install("driver::log_subscribers_may_use_the_device", Kind::Real) else {
@@ -93,20 +93,20 @@ fn log_subscribers_may_use_the_device() {
     };
     static MESSAGES: AtomicUsize = AtomicUsize::new(0);
     tracing::subscriber::set_global_default(UsesDevice(&MESSAGES)).unwrap();
-    let tried_again = ["clGetDeviceInfo", "clCreateContext"]; // discovery retries and logs these failures
+    let tried_again = ["clGetDeviceInfo", "clCreateContext"]; // discovery retries these calls and logs their failures
     tried_again.iter().for_each(|name| faults.fail(name, 1, 1, -6));
     assert_eq!(Device::best(), DEVICE);
     assert!(MESSAGES.load(Relaxed) > 0);
     assert_eq!(on_device(&[1.0, 2.0]).softmax(0).unwrap().to_vec::<f32>().unwrap().len(), 2);
     assert_eq!(tried_again.map(|name| faults.injected(name)), [1, 1]);
-    // The driver reports a fault inside the failing call, while the queues are locked.
+    // The driver calls back about a fault inside the failing call, while the crate holds the locks of its queues.
     let (x, before) = (on_device(&[1.0, 2.0]), MESSAGES.load(Relaxed));
     faults.fail("clEnqueueNDRangeKernel", 1, 1, -5);
     x.exp().unwrap_err();
     assert!(MESSAGES.load(Relaxed) > before, "the driver's message is logged");
 }
 
-/// Checks that a failed waiting call does not count as a failed command: other calls show that the command succeeded.
+/// Checks that a failed wait does not count as a failed command if other calls show that the command succeeded.
 fn check_failed_waits_do_not_fail_commands(test: &str, kind: Kind) {
     let Some(faults) = Faults::install(test, kind) else { return };
     let (t, here) = (on_device(&ramp(SMALL_ELEMENTS)), Tensor::zeros(SMALL_ELEMENTS, Device::Cpu).unwrap());
@@ -115,7 +115,7 @@ fn check_failed_waits_do_not_fail_commands(test: &str, kind: Kind) {
         for (times, code) in [(1, -6), (2, -5), (2, -36), (5, -6), (ALWAYS, -14)] {
             faults.fail(name, 1, times, code);
             if (name, times) == ("clGetEventInfo", ALWAYS) {
-                // The read has finished, but no call reports whether it failed.
+                // The read has finished, but no call reports whether it failed, so the result must be an error.
                 let error = t.to_vec::<f32>().unwrap_err();
                 assert!(matches!(error, Error::OpenCl { call: "clGetEventInfo", .. }), "{error}");
                 faults.clear();
@@ -144,7 +144,7 @@ fn failed_waits_do_not_fail_commands_on_discrete_gpus() {
     );
 }
 
-/// Checks that a kernel's fault is reported once, to the thread that launched it, even if driver calls fail meanwhile.
+/// Checks that a kernel's fault is reported once, to the thread that launched the kernel, even if other driver calls fail meanwhile.
 fn check_kernel_faults_are_reported_once(test: &str, kind: Kind) {
     let Some(faults) = Faults::install(test, kind) else { return };
     let x = on_device(&[1.0, 2.0, 3.0]);
@@ -154,7 +154,7 @@ fn check_kernel_faults_are_reported_once(test: &str, kind: Kind) {
         let error = result.unwrap_err();
         assert!(matches!(error, Error::IndexOutOfRange { index: 99, .. }), "{error}");
     };
-    // These are the read of the data, the read of the fault words, and the write that clears the fault words.
+    // These calls are the read of the data, the read of the fault words, and the write that clears the fault words.
     for (name, nth) in [("clEnqueueReadBuffer", 1), ("clEnqueueReadBuffer", 2), ("clEnqueueWriteBuffer", 1)] {
         let y = x.index_select(0, &bad).unwrap();
         faults.fail(name, nth, 1, -4);
@@ -169,7 +169,7 @@ fn check_kernel_faults_are_reported_once(test: &str, kind: Kind) {
         }
         faults.clear();
     }
-    // The read of the fault words may fail unnoticed after it was accepted. On a processor this read comes first.
+    // The read of the fault words may fail after it was accepted, without an error. On a processor this read is the first read.
     let nth = if kind == Kind::DiscreteGpu { 2 } else { 1 };
     let y = x.index_select(0, &bad).unwrap();
     faults.drop_command("clEnqueueReadBuffer", nth, 1);
@@ -178,7 +178,7 @@ fn check_kernel_faults_are_reported_once(test: &str, kind: Kind) {
     assert_eq!(faults.injected("clEnqueueReadBuffer"), 3);
     assert_reports_fault(y.to_vec::<f32>());
     assert_eq!(x.index_select(0, &good).unwrap().to_vec::<f32>().unwrap(), [2.0]);
-    // The write that clears the fault words may fail several times. No kernel uses the words before they are cleared.
+    // The write that clears the fault words may fail several times. Kernels must not use the words before they are cleared.
     let y = x.index_select(0, &bad).unwrap();
     faults.fail("clEnqueueWriteBuffer", 1, 2, -4);
     assert_reports_fault(y.to_vec::<f32>());
@@ -199,7 +199,7 @@ fn kernel_faults_are_reported_once_on_discrete_gpus() {
     );
 }
 
-/// Checks that an accepted transfer that fails later is an error, even if the wait succeeds as on NVIDIA's driver.
+/// Checks that a transfer that is accepted and fails later is an error, even if the wait succeeds as with NVIDIA's driver.
 fn check_late_transfer_failures_are_errors(test: &str, kind: Kind) {
     let Some(faults) = Faults::install(test, kind) else { return };
     let (t, new) = (on_device(&ramp(SMALL_ELEMENTS)), vec![-1.0; SMALL_ELEMENTS]);
@@ -244,8 +244,7 @@ fn late_transfer_failures_are_errors_on_discrete_gpus() {
     );
 }
 
-/// Checks that threads which end without reading their fault words do not leak memory, and that their faults are still
-/// reported.
+/// Checks that threads which end without reading their fault words leak no memory, and that the kernels' faults are still reported.
 fn check_ended_threads_do_not_leak_memory(test: &str, kind: Kind) {
     let Some(faults) = Faults::install(test, kind) else { return };
     let x = on_device(&[1.0, 2.0, 3.0]);
@@ -308,7 +307,7 @@ fn failed_flushes_do_not_fail_operations_on_discrete_gpus() {
     );
 }
 
-/// A launch whose event status cannot be read counts as failed at the next wait.
+/// If the status of a launch's event cannot be read, the next wait must report the launch as failed.
 #[test]
 fn launches_with_unknown_status_are_reported_by_the_next_wait() {
     let test = "driver::launches_with_unknown_status_are_reported_by_the_next_wait";
@@ -324,7 +323,7 @@ fn launches_with_unknown_status_are_reported_by_the_next_wait() {
     assert_eq!(t.to_vec::<f32>().unwrap(), [2100.0; 8]);
 }
 
-/// A graph checks the event of every launch that has one, not only of the last.
+/// A graph must check the event of every launch that has an event, not only of the last launch.
 #[test]
 fn failed_graph_launches_are_reported_by_the_next_wait() {
     let Some(faults) = Faults::install("driver::failed_graph_launches_are_reported_by_the_next_wait", Kind::Real)
@@ -342,8 +341,8 @@ fn failed_graph_launches_are_reported_by_the_next_wait() {
     assert_eq!(t.to_vec::<f32>().unwrap(), [4199.0; 8]);
 }
 
-/// One launch in a thousand has an event. If that launch fails, the next wait reports the failure. This holds also if a later
-/// launch has already waited for the event because the queue was long.
+/// One launch in a thousand has an event. If that launch fails, the next wait must report the failure, even if a later launch has
+/// already waited for the event because the queue was long.
 #[test]
 fn earlier_failed_launches_are_reported_by_the_next_wait() {
     let Some(faults) = Faults::install("driver::earlier_failed_launches_are_reported_by_the_next_wait", Kind::Real)
@@ -368,11 +367,11 @@ fn earlier_failed_launches_are_reported_by_the_next_wait() {
     }
 }
 
-/// If the driver refuses to unmap a buffer, the unmap is repeated before any buffer is used; until then uses are errors.
+/// If the driver refuses to unmap a buffer, the unmap is repeated before the next use of any buffer. Until it succeeds, uses are errors.
 #[test]
 fn buffers_are_not_used_while_mapped() {
     let Some(faults) = Faults::install("driver::buffers_are_not_used_while_mapped", Kind::Real) else { return };
-    let n = 1_050_000; // more than 4 MiB, which a processor transfers by maps
+    let n = 1_050_000; // more than 4 MiB, which a CPU device transfers by mapping
     let (values, one) = (ramp(n), on_device(&[1.0]));
     let (t, host) = (on_device(&values), Tensor::full(n, -1, Device::Cpu).unwrap());
     let (maps, launches) = (faults.live_mappings(), || faults.calls("clEnqueueNDRangeKernel"));
@@ -394,13 +393,13 @@ fn buffers_are_not_used_while_mapped() {
         assert_not_partial(one.add_(&one));
         assert!(matches!(one.to_vec::<f32>().unwrap_err(), Error::OpenCl { call: "clEnqueueUnmapMemObject", .. }));
         assert_eq!(launches(), before, "no kernel while a buffer is mapped");
-        DEVICE.synchronize().unwrap(); // waits for the commands nevertheless
+        DEVICE.synchronize().unwrap(); // synchronize still waits for the commands
         faults.clear();
         one.add_(&one).unwrap();
         assert_eq!((launches(), faults.live_mappings()), (before + 1, maps));
         assert_eq!(one.to_vec::<f32>().unwrap(), [if late { 8.0 } else { 4.0 }]);
     }
-    // Written values are visible after the unmap, to a read and to a clone.
+    // After the unmap, a read and a clone must see the written values.
     faults.fail("clEnqueueUnmapMemObject", 1, 5, -4);
     t.copy_(&host).unwrap();
     assert_eq!(t.to_vec::<f32>().unwrap(), vec![-1.0; n]);
@@ -409,7 +408,7 @@ fn buffers_are_not_used_while_mapped() {
     t.copy_(&host).unwrap();
     let copy = t.try_clone().unwrap();
     assert_eq!(copy.to_vec::<f32>().unwrap(), vec![-1.0; n]);
-    // The buffer is kept although its tensor was dropped.
+    // The buffer must be kept, although its tensor was dropped: it is still mapped.
     faults.fail("clEnqueueUnmapMemObject", 1, ALWAYS, -4);
     let large = t.to_vec::<f32>().unwrap();
     drop((t, copy));
@@ -449,7 +448,7 @@ fn failures_midway_are_partial_errors() {
     graph.replay().unwrap();
     assert_eq!(t.to_vec::<f32>().unwrap(), [3.0; 8]);
 
-    // A copy onto an overlapping range is split into pieces.
+    // A copy onto an overlapping range is split into pieces, so it can fail in part.
     let values = ramp(3 * SMALL_ELEMENTS);
     let t = on_device(&values);
     let (from, to) =
@@ -461,7 +460,7 @@ fn failures_midway_are_partial_errors() {
     assert_partial(to.copy_(&from), "copy_");
     assert_ne!(t.to_vec::<f32>().unwrap(), values, "a part of it");
 
-    // An optimizer step for two groups is two launches.
+    // An optimizer step for two groups is two launches, so it can fail in part.
     let leaf = || on_device(&[1.0; 4]).requires_grad_(true).unwrap();
     let (mut a, mut b) = (leaf(), leaf());
     let config = SgdConfig { lr: 0.5, ..SgdConfig::default() };

@@ -1,5 +1,5 @@
-//! Graphs whose commands the driver keeps, as command buffers or recordings: the host executes refused replays exactly once,
-//! and driver objects are released after use.
+//! Graphs whose commands are stored in the driver, as command buffers or recordings. If the driver refuses a replay, the host must execute
+//! the commands exactly once. Driver objects must be released after use.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use claystone::{Device, Error, Graph, Tensor};
 use crate::driver::{DEVICE, assert_partial, capture_additions, on_device};
 use crate::stand_in::{self, ALWAYS, Faults, Kind};
 
-/// Runs `test` in a child process whose drivers keep commands as `kept` says. Returns `None` in the parent.
+/// Runs `test` in a child process whose driver stores commands as `kept` says. Returns `None` in the parent.
 fn install(test: &str, kept: &str) -> Option<Faults> {
     let here = Faults::here();
     if here.is_none() {
@@ -44,7 +44,7 @@ fn the_host_replays_what_the_driver_refuses_to_keep() {
         assert_eq!((first_element(&t), graph.replay_mode()), (6.0, ReplayMode::Host), "{call}");
     }
     assert_eq!((faults.live_recordings(), faults.calls("clEnqueueCommandBufferKHR")), (0, 0));
-    // A new graph is kept by the driver again. If its first or a later enqueue is refused, the host replays it from then on.
+    // A new graph is stored in the driver again. If the driver refuses its first or a later enqueue, the host replays it from then on.
     for code in [-59, -1138, -1140] {
         let t = on_device(&[0.0; 8]);
         let graph = capture_additions(&t, 3);
@@ -59,12 +59,12 @@ fn the_host_replays_what_the_driver_refuses_to_keep() {
     assert_eq!(faults.live_recordings(), 0);
 }
 
-/// The driver may have executed some of the commands when it fails.
+/// A failed replay must be a partial error, because the driver may have executed some of the commands.
 #[test]
 fn failed_replays_are_partial_errors() {
     let Some(faults) = install("graphs::failed_replays_are_partial_errors", "buffers") else { return };
     let t = on_device(&[0.0; 8]);
-    let graph = capture_additions(&t, 600); // three command buffers
+    let graph = capture_additions(&t, 600); // fills three command buffers
     graph.replay().unwrap();
     assert_eq!((first_element(&t), faults.live_recordings()), (600.0, 3));
     for nth in [1, 3] {
@@ -73,7 +73,7 @@ fn failed_replays_are_partial_errors() {
         assert_partial(graph.replay(), "Graph::replay");
         assert_eq!(first_element(&t), 256.0 * (nth - 1) as f32);
     }
-    // With a long queue, replays wait for earlier ones. The next wait of the caller reports if an earlier replay failed.
+    // With a long queue, replays wait for earlier replays. If an earlier replay failed, the caller's next wait must report it.
     faults.fail_command("clEnqueueCommandBufferKHR", 1, ALWAYS, -14);
     (0..4).for_each(|_| graph.replay().unwrap());
     let error = DEVICE.synchronize().unwrap_err();
@@ -90,7 +90,7 @@ fn failed_replays_are_partial_errors() {
     assert_eq!((faults.live_recordings(), faults.live_events() <= events + 1), (0, true));
 }
 
-/// If a pending command buffer must not be enqueued again, the host executes the replays meanwhile.
+/// If a command buffer must not be enqueued again while it is pending, the host executes the replays in the meantime.
 #[test]
 fn pending_command_buffers_are_not_enqueued_again() {
     let Some(faults) = install("graphs::pending_command_buffers_are_not_enqueued_again", "sequential") else {
@@ -119,7 +119,7 @@ fn pending_command_buffers_are_not_enqueued_again() {
     assert_eq!(faults.live_recordings(), 0);
 }
 
-/// The stand-in library emulates recordable queues, because no real device with them was available.
+/// Recordable queues are emulated by the stand-in library, because no device with recordable queues was available.
 #[test]
 fn recordable_queues_replay_kernels_only() {
     let Some(faults) = install("graphs::recordable_queues_replay_kernels_only", "recordings") else { return };
@@ -138,7 +138,7 @@ fn recordable_queues_replay_kernels_only() {
     faults.fail("clEnqueueRecordingQCOM", 2, 1, -6);
     assert_partial(graph.replay(), "Graph::replay");
     assert_eq!(first_element(&t), 3856.0);
-    // Recordable queues do not take copies: the host executes them, and setting the mode reports this.
+    // Recordable queues do not accept copies. The host executes the copies, and setting the replay mode reports this.
     let copy = |to: &Tensor| Graph::capture(DEVICE, || to.copy_(&t).map(drop)).unwrap().0;
     let to = Tensor::zeros(8, Device::OpenCL(0)).unwrap();
     let mut transfer = copy(&to);

@@ -1,4 +1,4 @@
-//! Stream hints reach exactly those drivers that support them.
+//! Stream hints (priority and throttle) must reach exactly those drivers that support them.
 
 use std::time::Duration;
 
@@ -39,19 +39,19 @@ fn hints_reach_drivers_that_support_them() {
         &Stream::with_hints(DEVICE, StreamHints { throttle: Throttle::High, ..StreamHints::default() }).unwrap(),
     );
     assert_eq!(queues(&faults), [1, 1, 1, 1]);
-    // A queue is reused only by streams with the same hints.
+    // A queue may be reused only by a stream with the same hints.
     let id = high.id();
     drop(high);
     assert_ne!(Stream::new(DEVICE).unwrap().id(), id);
     assert_eq!(Stream::with_priority(DEVICE, Priority::High).unwrap().id(), id);
     assert_eq!(queues(&faults), [1, 1, 1, 1]);
-    // If a driver refuses the hints, it creates streams without hints.
+    // If a driver refuses the hints, streams are created without hints.
     faults.fail("clCreateCommandQueueWithProperties", 1, 1, -35);
     let refused =
         Stream::with_hints(DEVICE, StreamHints { throttle: Throttle::Low, ..StreamHints::default() }).unwrap();
     check_computation(&refused);
     assert_eq!(queues(&faults), [1, 1, 1, 1]);
-    // Profiling queues have the hints as well.
+    // Queues with profiling must have the hints too.
     let (_, profile) = profile(|| check_computation(&low)).unwrap();
     assert!(!profile.events().is_empty());
     assert_eq!(queues(&faults), [2, 2, 2, 2]);

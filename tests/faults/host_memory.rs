@@ -1,4 +1,4 @@
-//! Host memory of a transfer is kept as long as the driver may use it.
+//! The host memory of a transfer must be kept as long as the driver may use it.
 
 use claystone::{Device, Error, Stream, Tensor, with_stream};
 
@@ -8,7 +8,7 @@ use crate::driver::{
 };
 use crate::stand_in::{ALWAYS, Faults, Kind};
 
-/// Checks that the vector of a failed read is not reused while the driver may still write to it.
+/// Checks that the vector of a failed read is not freed while the driver may still write to it.
 fn check_vectors_of_failed_reads_are_kept(test: &str, kind: Kind, n: usize) {
     let Some(faults) = Faults::install(test, kind) else { return };
     let t = on_device(&ramp(n));
@@ -54,7 +54,7 @@ fn vectors_of_failed_staged_reads_are_kept() {
     );
 }
 
-/// A failed marker does not prove that the commands before it have finished.
+/// If a marker fails, the commands before it may still be running, so their host memory must be kept.
 #[test]
 fn vectors_are_kept_if_only_a_marker_could_tell_the_end() {
     let Some(faults) =
@@ -72,7 +72,7 @@ fn vectors_are_kept_if_only_a_marker_could_tell_the_end() {
     assert_new_vectors_do_not_change(SMALL_ELEMENTS);
 }
 
-/// A block must not be reused while a command of another stream uses it, even if the marker behind that command failed.
+/// A block must not be reused while another stream's command may use it, even if the marker after that command failed.
 #[test]
 fn blocks_are_kept_if_their_marker_failed() {
     let Some(faults) = Faults::install("host_memory::blocks_are_kept_if_their_marker_failed", Kind::Real) else {
@@ -123,7 +123,7 @@ fn pinned_memory_is_kept_while_the_device_reads() {
     check_pinned_memory_is_kept("host_memory::pinned_memory_is_kept_while_the_device_reads", true);
 }
 
-/// Pinned staging slices are reused only after their transfer has finished, even though the failed call did not wait for it.
+/// A pinned staging slice must be reused only after its transfer has finished, even though the failed call did not wait for the transfer.
 #[test]
 fn staging_slices_are_not_reused_before_their_transfer_ends() {
     let test = "host_memory::staging_slices_are_not_reused_before_their_transfer_ends";
@@ -138,20 +138,20 @@ fn staging_slices_are_not_reused_before_their_transfer_ends() {
     late_and_unknown("clEnqueueReadBuffer");
     t.to_vec::<f32>().unwrap_err();
     faults.clear();
-    // These writes follow the reads in the queue, while the reads may still be writing to staging slices.
+    // These writes follow the reads in the queue. The reads may still be writing to staging slices.
     assert_eq!(on_device(&all(2.0)).to_vec::<f32>().unwrap(), all(2.0));
     assert_eq!(t.to_vec::<f32>().unwrap(), all(1.0));
 
     late_and_unknown("clEnqueueWriteBuffer");
     assert!(matches!(t.copy_(&host), Err(Error::Partial { .. })));
     faults.clear();
-    // These values must not overwrite staging slices that the delayed writes may still be reading.
+    // These values must not overwrite staging slices from which the delayed writes may still be reading.
     assert_eq!(on_device(&all(4.0)).to_vec::<f32>().unwrap(), all(4.0));
     assert!(t.to_vec::<f32>().unwrap().iter().all(|&x| x == 1.0 || x == 3.0), "what somebody else has written");
     assert!(DEVICE.is_available());
 }
 
-/// Checks that memory lent by the caller is not written after the call returned an error.
+/// Checks that memory of the caller is not written after the call returned an error.
 fn check_lent_memory_is_not_written_late(test: &str, kind: Kind, n: usize) {
     let Some(faults) = Faults::install(test, kind) else { return };
     let (t, here) = (on_device(&ramp(n)), Tensor::full(n, -1, Device::Cpu).unwrap());
@@ -188,7 +188,7 @@ fn lent_memory_is_not_written_late_by_staged_transfers() {
     );
 }
 
-/// Checks that memory lent by the caller is not read after the call returned an error, because the owner may release it.
+/// Checks that memory of the caller is not read after the call returned an error, because the caller may free it.
 fn check_lent_memory_is_not_read_late(test: &str, kind: Kind, n: usize) {
     let Some(faults) = Faults::install(test, kind) else { return };
     let t = on_device(&ramp(n));
@@ -225,7 +225,7 @@ fn lent_memory_is_not_read_late_by_staged_transfers() {
     );
 }
 
-/// While the device may still write to a pinned tensor, every use of the tensor is an error.
+/// While the device may still write to a pinned tensor, every use of the tensor must be an error.
 #[test]
 fn pinned_tensors_are_unusable_while_the_device_may_write() {
     let test = "host_memory::pinned_tensors_are_unusable_while_the_device_may_write";
@@ -245,7 +245,7 @@ fn pinned_tensors_are_unusable_while_the_device_may_write() {
     is_kept(pinned.into_host::<f32>().err().unwrap());
 }
 
-/// While the device may still read a pinned tensor, every change of the tensor is an error.
+/// While the device may still read a pinned tensor, every change of the tensor must be an error.
 #[test]
 fn pinned_tensors_are_unchangeable_while_the_device_may_read() {
     let Some(faults) =

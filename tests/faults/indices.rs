@@ -1,4 +1,4 @@
-//! Fault words of index kernels are read once per index tensor and kernel, and again after any change of the indices.
+//! The fault words of index kernels must be read once per index tensor and kernel, and again after any change of the indices.
 
 use std::thread;
 
@@ -11,7 +11,7 @@ fn index(values: &[i64]) -> Tensor {
     Tensor::from_slice(values, values.len(), DEVICE).unwrap()
 }
 
-/// Number of driver reads that a call and the wait for its result cause.
+/// Returns the number of driver reads that are caused by a call and by the wait for its result.
 fn count_reads(faults: &Faults, call: impl FnOnce() -> Result<Tensor>) -> u64 {
     let before = faults.calls("clEnqueueReadBuffer");
     call().unwrap();
@@ -26,7 +26,7 @@ fn assert_reports_index(result: Result<Tensor>, bad: i64) {
 }
 
 fn check_fault_words_are_read_once_per_index(test: &str, kind: Kind) {
-    let sliced = matches!(kind, Kind::DiscreteGpu); // large transfers to the device go in slices
+    let sliced = matches!(kind, Kind::DiscreteGpu); // large transfers to the device are cut into slices
     let Some(faults) = Faults::install(test, kind) else { return };
     let x = on_device(&(0..12).map(|i| i as f32).collect::<Vec<_>>()).reshape([4, 3]).unwrap();
     let rows = index(&[3, 0, 2, 2]);
@@ -41,7 +41,7 @@ fn check_fault_words_are_read_once_per_index(test: &str, kind: Kind) {
     ];
     for (k, call) in calls.iter().enumerate() {
         assert_eq!(count_reads(&faults, call), 1, "call {k}");
-        // Labels are a new tensor in each call.
+        // The labels are a new tensor in each call, so their faults must be read in each call.
         assert_eq!(count_reads(&faults, call), u64::from(k == 4), "call {k} again");
     }
     let labels = index(&[0, 2, 1, 1]);
@@ -57,15 +57,15 @@ fn check_fault_words_are_read_once_per_index(test: &str, kind: Kind) {
     let part = rows.narrow(0, 1, 2).unwrap();
     assert_eq!(count_reads(&faults, || x.index_select(0, &part)), 1, "other elements");
     assert_eq!(count_reads(&faults, || x.narrow(0, 1, 3)?.index_select(0, &part)), 1, "a smaller dim");
-    // The faults of two kernels without a wait between them are read together.
+    // If there is no wait between two kernels, their faults are read together.
     let other = index(&[1, 1]);
     assert_eq!(count_reads(&faults, || x.index_select(0, &other).and_then(|_| x.index_select(0, &other))), 1);
     assert_eq!(count_reads(&faults, || x.index_select(0, &other)), 0);
-    // Each thread has its own fault words.
+    // Each thread has its own fault words, so another thread must read its own.
     let elsewhere = thread::scope(|s| s.spawn(|| count_reads(&faults, || x.index_select(0, &other))).join().unwrap());
     assert_eq!(elsewhere, 1);
 
-    // Indices that were valid may become invalid after a change. Invalid indices are reported every time.
+    // A change may make valid indices invalid. Invalid indices must be reported every time.
     assert_eq!((count_reads(&faults, select), count_reads(&faults, select)), (1, 0));
     rows.select(0, 1).unwrap().fill_(7).unwrap();
     (0..3).for_each(|_| assert_reports_index(select(), 7));
@@ -74,17 +74,17 @@ fn check_fault_words_are_read_once_per_index(test: &str, kind: Kind) {
     let bytes: Vec<u8> = [0i64, 9, 1, 1].iter().flat_map(|n| n.to_ne_bytes()).collect();
     rows.write_bytes_(&bytes).unwrap();
     assert_reports_index(select(), 9);
-    // A fault of one index tensor may hide a fault of a second: afterwards every index tensor is checked again.
+    // A fault of one index tensor may hide a fault of another. So after a fault, every index tensor must be checked again.
     rows.copy_(&index(&[0, 1, 2, 3])).unwrap();
     assert_eq!((count_reads(&faults, select), count_reads(&faults, select)), (1, 0));
     assert_reports_index(x.index_select(0, &index(&[5])), 5);
     assert_eq!((count_reads(&faults, select), count_reads(&faults, select)), (1, 0));
-    // The same bytes are different numbers in another dtype.
+    // The same bytes have other values in another dtype, so they must be checked again.
     let pairs = Tensor::from_slice(&[1i32, 1, 9, 9], 4, DEVICE).unwrap();
     let first = pairs.narrow(0, 0, 2).unwrap();
     assert_eq!((count_reads(&faults, || first.one_hot(5)), count_reads(&faults, || first.one_hot(5))), (1, 0));
     assert_reports_index(pairs.view_dtype(DType::I64).unwrap().one_hot(5), 1 + (1 << 32));
-    // A failed write may have changed a part of the indices.
+    // A failed write may have changed some of the indices, so they must be checked again.
     let many = index(&vec![0; 1 << 19]);
     let select_many = || x.index_select(0, &many);
     assert_eq!((count_reads(&faults, select_many), count_reads(&faults, select_many)), (1, 0));
@@ -100,7 +100,7 @@ fn check_fault_words_are_read_once_per_index(test: &str, kind: Kind) {
     } else {
         assert_eq!(count_reads(&faults, select_many), 1);
     }
-    // Other code may change an exported buffer.
+    // Code outside the crate may change an exported buffer, so its indices must be checked in each call.
     rows.storage().export_cl().unwrap();
     assert_eq!((count_reads(&faults, select), count_reads(&faults, select)), (1, 1));
 }

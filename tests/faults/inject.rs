@@ -1,4 +1,4 @@
-//! The child processes of the sweep. Each runs one step again and again, with a different fault each time.
+//! The child processes of the sweep. Each runs one step repeatedly, with a different fault each time.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -14,16 +14,16 @@ use crate::steps::{Kept, Run, STEPS, Step, Values, is_wrong};
 
 const CODES: [i32; 8] = [-4, -5, -6, -11, -14, -36, -58, -61];
 
-/// A fault to inject into the driver.
+/// One fault to inject into the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Injection {
-    /// The driver function, or `any`.
+    /// The name of the driver function, or `any`.
     pub name: String,
-    /// Number (from 1) of the first failing call within the step, and number of failures in a row.
+    /// The number (from 1) of the first failing call within the step, and the number of consecutive failures.
     pub nth: u64,
     pub times: u64,
     pub code: i32,
-    /// Whether the call succeeds and its command fails later.
+    /// Whether the call itself succeeds and its command fails later.
     pub late: bool,
 }
 
@@ -39,7 +39,7 @@ impl Injection {
         }
     }
 
-    /// Label for the tables: the number of failures, or `command` for late failures.
+    /// Returns the label for the tables: the number of failures, or `command` for late failures.
     pub fn run_label(&self) -> &'static str {
         match (self.late, self.times) {
             (true, _) => "command",
@@ -70,13 +70,13 @@ impl std::fmt::Display for Injection {
 pub enum Outcome {
     /// The step made fewer calls than the injection needs.
     Missed,
-    /// The step succeeded in spite of the fault.
+    /// The step succeeded despite the fault.
     Absorbed,
     /// The step returned an error, and succeeded when repeated.
     Failed,
-    /// The device was lost, after at least three failures.
+    /// The device was lost after at least three failures.
     Lost,
-    /// A violation: a wrong value, panic, leak or hang.
+    /// A violation: a wrong value, a panic, a leak or a hang.
     Wrong(String),
 }
 
@@ -109,21 +109,21 @@ impl Outcome {
     }
 }
 
-/// Resources that a step must release.
+/// The resources that a step must release.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct HeldResources {
-    /// Bytes of device tensors.
+    /// The bytes of device tensors.
     bytes: u64,
-    /// Bytes of pinned memory, without cached blocks.
+    /// The bytes of pinned memory in use, without cached blocks.
     pinned: u64,
-    /// Number of buffers, without those that stay mapped as pinned memory.
+    /// The number of buffers, without buffers that stay mapped as pinned memory.
     buffers: i64,
     events: i64,
 }
 
-/// Number of events that may stay: markers which queues keep for idle queries, and markers of cached pinned memory.
+/// The number of events that may remain: markers that queues keep to query whether they are idle, and markers of cached pinned memory.
 const MAX_KEPT_EVENTS: i64 = 6;
-/// Bytes of pinned memory that may stay until their marker is done.
+/// The bytes of pinned memory that may remain until their marker is complete.
 const MAX_KEPT_PINNED_BYTES: u64 = 16 << 20;
 
 impl HeldResources {
@@ -136,7 +136,7 @@ impl HeldResources {
         Ok(HeldResources { bytes, pinned, buffers, events: faults.live_events() })
     }
 
-    /// Whether more is held than in `base`, beyond the allowed events and pinned bytes.
+    /// True if more is held than in `base`, apart from the events and pinned bytes that may remain.
     fn is_leak(self, base: HeldResources) -> bool {
         let more = self.events > base.events + MAX_KEPT_EVENTS || self.pinned > base.pinned + MAX_KEPT_PINNED_BYTES;
         more || (self.bytes, self.buffers) != (base.bytes, base.buffers)
@@ -149,15 +149,15 @@ fn run_step(step: &Step, device: Device) -> (Vec<Kept>, thread::Result<Result<Va
     (run.kept, result)
 }
 
-/// Compares bit by bit, so that NaN equals NaN.
+/// Compares values bit by bit, so that a NaN equals the same NaN.
 fn bits_equal(a: &Values, b: &Values) -> bool {
     let bits = |v: &Values| -> Vec<Vec<u32>> { v.iter().map(|v| v.iter().map(|x| x.to_bits()).collect()).collect() };
     a.len() == b.len() && bits(a) == bits(b)
 }
 
-/// Entry point of a child process of the sweep. `FAULTS_STEP` is the step's index, `FAULTS_PLAN` a file with one injection
-/// per line, `FAULTS_FROM` the first line to run, and `FAULTS_RESULTS` the file for the outcomes. If the plan is empty, the
-/// child writes it: every `FAULTS_STRIDE`-th injection of the step, starting at `FAULTS_OFFSET`.
+/// The entry point of a child process of the sweep. `FAULTS_STEP` is the step's index, `FAULTS_PLAN` a file with one injection per line,
+/// `FAULTS_FROM` the first line to run, and `FAULTS_RESULTS` the file for outcomes. If the plan is empty, the child writes the plan: every
+/// `FAULTS_STRIDE`-th injection of the step, starting at number `FAULTS_OFFSET`.
 pub fn child(faults: &Faults) {
     let variable = |name| std::env::var(name).unwrap();
     let number = |name| variable(name).parse::<usize>().unwrap();
@@ -174,7 +174,7 @@ pub fn child(faults: &Faults) {
     }
     let plainly =
         || run_step(step, device).1.expect("no panic").unwrap_or_else(|e| panic!("{} without a fault: {e}", step.name));
-    // Tensors that exist before every step and must keep their values.
+    // These tensors exist before every step, and must keep their values.
     let witness = |values: Vec<f32>| Kept {
         tensor: Tensor::from_slice(&values, [values.len()], device).unwrap(),
         either: vec![values],
@@ -213,7 +213,7 @@ pub fn child(faults: &Faults) {
     }
 }
 
-/// All injections for a step with the given number of calls per function.
+/// Returns all injections for a step. `calls` has the number of calls per driver function.
 fn injections(calls: &[(&str, u64)]) -> Vec<Injection> {
     let mut all = Vec::new();
     let mut add =
@@ -222,7 +222,7 @@ fn injections(calls: &[(&str, u64)]) -> Vec<Injection> {
         for nth in 1..=calls {
             for code in CODES {
                 [1, 2, 5, ALWAYS].into_iter().for_each(|times| add(name, nth, times, code, false));
-                // PoCL hangs in a barrier that waits for a failed marker.
+                // Markers do not fail late, because PoCL hangs in a barrier that waits for a failed marker.
                 if name.starts_with("clEnqueue")
                     && !["clEnqueueMapBuffer", "clEnqueueMarkerWithWaitList"].contains(&name)
                 {
@@ -239,7 +239,7 @@ fn injections(calls: &[(&str, u64)]) -> Vec<Injection> {
     all
 }
 
-/// Runs a step with the fault in a process without earlier driver calls. Afterwards every device must have its number.
+/// Runs a step with the fault in a process without earlier driver calls. Afterwards every device must have its usual number.
 fn inject_first(faults: &Faults, injection: &Injection, step: &Step, device: Device) -> Outcome {
     injection.arm(faults);
     let result = run_step(step, device).1;
@@ -288,8 +288,8 @@ fn write_line(to: &mut File, line: std::fmt::Arguments<'_>) {
 
 static PROGRESS: AtomicU64 = AtomicU64::new(0);
 
-/// Starts a thread that ends the process if one injection takes too long. PoCL needs five seconds for the longest kernel, and
-/// several times as long on a busy machine.
+/// Starts a thread that ends the process if one injection takes too long. PoCL needs five seconds for the longest kernel, and several
+/// times that on a busy machine.
 fn start_watchdog() {
     thread::spawn(|| {
         loop {
@@ -303,7 +303,7 @@ fn start_watchdog() {
     });
 }
 
-/// Runs the step with the fault. Returns the outcome and the resources held afterwards, `None` if the device is lost.
+/// Runs the step with the fault. Returns the outcome, and the resources held afterwards (`None` if the device is lost).
 fn inject(
     faults: &Faults,
     injection: &Injection,
@@ -353,7 +353,7 @@ fn inject(
         }
         return (outcome(wrong, Outcome::Lost), None);
     }
-    // The next wait reports a kernel's fault that the step did not receive.
+    // If the step did not receive a kernel's fault, the next wait reports it.
     match device.synchronize() {
         Ok(()) | Err(Error::IndexOutOfRange { .. }) => {}
         Err(error) => wrong.push(format!("synchronize failed afterwards: {error}")),

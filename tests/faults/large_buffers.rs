@@ -1,4 +1,4 @@
-//! Buffers above the size that a driver promises: they are requested in the driver's own way, and its answer is final.
+//! Buffers larger than the size that a driver promises. They must be requested as the driver requires; if it refuses, that is the result.
 
 use std::time::Duration;
 
@@ -7,9 +7,9 @@ use claystone::{DType, Device, Error, Kernel, Result, Tensor};
 use crate::stand_in::{self, Faults, Kind};
 
 const DEVICE: Device = Device::OpenCL(0);
-/// Promised buffer size in bytes.
+/// The largest buffer size in bytes that the driver promises.
 const PROMISED_BYTES: &str = "4194304";
-/// Bytes of a tensor above the promised size.
+/// The size in bytes of a tensor larger than the promised size.
 const LARGE_BYTES: usize = 10 << 20;
 
 /// Runs `test` in a child process with the given driver. Returns `None` in the parent.
@@ -23,7 +23,7 @@ fn with_driver(test: &str, kind: Kind, driver: &str) -> Option<Faults> {
     here
 }
 
-/// Computes on all elements and on the last elements of a large tensor.
+/// Computes on all elements of a large tensor, and on its last elements.
 fn compute_on_large_tensor() -> Result<()> {
     let x = Tensor::zeros(LARGE_BYTES, (DType::U8, DEVICE))?;
     x.narrow(0, LARGE_BYTES - 5, 5)?.fill_(3)?;
@@ -55,7 +55,7 @@ fn refused_large_buffers_are_errors() {
             }
             other => panic!("{other:?}"),
         }
-        // Small tensors share buffers of the promised size, regardless of their number.
+        // Small tensors are allocated in buffers of the promised size, however many tensors there are.
         let small: Vec<Tensor> = (0..12).map(|i| Tensor::full(1 << 18, i, DEVICE).unwrap()).collect();
         assert_eq!(small[11].to_vec::<f32>().unwrap()[99], 11.0);
         assert_eq!(kept.to_vec::<f32>().unwrap(), [1.0; 100]);
@@ -74,7 +74,7 @@ fn intels_flag_is_passed_and_programs_are_rebuilt_for_it() {
         // SAFETY: each work-item changes one element, and `x` has as many elements as work-items.
         unsafe { call.launch() }.unwrap();
     };
-    // Programs that were built before the first large buffer are built again for it.
+    // Programs built before the first large buffer must be built again for it.
     let x = Tensor::ones(4, DEVICE).unwrap();
     run(&x);
     assert_eq!(x.add_scalar(1).unwrap().to_vec::<f32>().unwrap(), [3.0; 4]);
@@ -91,7 +91,7 @@ fn intels_flag_is_passed_and_programs_are_rebuilt_for_it() {
 
 #[test]
 fn buffers_are_requested_without_an_unknown_flag_of_intel() {
-    // An example is Mesa's driver for Intel's GPUs.
+    // Mesa's driver for Intel's GPUs, for example, rejects the flag.
     let test = "large_buffers::buffers_are_requested_without_an_unknown_flag_of_intel";
     let Some(faults) = with_driver(test, Kind::DiscreteGpu, "intel") else { return };
     Tensor::ones(4, DEVICE).unwrap().to_vec::<f32>().unwrap();

@@ -1,4 +1,4 @@
-//! The stand-in library `opencl.c` forwards and counts all calls and fails only the requested calls.
+//! The stand-in library `opencl.c` must forward and count all calls, and fail only the requested calls.
 
 use claystone::device::DeviceKind;
 use claystone::{Device, Error, Tensor};
@@ -7,7 +7,7 @@ use crate::stand_in::{ALWAYS, Faults, Kind};
 
 const DEVICE: Device = Device::OpenCL(0);
 
-/// The call and the code in an OpenCL error.
+/// Returns the name of the call and the code in an OpenCL error.
 fn opencl_error<T: std::fmt::Debug>(result: claystone::Result<T>) -> (&'static str, &'static str) {
     match result {
         Err(Error::OpenCl { call, code, .. }) => (call, code),

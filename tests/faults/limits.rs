@@ -1,4 +1,4 @@
-//! Devices with small limits: errors name the insufficient limit, and the smallest allowed limits give the same results.
+//! Devices with small limits. An error must name the limit that is too small. The smallest allowed limits must give the same results.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use claystone::{DType, Device, Interpolation, Result, Tensor};
 
 use crate::stand_in::{self, Faults, Kind};
 
-/// Output after `found: ` of a child process whose device has these limits.
+/// Returns the output after `found: ` of a child process whose device has these limits.
 fn found(test: &str, kind: Kind, limits: &[(&str, &str)]) -> String {
     let ended = stand_in::run(test, kind, limits, Duration::from_secs(300));
     let line = ended.text.lines().find_map(|line| line.split_once("found: "));
@@ -39,8 +39,8 @@ fn devices_below_the_limits_report_the_missing_limit() {
     assert!(lacks.contains("(0:0 has 16383 bytes of local memory, and kernels need 16384)"), "{lacks}");
 }
 
-/// Runs every family of kernels on enough rows and results for several of the largest work-groups. The smallest allowed limits
-/// suffice, and so do the few work-items per group that Mesa's driver allows some kernels.
+/// Runs every family of kernels on enough rows and results for several of the largest work-groups. The smallest allowed limits must
+/// suffice. So must the small work-groups to which Mesa's driver limits some kernels.
 #[test]
 fn the_smallest_allowed_limits_suffice() {
     const TEST: &str = "limits::the_smallest_allowed_limits_suffice";
@@ -65,7 +65,7 @@ fn the_smallest_allowed_limits_suffice() {
 }
 
 fn families(device: Device) -> Result<Vec<Tensor>> {
-    // All elements differ, so that selections are unique and equal on every device.
+    // All elements differ, so that selections such as `topk` are unique and equal on every device.
     let n = 5 << 13;
     let mixed = Tensor::arange(0, n, 1, (DType::I64, device))?.mul_scalar(7919)?.remainder_scalar(n)?;
     let x = mixed.to_dtype(DType::F32)?.div_scalar(n)?.reshape([1 << 13, 5])?;

@@ -1,7 +1,7 @@
-//! Failing driver calls: with any call, error code and number of failures, nothing aborts, hangs, leaks or gives a wrong
-//! value. A device is lost only after at least three failures.
+//! Failing driver calls. With any call, error code and number of failures, nothing may abort, hang, leak or give a wrong value. A
+//! device may be lost only after at least three failures.
 //!
-//! `CLAYSTONE_FAULTS=N` runs every N-th injection, evenly spread, and `CLAYSTONE_FAULTS=1` all. The default is every 307th.
+//! `CLAYSTONE_FAULTS=N` runs every N-th injection, and `CLAYSTONE_FAULTS=1` runs all. The default is every 307th.
 //! `CLAYSTONE_FAULTS_STEP` selects the steps whose name contains the given text.
 
 #[path = "../stand_in/mod.rs"]
@@ -38,22 +38,22 @@ use steps::STEPS;
 use tempfile::NamedTempFile;
 
 const TEST: &str = "no_failing_call_corrupts_leaks_or_hangs";
-/// Default of `CLAYSTONE_FAULTS`: every 307th injection is run.
+/// The default of `CLAYSTONE_FAULTS`: every 307th injection is run.
 const DEFAULT_STRIDE: usize = 307;
 
-/// The outcomes of a step's injections.
+/// The outcomes of all injections into one step.
 #[derive(Default)]
 struct Report {
-    /// Number of driver calls in the step.
+    /// The number of driver calls in the step.
     calls: u64,
     outcomes: Vec<(Injection, Outcome)>,
-    /// Descriptions of violations, including processes that ended early.
+    /// The descriptions of violations, including processes that ended early.
     wrong: Vec<String>,
 }
 
 const OUTCOMES: [&str; 5] = ["absorbed", "failed", "lost", "missed", "wrong"];
 
-/// Number of injections per outcome, in the order of [`OUTCOMES`].
+/// Returns the number of injections per outcome, in the order of [`OUTCOMES`].
 fn count<'a>(outcomes: impl Iterator<Item = &'a (Injection, Outcome)>) -> [usize; 5] {
     let mut counts = [0; 5];
     outcomes.for_each(|(_, outcome)| counts[OUTCOMES.iter().position(|&n| n == outcome.name()).unwrap()] += 1);
@@ -66,7 +66,7 @@ fn row(table: &mut String, head: &str, counts: &[usize]) {
     writeln!(table, "| {head} | {} |", cells.join(" | ")).unwrap();
 }
 
-/// The plan of a step's injections, and the settings of its child processes.
+/// The plan of the injections into one step, and the settings of its child processes.
 struct Sweep {
     step: usize,
     kind: Kind,
@@ -74,14 +74,14 @@ struct Sweep {
     /// Every `stride`-th injection of the step is run, starting at number `offset`.
     stride: usize,
     offset: usize,
-    /// Names of all devices.
+    /// The names of all devices.
     devices: String,
-    /// PoCL's cache directory of the worker.
+    /// The worker's own cache directory for PoCL.
     cache: Option<PathBuf>,
 }
 
 impl Sweep {
-    /// Runs a child process. Returns its output, and a description of the failure if it did not succeed.
+    /// Runs a child process from line `from` of the plan. Returns its output, and a description of the failure if it did not succeed.
     fn child(&self, from: usize) -> (String, Option<String>) {
         let results = NamedTempFile::new().unwrap();
         let [step, from, stride, offset] = [self.step, from, self.stride, self.offset].map(|n| n.to_string());
@@ -103,7 +103,7 @@ impl Sweep {
         (text, (!well).then(|| format!("{:?}: {}", ended.status, ended.text)))
     }
 
-    /// Runs all injections of the step, with a new child process after each that ended early.
+    /// Runs all injections of the step. If a child process ends early, a new one continues after the injection that ended it.
     fn run(&self) -> Report {
         let (mut report, mut from, mut plan) = (Report::default(), 0, Vec::new());
         loop {
@@ -169,7 +169,7 @@ fn no_failing_call_corrupts_leaks_or_hangs() {
     let stride = std::env::var("CLAYSTONE_FAULTS").map_or(DEFAULT_STRIDE, |n| n.parse().expect("a number"));
     let only = std::env::var("CLAYSTONE_FAULTS_STEP").unwrap_or_default();
     let workers = thread::available_parallelism().map_or(2, |n| n.get());
-    // Several workers share the injections of one step.
+    // The injections of one step are divided among several workers.
     let parts = (workers / stride).max(1);
     let steps = (0..STEPS.len()).filter(|&i| STEPS[i].name.contains(&only));
     let work =

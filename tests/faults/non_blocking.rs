@@ -1,4 +1,4 @@
-//! Non-blocking copies on a slow or failing driver: they return after the enqueue.
+//! Non-blocking copies on a slow or failing driver must return after the enqueue.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ fn pinned(value: f32) -> Tensor {
     pinned
 }
 
-/// Checks that a call returns within 200 ms. The tests delay commands longer than this.
+/// Checks that a call returns within 200 ms. The tests delay commands for longer than that.
 fn assert_returns_at_once<T>(f: impl FnOnce() -> T) -> T {
     let start = Instant::now();
     let result = f();
@@ -30,20 +30,20 @@ fn check_non_blocking_copies_return_before_they_end(test: &str, kind: Kind) {
     DEVICE.synchronize().unwrap();
     ["clEnqueueReadBuffer", "clEnqueueWriteBuffer"].iter().for_each(|name| faults.delay(name, 300_000));
 
-    // A read of the destination waits for the copy.
+    // A read of the destination must wait for the copy.
     assert_returns_at_once(|| back.copy_non_blocking_(&x)).unwrap();
     assert_eq!(back.to_vec::<f32>().unwrap(), ramp(SMALL_ELEMENTS));
-    // A write to the source waits for the copy as well. A read of the source does not.
+    // A write to the source must wait for the copy too. A read of the source need not.
     assert_returns_at_once(|| y.copy_non_blocking_(&ones)).unwrap();
     assert_eq!(assert_returns_at_once(|| ones.to_vec::<f32>()).unwrap(), [1.0; SMALL_ELEMENTS]);
     ones.zero_().unwrap();
     assert_eq!(y.to_vec::<f32>().unwrap(), [1.0; SMALL_ELEMENTS]);
-    // Ordinary host memory is copied within the call.
+    // Pageable host memory is copied within the call, so it can be changed afterwards.
     let bytes = |value: f32| value.to_ne_bytes().repeat(SMALL_ELEMENTS);
     assert_returns_at_once(|| y.write_bytes_non_blocking_(&bytes(3.0))).unwrap();
     assert_eq!(y.to_vec::<f32>().unwrap(), [3.0; SMALL_ELEMENTS]);
 
-    // Dropped pinned memory is reused only after the copy is done.
+    // Pinned memory that is dropped must not be reused before the copy is done.
     faults.delay("clEnqueueWriteBuffer", 0);
     assert_returns_at_once(|| back.copy_non_blocking_(&x)).unwrap();
     drop(back);
@@ -89,15 +89,15 @@ fn failed_copies_are_reported_by_the_next_wait() {
     faults.fail_command("clEnqueueWriteBuffer", 1, 1, -14);
     x.write_bytes_non_blocking_(&[0; 4 * SMALL_ELEMENTS]).unwrap();
     assert!(DEVICE.synchronize().is_err());
-    // A refused call returns an error itself, and no copy is pending.
+    // If the driver refuses the call, the call returns the error and no copy is pending.
     faults.fail("clEnqueueReadBuffer", 1, 1, -36);
     assert!(back.copy_non_blocking_(&x).is_err());
     back.copy_non_blocking_(&x).unwrap();
     assert_eq!(back.to_vec::<f32>().unwrap(), x.to_vec::<f32>().unwrap());
 }
 
-/// Checks that pinned memory stays locked if the end of a copy cannot be observed. With `before`, waits fail from before the
-/// enqueue; otherwise from after it.
+/// Checks that pinned memory stays locked if the end of a copy cannot be observed. Waits fail from before the enqueue if `before` is
+/// true, otherwise from after the enqueue.
 fn check_pinned_memory_is_locked_after_device_loss(test: &str, before: bool) {
     let Some(faults) = Faults::install(test, Kind::DiscreteGpu) else { return };
     let (x, back) = (on_device(&ramp(SMALL_ELEMENTS)), pinned(-1.0));
@@ -118,7 +118,7 @@ fn check_pinned_memory_is_locked_after_device_loss(test: &str, before: bool) {
     is_kept(back.to_vec::<f32>().unwrap_err());
     is_kept(back.zero_().unwrap_err());
     is_kept(back.into_host::<f32>().err().unwrap());
-    wait_for_delayed_commands(); // the delayed read still writes to the memory
+    wait_for_delayed_commands(); // the delayed read still writes to the memory until then
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Devices have the same numbers in every process, even if calls fail during discovery.
+//! Devices must have the same numbers in every process, even if calls fail during discovery.
 
 use std::time::Duration;
 
@@ -8,9 +8,9 @@ use crate::stand_in::{self, ALWAYS, Faults, Kind};
 
 const TEST: &str = "numbers::failures_during_discovery_do_not_change_device_numbers";
 
-/// The device names in order, in a child process where calls of function `name` fail from call `nth` on.
+/// Returns the device names in order, in a child process where calls of the function `name` fail from call `nth` on.
 fn device_names(choice: &str, name: &str, nth: u64) -> String {
-    // The device with more compute units is second on its platform, but gets the first number.
+    // The device with more compute units is the second on its platform, but must get the first number.
     let nth = nth.to_string();
     let variables =
         [("POCL_DEVICES", "basic pthread"), ("CLAYSTONE_DEVICES", choice), ("NUMBERS", &nth), ("CALL", name)];

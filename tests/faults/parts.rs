@@ -1,4 +1,4 @@
-//! In-place operations of several commands: after a failure their targets are unchanged, unless the error is
+//! In-place operations that consist of several commands. After a failure their targets must be unchanged, unless the error is
 //! [`Error::Partial`].
 
 use claystone::nn::{BatchNorm1d, Module, init};
@@ -10,7 +10,7 @@ use crate::stand_in::{Faults, Kind};
 
 const DEVICE: Device = Device::OpenCL(0);
 
-/// The tensors that an operation writes to, and the operation.
+/// The tensors to which an operation writes, and the operation.
 type Case = (Vec<Tensor>, Box<dyn FnMut() -> Result<()>>);
 
 fn ramp(n: usize) -> Tensor {
@@ -32,7 +32,7 @@ fn product_without_self() -> Case {
     scatter_reduce(ScatterReduce::Prod, false)
 }
 
-/// Backward with two leaves that already have gradients.
+/// Returns a case that runs backward with two leaves that already have gradients.
 fn backward() -> Case {
     let leaves = [3, 5].map(|n| ramp(n).requires_grad_(true).unwrap());
     let [a, b] = &leaves;
@@ -69,7 +69,7 @@ fn load_state() -> Case {
     (tensors, Box::new(move || adam.load_state_dict(&state)))
 }
 
-/// The operation's name in errors, and a function that builds the case.
+/// The operation's name in errors, and a function that creates the case.
 type NamedCase = (&'static str, fn() -> Case);
 
 const CASES: [NamedCase; 6] = [
@@ -120,7 +120,7 @@ fn failed_in_place_operations_change_nothing_or_are_partial_errors() {
     }
 }
 
-/// If a scaled step is repeated after a failure, gradients are not divided by the scale a second time.
+/// If a scaled step is repeated after a failure, gradients must not be divided by the scale a second time.
 #[test]
 fn failed_scaled_steps_can_be_repeated() {
     let Some(faults) = Faults::install("parts::failed_scaled_steps_can_be_repeated", Kind::Real) else { return };

@@ -1,4 +1,4 @@
-//! The workload of the sweep: short programs that together make every kind of driver call and have known results.
+//! The workload of the sweep: short programs with known results that together make every kind of driver call.
 
 mod memory;
 mod updates;
@@ -10,49 +10,49 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::storage::plan::Plan;
 use claystone::{DType, Device, Error, Graph, Kernel, Result, Stream, Tensor, manual_seed, with_stream};
 
-/// Results of a step, compared with the results without faults.
+/// The results of a step. They are compared with the results without faults.
 pub type Values = Vec<Vec<f32>>;
 
-/// A tensor that outlives failures, and the values that it may have.
+/// A tensor that exists beyond a failure, and the values that it may have afterwards.
 pub struct Kept {
     pub tensor: Tensor,
     pub either: Vec<Vec<f32>>,
 }
 
-/// State of a running step.
+/// The state of a running step.
 pub struct Run {
     pub device: Device,
     pub kept: Vec<Kept>,
 }
 
 impl Run {
-    /// Creates a tensor from `values`, which it must hold from now on.
+    /// Creates a tensor from `values`. It must keep these values until `change` changes it.
     fn keep(&mut self, values: Vec<f32>) -> Result<Tensor> {
         let tensor = Tensor::from_slice(&values, [values.len()], self.device)?;
         self.kept.push(Kept { tensor: tensor.shallow_clone(), either: vec![values] });
         Ok(tensor)
     }
 
-    /// Creates a tensor of `n` different numbers, which it must hold from now on.
+    /// Creates a tensor of `n` different numbers. It must keep these values until `change` changes it.
     fn ramp(&mut self, n: usize) -> Result<Tensor> {
         self.keep(ramp(n))
     }
 
-    /// Changes kept tensor `i` in place. After an error it must be unchanged, unless the error says that the change may have
-    /// happened in part.
+    /// Changes kept tensor `i` in place. After an error the tensor must be unchanged, unless the error says that it may have been changed
+    /// in part.
     fn change(&mut self, i: usize, f: impl Fn(f32) -> f32, change: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
         let kept = &mut self.kept[i];
         let after: Vec<f32> = kept.either[0].iter().map(|&x| f(x)).collect();
         let result = change(&kept.tensor);
         match &result {
             Ok(()) => kept.either = vec![after],
-            Err(error) if is_partial_error(error) => drop(self.kept.remove(i)), // its values are unknown
+            Err(error) if is_partial_error(error) => drop(self.kept.remove(i)), // removed from the check, because its values are unknown
             Err(_) => {}
         }
         result
     }
 
-    /// Calls `f`, which changes these tensors in place. After an error the rule of [`Run::change`] holds for each tensor.
+    /// Calls `f`, which changes these tensors in place. After an error each tensor must be unchanged, unless the error says otherwise.
     fn change_all<T>(&mut self, tensors: &[Tensor], f: impl FnOnce() -> Result<T>) -> Result<T> {
         let before = tensors.iter().map(Tensor::to_vec).collect::<Result<Values>>()?;
         f().inspect_err(|error| {
@@ -64,7 +64,7 @@ impl Run {
     }
 }
 
-/// Whether the error says that the operation may have happened completely or in part.
+/// True if the error says that the operation may have been executed completely or in part.
 pub fn is_partial_error(error: &Error) -> bool {
     matches!(error, Error::Partial { .. })
 }
@@ -73,27 +73,27 @@ fn ramp(n: usize) -> Vec<f32> {
     (0..n).map(|i| ((i * 37 + 11) % 101) as f32 / 8.0 - 6.0).collect()
 }
 
-/// A part of the workload.
+/// One program of the workload.
 pub struct Step {
     pub name: &'static str,
     /// The allocator's settings.
     pub conf: &'static str,
-    /// The program cache, as in `CLAYSTONE_CACHE_DIR`.
+    /// The value of `CLAYSTONE_CACHE_DIR`, which sets the program cache.
     pub cache: Option<&'static str>,
-    /// Whether the injected calls start at the process's first call, so that each injection needs its own process.
+    /// Whether injections begin at the first driver call of the process. Each injection then needs its own process.
     pub first: bool,
     pub run: fn(&mut Run) -> Result<Values>,
 }
 
-/// A step that has run before in its process, with the default program cache.
+/// Creates a step that runs once in its process before the injections, with the default program cache.
 const fn step(name: &'static str, conf: &'static str, run: fn(&mut Run) -> Result<Values>) -> Step {
     Step { name, conf, cache: None, first: false, run }
 }
 
-/// Number of f32 elements above 4 MiB.
+/// A number of f32 elements that take more than 4 MiB.
 const LARGE_ELEMENTS: usize = 1_050_000;
 const DEFAULT_CONFIG: &str = "decay_ms:0";
-/// Settings with a small memory limit, so that blocks must be compacted.
+/// Allocator settings with a small memory limit, so that blocks must be compacted.
 const LIMITED_CONFIG: &str = "decay_ms:0,memory_limit_mb:8";
 
 pub const STEPS: &[Step] = &[
@@ -129,7 +129,7 @@ pub const STEPS: &[Step] = &[
     step("empty_cache", DEFAULT_CONFIG, memory::empty_cache),
 ];
 
-/// Device discovery, opening a device, and compiling the first programs.
+/// Discovers devices, opens a device, and compiles the first programs.
 fn start(run: &mut Run) -> Result<Values> {
     let known = [3.0f32, 1.0, 2.0];
     let t = run.keep(known.to_vec())?;
@@ -215,7 +215,7 @@ fn indexing(run: &mut Run) -> Result<Values> {
     Ok(vec![rows.to_vec()?, positive.to_vec()?, sorted.to_vec()?, joined.to_vec()?])
 }
 
-/// An index out of range is reported to a reader of the result or at the next wait, and nowhere else.
+/// An index out of range must be reported to a reader of the result or at the next wait, and nowhere else.
 fn bad_index(run: &mut Run) -> Result<Values> {
     let t = run.ramp(20)?;
     let index = |i: i64| Tensor::from_slice(&[1i64, i], [2], run.device);
@@ -227,7 +227,7 @@ fn bad_index(run: &mut Run) -> Result<Values> {
             Err(first) => {
                 let index_result = is_about_index(first);
                 if index_result.is_err() {
-                    // The read failed. Either the fault was not reported yet, or the result cannot be read.
+                    // The read failed. Either the fault was not reported yet and this second read reports it, or the result still cannot be read.
                     match poisoned.to_vec::<f32>() {
                         Ok(values) => {
                             return Err(wrong_value_error(format!(
@@ -244,7 +244,7 @@ fn bad_index(run: &mut Run) -> Result<Values> {
     Ok(vec![t.index_select(0, &good)?.to_vec()?])
 }
 
-/// Ok if the error reports the bad index; otherwise returns the error.
+/// Returns Ok if the error reports the bad index, otherwise the error.
 fn is_about_index(error: Error) -> Result<()> {
     match error {
         Error::IndexOutOfRange { index: 99, .. } => Ok(()),
@@ -252,17 +252,17 @@ fn is_about_index(error: Error) -> Result<()> {
     }
 }
 
-/// The error of a step that saw a wrong value; see [`is_wrong`].
+/// Returns the error of a step that read a wrong value; see [`is_wrong`].
 fn wrong_value_error(what: String) -> Error {
     Error::Invalid { op: "faults", reason: format!("WRONG: {what}") }
 }
 
-/// Whether a step returned this error because it saw a wrong value.
+/// True if a step returned this error because it read a wrong value.
 pub fn is_wrong(error: &Error) -> bool {
     matches!(error, Error::Invalid { op: "faults", .. })
 }
 
-/// Compiles a kernel with a new source each time.
+/// Compiles a kernel whose source is new each time.
 fn compile(run: &mut Run) -> Result<Values> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let (t, number) = (run.ramp(10)?, NEXT.fetch_add(1, Relaxed));
@@ -290,7 +290,7 @@ fn transfers(run: &mut Run) -> Result<Values> {
     Ok(vec![large.to_vec()?, strided.to_vec()?, back.to_vec()?, into.to_vec()?, host.to_vec()])
 }
 
-/// Transfers that use maps on a processor.
+/// Transfers elements so large that a CPU device maps the buffers.
 fn large_transfers(run: &mut Run) -> Result<Values> {
     let large = run.keep(vec![3.0; LARGE_ELEMENTS])?;
     let copy = large.try_clone()?;
@@ -344,7 +344,7 @@ fn events(run: &mut Run) -> Result<Values> {
     Ok(vec![y.to_vec()?])
 }
 
-/// Timed events, which use a separate profiling queue.
+/// Records timed events, which need a separate queue with profiling.
 fn times(run: &mut Run) -> Result<Values> {
     let (stream, x) = (Stream::new(run.device)?, run.ramp(1000)?);
     stream.wait_stream(&Stream::current(run.device)?)?;
@@ -358,7 +358,7 @@ fn times(run: &mut Run) -> Result<Values> {
     Ok(vec![y.to_vec()?])
 }
 
-/// Blocks in use on another stream are not reused.
+/// A block that is in use on another stream must not be reused.
 fn record_stream(run: &mut Run) -> Result<Values> {
     let (side, main) = (Stream::new(run.device)?, Stream::current(run.device)?);
     let x = run.ramp(200_000)?;
@@ -371,7 +371,7 @@ fn record_stream(run: &mut Run) -> Result<Values> {
             temporary.add_scalar(i)?.add(&temporary)
         })?;
         drop(temporary);
-        let next = Tensor::full([200_000], 7.0, run.device)?; // may get the block of `temporary`
+        let next = Tensor::full([200_000], 7.0, run.device)?; // may get the block of `temporary` only after the other stream has read it
         values.push(with_stream(&side, || sum.to_vec())?);
         values.push(next.to_vec()?);
     }
@@ -379,7 +379,7 @@ fn record_stream(run: &mut Run) -> Result<Values> {
     Ok(values)
 }
 
-/// A small network with the same weights each time.
+/// Returns a small network with the same weights each time, its inputs and its labels.
 fn network(run: &mut Run) -> Result<(Sequential, Tensor, Tensor)> {
     let d = run.device;
     manual_seed(3);
@@ -426,7 +426,7 @@ fn optimisers(run: &mut Run) -> Result<Values> {
     Ok(values)
 }
 
-/// A failed replay either did nothing or says that it may have happened in part.
+/// A failed replay must either do nothing, or say in its error that it may have happened in part.
 fn graphs(run: &mut Run) -> Result<Values> {
     let (x, total) = (run.ramp(500)?, Tensor::zeros([500], run.device)?);
     let (graph, y) = Graph::capture(run.device, || {
@@ -467,7 +467,7 @@ fn plans(run: &mut Run) -> Result<Values> {
     Ok(values)
 }
 
-/// Keeps every second of `blocks` blocks and frees the others.
+/// Allocates `blocks` blocks, keeps every second block and frees the others.
 fn keep_every_second_block(run: &mut Run, blocks: usize, elements: usize) -> Result<()> {
     let mut gaps = Vec::new();
     for i in 0..blocks {

@@ -1,4 +1,4 @@
-//! Launches that try tuning candidates: if a candidate fails, the default is launched instead.
+//! Launches that try a tuning candidate. If the candidate fails, the default must be launched instead.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::stand_in::{self, Faults, Kind};
 #[test]
 fn failing_candidates_are_not_errors() {
     let Some(faults) = Faults::here() else {
-        // The program cache is off, because it would keep the choice for the next test run.
+        // The program cache is off, because it would store the choice for the next run of this test.
         let no_cache = [("CLAYSTONE_CACHE_DIR", "off")];
         let test = "trials::failing_candidates_are_not_errors";
         let ended = stand_in::run(test, Kind::Real, &no_cache, Duration::from_secs(300));
@@ -38,7 +38,7 @@ fn failing_candidates_are_not_errors() {
     assert!(added > 10 && t.to_vec::<f32>().unwrap() == [added as f32; 1000], "{added}");
     let chosen = tune::choices(DEVICE).unwrap();
     assert!(!chosen.is_empty());
-    // A candidate that never ran is not chosen. The choice is the default, which needs a single launch.
+    // A candidate that never ran must not be chosen. The choice is then the default, which needs a single launch.
     let launches = faults.calls("clEnqueueNDRangeKernel");
     t.add_(&one).unwrap();
     assert_eq!(faults.calls("clEnqueueNDRangeKernel"), launches + 1);

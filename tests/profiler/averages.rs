@@ -1,9 +1,9 @@
-//! Sums, gaps and tables of profiles with known numbers.
+//! Sums, gaps and tables of profiles whose numbers are known.
 
 use claystone::Device;
 use claystone::profiler::{Average, Category, Profile, SortBy};
 
-/// Two kernels of one operation, a copy, and nested host events.
+/// A profile with two kernels of one operation, a copy, and nested host events.
 const TRACE: &str = r#"{"displayTimeUnit":"ns",
  "otherData":{"claystone":"0.1.0","duration_us":200.0,"dropped_events":3,
   "devices":[{"device":"opencl:0","name":"Some GPU","pid":1,"copy_bytes_per_s":1e9}]},

@@ -1,4 +1,4 @@
-//! Profiles as files in Chrome's trace format.
+//! Profiles saved as files in Chrome's trace format.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::common::devices;
 use crate::{serial_guard, train};
 
-/// A profile on every device with events of each kind.
+/// Records a profile with events of each kind on every device.
 fn recorded() -> Profile {
     let _guard = serial_guard();
     let all = || devices().into_iter().for_each(|device| _ = annotate("training", || train(device, 2).unwrap()));
@@ -44,7 +44,7 @@ fn written_profiles_can_be_read() {
     assert_eq!(table(&read), table(&written));
 }
 
-/// Checks the rules that Perfetto applies to traces.
+/// Checks the rules that Perfetto requires of traces.
 #[test]
 fn profiles_follow_chromes_format() {
     let mut bytes = Vec::new();
@@ -75,7 +75,7 @@ fn profiles_follow_chromes_format() {
         }
     }
     assert!(counters > 0);
-    // Every arrow has two ends, and each end is within a slice of its track.
+    // Every arrow must have two ends, and each end must be within a slice of its track.
     assert_eq!(starts.len(), ends.len());
     assert_eq!(starts.is_empty(), devices().iter().all(|&d| d == Device::Cpu));
     for (id, start) in starts {
@@ -91,7 +91,7 @@ fn profiles_follow_chromes_format() {
     }
 }
 
-/// PyTorch's profiler exports other categories, text ids and lists as arguments.
+/// Traces of PyTorch's profiler have other categories, ids that are text, and arguments that are lists. They must be readable too.
 #[test]
 fn traces_of_other_programs_can_be_read() {
     let trace = r#"{"schemaVersion": 1, "deviceProperties": [{"id": 0}], "traceEvents": [
@@ -110,7 +110,7 @@ fn traces_of_other_programs_can_be_read() {
     assert_eq!((named("Memcpy HtoD").category, named("Memcpy HtoD").bytes), (Category::Copy, 64));
     assert_eq!(named("whole").category, Category::Other);
     assert!(profile.key_averages().to_string().contains("aten::mm"));
-    // A plain list of events is a valid trace too.
+    // A plain list of events is also a valid trace.
     let list = r#"[{"ph": "X", "name": "a", "ts": 1, "dur": 2}]"#;
     assert_eq!(Profile::from_bytes(list.as_bytes()).unwrap().duration_us(), 2.0);
 }

@@ -1,4 +1,4 @@
-//! The profiler. It records the whole process, so its tests run in a separate program and one at a time.
+//! The profiler records the whole process. So its tests run in a separate program, one at a time.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -13,13 +13,13 @@ use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use claystone::{Device, Result, Tensor, manual_seed};
 
-/// Lock that a test holds while it profiles.
+/// Locks the profiler for a test, so that tests run one at a time.
 fn serial_guard() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Trains a small network for some steps and returns the loss.
+/// Trains a small network for `steps` steps and returns the last loss.
 fn train(device: Device, steps: usize) -> Result<f32> {
     manual_seed(7);
     let mut net = Sequential::new()

@@ -1,4 +1,4 @@
-//! Recorded events.
+//! Tests of the events that a profile records.
 
 use std::collections::HashSet;
 use std::process::Command;
@@ -15,7 +15,7 @@ fn events_of(profile: &Profile, category: Category) -> Vec<&Event> {
     profile.events().iter().filter(|event| event.category == category).collect()
 }
 
-/// Number of launches of operations. On OpenCL devices these are kernels, without those that copy or fill memory.
+/// Returns the number of launches of operations. On OpenCL devices these are kernels except those that copy or fill memory.
 fn count_launch_events(profile: &Profile, device: Device) -> usize {
     let category = if device == Device::Cpu { Category::Operation } else { Category::Kernel };
     let is_launch = |event: &&&Event| event.device == Some(device) && &*event.name != "memory";
@@ -26,7 +26,7 @@ fn count_launch_events(profile: &Profile, device: Device) -> usize {
 fn every_launch_is_recorded_without_changing_results() {
     let _guard = serial_guard();
     for device in devices() {
-        // Conversions to images are recorded but not counted as launches.
+        // The mode keeps buffers: conversions to images are recorded, but they are not launches of operations.
         let train = || with_memory_mode(MemoryMode::Buffer, || train(device, 10).unwrap());
         let (plain, counted) = count_launches(train);
         let (loss, recorded) = profile(train).unwrap();
@@ -84,7 +84,7 @@ fn operations_have_shapes_dtypes_bytes_and_flops() {
     for device in devices() {
         let (_, recorded) = profile(|| {
             let (a, b) = (Tensor::ones(&[3, 5], device).unwrap(), Tensor::ones(&[5, 7], device).unwrap());
-            let product = with_memory_mode(MemoryMode::Buffer, || a.matmul(&b).unwrap()); // launches one kernel
+            let product = with_memory_mode(MemoryMode::Buffer, || a.matmul(&b).unwrap()); // launches exactly one kernel
             product.add(&Tensor::ones(7, device).unwrap()).unwrap().exp().unwrap().sum(1, false).unwrap()
         })
         .unwrap();
@@ -206,7 +206,7 @@ fn memory_samples_match_the_statistics() {
 fn program_builds_and_segments_are_recorded() {
     let _guard = serial_guard();
     for device in devices().into_iter().filter(|&d| d != Device::Cpu) {
-        // The source is unique, so that no cache contains it.
+        // The source contains the time, so that no program cache has it.
         let unique = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos();
         let source = format!("__kernel void once(__global float *x) {{ x[get_global_id(0)] = 1; }} // {unique}");
         let (_, recorded) = profile(|| {
@@ -218,7 +218,7 @@ fn program_builds_and_segments_are_recorded() {
             drop(Tensor::zeros(40 << 20, device).unwrap());
         })
         .unwrap();
-        // The program is built as given and with offsets into its buffers.
+        // The program is built twice: as given, and with offsets into its buffers.
         assert_eq!(events_of(&recorded, Category::Compile).len(), 2, "{device}");
         assert!(events_of(&recorded, Category::Segment).iter().any(|e| e.bytes >= 160 << 20), "{device}");
     }
@@ -300,12 +300,12 @@ fn only_one_profiler_can_run() {
     assert!(recorded.events().is_empty(), "{:?}", recorded.events());
 }
 
-/// Body of a child process for the tests below; without `CLAYSTONE_PROFILE` it does nothing.
+/// The body of the child process of the tests below. Without `CLAYSTONE_PROFILE` it does nothing.
 #[test]
 fn profiled_child_process() {
     if std::env::var_os("CLAYSTONE_PROFILE").is_some() {
         let devices = devices();
-        // The first use of a device, which also measures its copy rate.
+        // This is the first use of each device, which also measures the device's copy rate.
         for &device in devices.iter().filter(|&&device| device != Device::Cpu) {
             let (graph, y) = Graph::capture(device, || Tensor::ones(100, device)?.exp()).unwrap();
             graph.replay().unwrap();

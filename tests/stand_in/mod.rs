@@ -1,7 +1,7 @@
-//! An OpenCL library that stands in for the real one: it forwards and counts every call, and makes the calls fail that a test
-//! selects. `opencl.c` is the library; the first test that needs it compiles it with `cc`.
+//! An OpenCL library that is loaded in place of the real library. It forwards and counts every call, and makes those calls fail that a
+//! test selects. Its source is `opencl.c`; the first test that needs the library compiles it with `cc`.
 //!
-//! OpenCL is loaded once per process, so such a test runs in its own process:
+//! A process loads OpenCL only once, so a test with this library runs in its own process:
 //!
 //! ```ignore
 //! mod stand_in;
@@ -23,10 +23,10 @@
 //! }
 //! ```
 //!
-//! Calls are counted and fail in the order in which they reach the library, whichever thread makes them. A call
-//! that fails is not forwarded. The test process and the library share a file that the library has mapped, so no
+//! Calls are counted, and fail, in the order in which they reach the library, whichever thread makes them. A failing call
+//! is not forwarded. The test process and the library communicate through a file that the library has mapped, so no
 //! `unsafe` is needed here.
-#![allow(dead_code)] // each test program uses a part
+#![allow(dead_code)] // each test program uses only a part of this module
 
 use std::collections::hash_map::DefaultHasher;
 use std::fs::{File, OpenOptions};
@@ -42,7 +42,7 @@ use tempfile::NamedTempFile;
 
 const SOURCE: &str = include_str!("opencl.c");
 
-/// The size in bytes and number of `struct slot`s of `opencl.c`, and the offsets of the fields.
+/// The size in bytes and the number of the `struct slot`s of `opencl.c`, and the offsets of the fields.
 const SLOT: u64 = 96;
 const SLOTS: u64 = 96;
 const NAME: usize = 40;
@@ -54,26 +54,26 @@ const TIMES: u64 = 72;
 const CODE_AND_LATE: u64 = 80;
 const DELAY: u64 = 88;
 
-/// A number of times that means: from then on.
+/// Passed as `times`, makes all calls from then on fail.
 pub const ALWAYS: u64 = u64::MAX;
 
-/// The type that devices report.
+/// The device type that devices report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Their real type.
+    /// The real type of each device.
     Real,
-    /// Discrete GPUs, whose memory is separate from the host's.
+    /// A discrete GPU, whose memory is separate from the host's.
     DiscreteGpu,
 }
 
-/// Controls the library that this process has loaded.
+/// Controls the stand-in library that this process has loaded.
 pub struct Faults {
     file: File,
-    /// The names of the slots, in order.
+    /// The names of the driver functions, in the order of their slots.
     names: Vec<String>,
 }
 
-/// Compiles the library once for all test programs.
+/// Returns the path of the library. Compiles it once for all test programs.
 fn library() -> PathBuf {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     let build = || {
@@ -91,26 +91,26 @@ fn library() -> PathBuf {
                 .args(["-ldl", "-lpthread"]);
             let output = cc.output().expect("cc, the C compiler, runs");
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-            std::fs::rename(object, &path).unwrap(); // atomic, in case another process compiles it at the same time
+            std::fs::rename(object, &path).unwrap(); // the rename is atomic, in case another process compiles the library at the same time
         }
         path
     };
     PATH.get_or_init(build).clone()
 }
 
-/// The result of a process that [`run`] started.
+/// The result of a child process that [`run`] started.
 pub struct ChildResult {
-    /// None if the process exceeded the time limit and was killed.
+    /// The exit status. None if the process exceeded the time limit and was killed.
     pub status: Option<std::process::ExitStatus>,
     /// The process's output.
     pub text: String,
 }
 
-/// Runs one test of this program in a child process that loads the library. Kills the child after `limit`.
+/// Runs one test of this program in a child process that loads the library. Kills the child after the time `limit`.
 pub fn run(test: &str, kind: Kind, variables: &[(&str, &str)], limit: Duration) -> ChildResult {
     let control = NamedTempFile::new().unwrap();
     control.as_file().set_len(SLOT * SLOTS).unwrap();
-    let text = NamedTempFile::new().unwrap(); // a file, because a full pipe would block the child
+    let text = NamedTempFile::new().unwrap(); // output goes to a file, because a full pipe would block the child
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
         .args([test, "--exact", "--nocapture"])
@@ -137,7 +137,7 @@ pub fn run(test: &str, kind: Kind, variables: &[(&str, &str)], limit: Duration) 
 }
 
 impl Faults {
-    /// Runs the test of this name in a child process that loads the library. Returns `Some` in the child. In the parent it waits for the
+    /// Runs the test with this name in a child process that loads the library. Returns `Some` in the child. In the parent, waits for the
     /// child, panics if the test failed, and returns `None`.
     #[track_caller]
     pub fn install(test: &str, kind: Kind) -> Option<Faults> {
@@ -150,7 +150,7 @@ impl Faults {
         here
     }
 
-    /// The control of the library in a child process that [`run`] started; None in other processes. Loads the library.
+    /// Returns the control of the library in a child process that [`run`] started, and None in other processes. Loads the library.
     pub fn here() -> Option<Faults> {
         let path = std::env::var_os("STAND_IN_CONTROL")?;
         cl3::load_library().as_ref().expect("the library that stands in loads");
@@ -165,7 +165,7 @@ impl Faults {
         Some(Faults { file, names })
     }
 
-    /// The names of the library's functions.
+    /// Returns the names of the library's functions.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.names.iter().map(String::as_str).filter(|name| name.starts_with("cl"))
     }
@@ -198,32 +198,32 @@ impl Faults {
         self.set(slot + TIMES, times);
     }
 
-    /// Makes `times` calls of a function (or of `any`) fail with a code, starting with the `nth` call from now; 1 is the next call.
-    /// Replaces earlier requests for the function.
+    /// Makes `times` calls of a function (or of `any` function) fail with `code`, beginning with the `nth` call from now; 1 is the next call.
+    /// Replaces earlier requests for the same function.
     #[track_caller]
     pub fn fail(&self, name: &str, nth: u64, times: u64, code: i32) {
         self.arm(name, nth, times, code, 0);
     }
 
-    /// Like [`fail`](Self::fail), but the calls succeed, and their commands do nothing and end with the code.
-    /// Applies only to commands with an event, because the failure of others could not be observed.
+    /// Like [`fail`](Self::fail), but the calls succeed. Their commands do nothing and end with the error `code`. Applies only to commands
+    /// with an event, because the failure of other commands could not be observed.
     #[track_caller]
     pub fn fail_command(&self, name: &str, nth: u64, times: u64, code: i32) {
         self.arm(name, nth, times, code, 1);
     }
 
-    /// Like [`fail`](Self::fail), but the commands are accepted, do nothing, and report success, also through their events.
+    /// Like [`fail`](Self::fail), but the calls succeed, and their commands do nothing and report success, also through their events.
     #[track_caller]
     pub fn drop_command(&self, name: &str, nth: u64, times: u64) {
         self.arm(name, nth, times, -1, 2);
     }
 
-    /// Makes waits for events succeed even if the commands failed, as NVIDIA's driver does.
+    /// Makes waits for events succeed even if the commands have failed, as NVIDIA's driver does.
     pub fn make_waits_succeed(&self) {
         self.set(self.slot("lenient wait") + TIMES, 1);
     }
 
-    /// Delays each command of a function by this many microseconds, and with it the commands after it on its queue.
+    /// Delays each command of a function by this many microseconds. Later commands on the same queue are delayed with it.
     /// 0 ends the delay.
     #[track_caller]
     pub fn delay(&self, name: &str, microseconds: u64) {
@@ -238,25 +238,25 @@ impl Faults {
         }
     }
 
-    /// The number of calls of a function (or of `any`), including failed calls.
+    /// Returns the number of calls of a function (or of `any` function), including failed calls.
     #[track_caller]
     pub fn calls(&self, name: &str) -> u64 {
         self.get(self.slot(name) + CALLS)
     }
 
-    /// The number of calls of a function (or of `any`) that a test made fail, including failed commands.
+    /// Returns the number of calls of a function (or of `any` function) that a test made fail, including failed commands.
     #[track_caller]
     pub fn injected(&self, name: &str) -> u64 {
         self.get(self.slot(name) + INJECTED)
     }
 
-    /// The number of calls of a function (or of `any`) that failed for any reason, including commands that failed after they were accepted.
+    /// Returns the number of calls of a function (or of `any` function) that failed for any reason, including commands that failed later.
     #[track_caller]
     pub fn errors(&self, name: &str) -> u64 {
         self.get(self.slot(name) + ERRORS)
     }
 
-    /// The number of successful calls of `create` minus all calls of `release`, failed or not.
+    /// Returns the number of successful calls of `create` minus the number of all calls of `release`, failed or not.
     fn live(&self, create: &str, release: &str) -> i64 {
         self.succeeded(create) - self.calls(release) as i64
     }
@@ -265,25 +265,25 @@ impl Faults {
         (self.calls(name) - self.errors(name)) as i64
     }
 
-    /// The number of buffer handles that are not released.
+    /// Returns the number of buffer handles that are not released yet.
     pub fn live_buffers(&self) -> i64 {
         self.live("clCreateBuffer", "clReleaseMemObject")
             + self.succeeded("clCreateBufferWithProperties")
             + self.succeeded("clRetainMemObject")
     }
 
-    /// The number of command buffers and recordings that are not released.
+    /// Returns the number of command buffers and recordings that are not released yet.
     pub fn live_recordings(&self) -> i64 {
         self.live("clCreateCommandBufferKHR", "clReleaseCommandBufferKHR")
             + self.live("clNewRecordingQCOM", "clReleaseRecordingQCOM")
     }
 
-    /// The number of events that are not released.
+    /// Returns the number of events that are not released yet.
     pub fn live_events(&self) -> i64 {
         self.live("event", "clReleaseEvent")
     }
 
-    /// The number of mapped ranges that are not unmapped.
+    /// Returns the number of mapped ranges that are not unmapped yet.
     pub fn live_mappings(&self) -> i64 {
         self.succeeded("clEnqueueMapBuffer") - self.succeeded("clEnqueueUnmapMemObject")
     }

@@ -1,4 +1,4 @@
-//! Mixed precision: the operations that autocast runs in half precision or f32, and its cached casts of weights.
+//! Mixed precision: which operations autocast runs in half precision or in f32, and its cached casts of weights.
 
 use claystone::device::count_launches;
 use claystone::{CrossEntropy, DType, Device, LossReduction, Result, Tensor, autocast, autocast_dtype, no_grad};
@@ -9,7 +9,7 @@ fn leaf(values: &[f32], device: Device) -> Tensor {
     Tensor::from_slice(values, values.len(), device).unwrap().requires_grad_(true).unwrap()
 }
 
-/// Products run in half precision and sums in f32. A weight is cast once, and gradients have the dtype of the leaves.
+/// Products must run in half precision and sums in f32. A weight must be cast once, and gradients must have the dtype of the leaves.
 #[test]
 fn autocast_runs_products_in_halves_and_sums_in_f32() {
     each_device(|d| {
@@ -54,7 +54,7 @@ fn autocast_runs_products_in_halves_and_sums_in_f32() {
             assert_eq!(weight.grad().unwrap().dtype(), DType::F32);
             assert_eq!(x.matmul(&weight).unwrap().dtype(), DType::F32);
         }
-        // A weight changed inside the scope is cast again. A cast made under no_grad is not reused for recording.
+        // A weight changed inside the scope must be cast again. A cast made under no_grad must not be reused while recording.
         autocast(DType::BF16, || {
             let frozen = no_grad(|| x.matmul(&weight)).unwrap();
             let y = x.matmul(&weight).unwrap();
@@ -67,7 +67,7 @@ fn autocast_runs_products_in_halves_and_sums_in_f32() {
     });
 }
 
-/// Losses with labels are in f32 without an f32 copy of the logits. Losses and gradients equal those of such a copy.
+/// Losses with labels are in f32 without an f32 copy of the logits. Losses and gradients must equal those computed from such a copy.
 #[test]
 fn losses_of_halves_are_computed_in_f32() {
     each_device(|d| {
@@ -89,7 +89,7 @@ fn losses_of_halves_are_computed_in_f32() {
             let copied = loss(&x.to_dtype(DType::F32).unwrap());
             assert_eq!(own.to_vec::<f32>().unwrap(), copied.to_vec::<f32>().unwrap(), "on {d}");
             assert_eq!(own_gradient, gradient(&x, &copied), "on {d}");
-            // Weighted or smoothed losses are composed of other operations on an f32 copy.
+            // Weighted or smoothed losses are composed of other operations, on an f32 copy of the logits.
             let smoothed = CrossEntropy { label_smoothing: 0.1, ..options };
             assert_eq!(autocast(half, || x.cross_entropy_with(&labels, smoothed)).unwrap().dtype(), DType::F32);
         }

@@ -1,4 +1,4 @@
-//! State dicts and checkpoints: a resumed run gives the same bits as an uninterrupted one.
+//! State dicts and checkpoints. A resumed training run must give the same bits as an uninterrupted run.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use claystone::{DType, Device, Generator, Result, Tensor, with_generator};
 
 use crate::common::each_device;
 
-/// A training run. Every step draws random numbers and changes the learning rate, the loss scale and running statistics.
+/// A training run. Each step draws random numbers and changes the learning rate, the loss scale and the running statistics.
 struct Run {
     net: Sequential,
     ema: AveragedModel<Sequential>,
@@ -100,7 +100,7 @@ impl Run {
     }
 }
 
-/// Names, dtypes, shapes and bits of all tensors.
+/// Returns the names, dtypes, shapes and bits of all tensors.
 fn bits(state: &StateDict) -> Vec<(String, DType, Vec<usize>, Vec<u64>)> {
     let bits = |t: &Tensor| -> Vec<u64> {
         let wide = t.to_dtype(DType::F64).unwrap().to_vec::<f64>().unwrap();
@@ -119,7 +119,7 @@ fn resumed_runs_give_the_same_bits() {
             whole.train_to(4, dtype, device).unwrap();
             whole.save(&file).unwrap();
             whole.train_to(9, dtype, device).unwrap();
-            // The different seed shows that the state comes from the file only.
+            // The run starts from a different seed, so equal bits show that all state comes from the file.
             let mut resumed = Run::new(77, dtype, device).unwrap();
             resumed.load(&file).unwrap();
             assert_eq!((resumed.epoch, resumed.losses.len()), (4, 4));

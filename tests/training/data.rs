@@ -1,4 +1,4 @@
-//! Data sets and loaders: batches and their order do not depend on the number of workers or on the device.
+//! Data sets and loaders. Batches and their order must not depend on the number of workers or on the device.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
@@ -9,7 +9,7 @@ use claystone::{Device, Error, Generator, Result, Tensor};
 
 use crate::common::each_device;
 
-/// The numbers below `len`, each with a random number. Given indices fail or panic.
+/// A data set of the numbers below `len`, each with a random number. The given indices fail or panic.
 struct Numbers {
     len: usize,
     error: Option<usize>,
@@ -40,7 +40,7 @@ fn config(batch_size: usize, num_workers: usize) -> DataLoaderConfig {
     DataLoaderConfig { batch_size, num_workers, ..Default::default() }
 }
 
-/// The numbers of each batch, and the bits of their random numbers.
+/// Returns the numbers of each batch, and the bits of their random numbers.
 fn collect(loader: &DataLoader<(Tensor, Tensor)>) -> Vec<(Vec<i64>, Vec<u32>)> {
     let bits = |t: Tensor| t.to_vec::<f32>().unwrap().into_iter().map(f32::to_bits).collect();
     let batch = |b: Result<(Tensor, Tensor)>| b.map(|(n, t)| (n.to_vec::<i64>().unwrap(), bits(t))).unwrap();
@@ -109,7 +109,7 @@ fn errors_and_panics_replace_their_batches() {
     assert_eq!(DataLoader::new(numbers(0), config(3, 2)).unwrap().iter().count(), 0);
 }
 
-/// Data set that reports every requested item and fails for items too far ahead of the consumer.
+/// A data set that reports every requested item, and fails for items too far ahead of the consumer.
 struct Watched {
     asked: Mutex<Sender<usize>>,
     taken: Arc<AtomicUsize>,
@@ -141,7 +141,7 @@ fn workers_prefetch_a_bounded_number_and_end_with_the_pass() {
     let config = DataLoaderConfig { prefetch_factor: 3, ..config(1, 2) };
     let loader = DataLoader::new(set.clone(), config).unwrap();
     let mut batches = loader.iter();
-    // Six items are requested before the consumer takes the first; with fewer, this would wait forever.
+    // Six items must be requested before the consumer takes the first. If the workers request fewer, this line waits forever.
     let mut ahead: Vec<usize> = (0..6).map(|_| asks.recv().unwrap()).collect();
     ahead.sort_unstable();
     assert_eq!(ahead, [0, 1, 2, 3, 4, 5]);
@@ -172,7 +172,7 @@ fn batches_are_uploaded_while_the_device_computes() {
             for (i, batch) in loader.iter().enumerate() {
                 let [x, labels] = &batch.unwrap()[..] else { panic!("two tensors") };
                 assert_eq!((x.device(), labels.device(), x.shape().dims()), (device, device, &[8, columns][..]));
-                // A later batch gets the memory of a dropped batch only after these kernels have run.
+                // A later batch may get the memory of a dropped batch only after these kernels have run.
                 sums.push((x.mul_scalar(2.0).unwrap().sum(1, false).unwrap(), labels.add_scalar(1).unwrap(), i));
             }
             for (sum, labels, i) in sums {

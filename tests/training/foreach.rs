@@ -1,4 +1,4 @@
-//! Elementwise operations and formulas over lists of tensors.
+//! Elementwise operations and formulas on lists of tensors.
 
 use claystone::device::count_launches;
 use claystone::ops::{self, TensorSet, map_each};

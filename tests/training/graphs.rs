@@ -1,4 +1,4 @@
-//! Training steps in graphs: step counts, learning rates and random numbers advance from replay to replay as in direct calls.
+//! Training steps captured in graphs. Step counts, learning rates and random numbers must advance in each replay as in direct calls.
 
 use claystone::autograd::checkpoint;
 use claystone::ops::Seed;
@@ -10,7 +10,7 @@ use claystone::{DType, Device, Generator, Graph, Result, Tensor, no_grad, with_g
 
 use crate::common::{opencl, scattered, values, vec};
 
-/// Two parameters with an optimizer, and the gradients of each step.
+/// Two parameters, their optimizer, and the gradients of each step.
 struct Pair<R> {
     leaves: [Tensor; 2],
     gradients: [Tensor; 2],
@@ -42,13 +42,13 @@ impl<R: Rule> Pair<R> {
     }
 }
 
-/// Compares captured with direct steps while the learning rate changes, and direct steps after replays.
+/// Compares captured steps with direct steps while the learning rate changes, and direct steps after replays.
 fn assert_replays_match<R: Rule>(rule: R) {
     for device in opencl() {
         for dtype in [DType::F32, DType::BF16, DType::F64] {
             let make = || Pair::new(rule.clone(), dtype, device);
             let (mut eager, mut replayed) = (make(), make());
-            // A step before the capture, so that the first replay is not the optimizer's first step.
+            // One step is made before the capture, so that the first replay is not the optimizer's first step.
             eager.step().unwrap();
             replayed.step().unwrap();
             let schedule = || StepLr { step_size: 2, gamma: 0.5 };
@@ -68,7 +68,7 @@ fn assert_replays_match<R: Rule>(rule: R) {
                 for (pair, scheduler) in [&mut eager, &mut replayed].into_iter().zip(&mut schedulers) {
                     scheduler.step(&mut pair.optimizer).unwrap();
                 }
-                // Parameters written between steps affect both.
+                // Parameters that are written between steps must affect both optimizers.
                 if step == 2 {
                     no_grad(|| [&eager, &replayed].map(|pair| pair.leaves[0].mul_scalar_(0.5).map(drop).unwrap()));
                 }
@@ -77,7 +77,7 @@ fn assert_replays_match<R: Rule>(rule: R) {
                     replayed.step().unwrap();
                 }
             }
-            // The saved state contains the number of steps.
+            // The saved state must contain the number of steps, including replayed steps.
             let mut other = make();
             other.optimizer.load_state_dict(&replayed.optimizer.state_dict().unwrap()).unwrap();
             let steps = |pair: &Pair<R>| pair.optimizer.state_dict().unwrap().get("state.0.step").map(values);
@@ -86,7 +86,7 @@ fn assert_replays_match<R: Rule>(rule: R) {
     }
 }
 
-/// A capture of several steps counts each of them.
+/// If a capture has several steps, a replay must count each of them.
 #[test]
 fn captures_of_several_steps_count_each_step() {
     for device in opencl() {
@@ -104,7 +104,7 @@ fn captures_of_several_steps_count_each_step() {
                 graph.replay().unwrap();
                 assert_eq!(replayed.state(), eager.state(), "round {round} in {dtype} on {device}");
             }
-            // Only one parameter has a gradient now. The captured step updates both at once and can no longer be replayed.
+            // Now only one parameter has a gradient. The captured step updates both parameters, so it must refuse to be replayed.
             replayed.optimizer.zero_grad();
             replayed.leaves[0].square().unwrap().sum((), false).unwrap().backward().unwrap();
             replayed.optimizer.step().unwrap();
@@ -130,7 +130,7 @@ fn replayed_steps_of_other_optimizers_match_direct_steps() {
     assert_replays_match(LionConfig::default());
 }
 
-/// A failed capture does not change the optimizer or its f32 weights.
+/// A failed capture must not change the optimizer or its f32 master weights.
 #[test]
 fn failed_captures_do_not_count_steps() {
     for device in opencl() {
@@ -151,7 +151,7 @@ fn failed_captures_do_not_count_steps() {
     }
 }
 
-/// One draw of every kind, and gradients that repeat draws.
+/// Draws random numbers of every kind, and computes gradients that repeat draws.
 fn draw_every_kind(x: &Tensor) -> Result<Vec<Tensor>> {
     let device = x.device();
     let leaf = x.detach().requires_grad_(true)?;
@@ -197,7 +197,7 @@ fn replays_draw_the_numbers_of_direct_calls() {
             assert!(got != before, "others each time");
             before = got;
             assert_eq!(captured.state(), eager.state());
-            // Calls and replays may alternate, and both generators may be reseeded.
+            // Direct calls and replays may alternate, and both generators may be seeded again in between.
             let between = |generator| with_generator(generator, || Tensor::rand(5, device)).unwrap();
             assert_eq!(vec(&between(&eager)), vec(&between(&captured)));
             if round == 1 {
@@ -207,7 +207,7 @@ fn replays_draw_the_numbers_of_direct_calls() {
     }
 }
 
-/// A graph may draw from two generators. A captured backward may repeat draws from outside the graph, and vice versa.
+/// A graph may draw from two generators. A captured backward may repeat draws made outside the graph, and vice versa.
 #[test]
 fn graphs_may_use_several_generators() {
     for device in opencl() {
@@ -229,7 +229,7 @@ fn graphs_may_use_several_generators() {
         graph.replay().unwrap();
         let kept = |t: &Tensor| vec(t).into_iter().map(|x| x != 0.0).collect::<Vec<_>>();
         assert_eq!(kept(&leaf.grad().unwrap()), kept(&dropped.detach()));
-        // A backward outside the graph repeats the draws of the last replay.
+        // A backward outside the graph must repeat the draws of the last replay.
         let leaf = scattered(&[50], 2.0, device).requires_grad_(true).unwrap();
         let (graph, dropped) = Graph::capture(device, || leaf.dropout(0.5)).unwrap();
         graph.replay().unwrap();

@@ -1,4 +1,4 @@
-//! Handles on modules: shared handles, copies, checkpoints and frozen parameters.
+//! Handles on modules: handles with shared tensors, copies, checkpoints and frozen parameters.
 
 use claystone::autograd::{CustomOp, OpContext, checkpoint};
 use claystone::nn::*;
@@ -76,7 +76,7 @@ fn handles_share_tensors_and_copies_do_not() {
         let before = vec(&twin.forward(&x).unwrap());
         assert_eq!(before, vec(&copy.forward(&x).unwrap()), "on {device}");
         assert_ne!(before, vec(&twin.forward(&x.mul_scalar(2).unwrap()).unwrap()));
-        // Each handle has its own training mode.
+        // Each handle must have its own training mode.
         let dropped = (0..20).any(|_| vec(&net.forward(&x).unwrap()) != before);
         assert!(dropped && vec(&twin.forward(&x).unwrap()) == before);
         let mut sgd = Sgd::new(net.parameters_mut(), SgdConfig { lr: 0.1, ..Default::default() }).unwrap();
@@ -154,7 +154,7 @@ fn tied_parameters_stay_tied_in_copies_and_when_frozen() {
     assert_eq!((net.parameters().len(), net.trainable_parameters_mut().len()), (2, 0));
     net.requires_grad_(true).unwrap();
     assert_eq!((net.parameters().len(), net.trainable_parameters_mut().len()), (2, 2));
-    // Tests tensors that never required gradients.
+    // The layer's parameters here are tensors that never required gradients.
     let plain = |layer: &Linear| layer.weight().detach();
     struct Plain(Vec<Tensor>);
     impl Module for Plain {
@@ -174,7 +174,7 @@ fn tied_parameters_stay_tied_in_copies_and_when_frozen() {
     assert_eq!(net.trainable_parameters_mut().len(), 2);
 }
 
-/// Gradients equal those of the same network without checkpoints, including dropout.
+/// Gradients must equal those of the same network without checkpoints, including dropout.
 #[test]
 fn checkpointed_modules_give_the_same_gradients() {
     each_device(|device| {
@@ -189,7 +189,7 @@ fn checkpointed_modules_give_the_same_gradients() {
         assert_eq!(gradients(&net), want, "on {device}");
         let names = |m: &dyn Module| m.named_parameters("").into_iter().map(|(name, _)| name).collect::<Vec<_>>();
         assert_eq!(names(&kept), names(&net));
-        // Checkpoints a module with several inputs.
+        // The checkpointed module has several inputs.
         let cell = LstmCell::new(4, 3, device).unwrap();
         let twin = cell.shallow_clone();
         let h = checkpoint(move |x| Ok(twin.run(&x[0], None)?.0), &[&x]).unwrap();
@@ -220,7 +220,7 @@ fn optimizers_skip_frozen_parameters_until_they_are_trainable() {
                 optimizer.step().unwrap();
             };
             step(&net);
-            // The gradients of this step remain set, but gradients of frozen parameters are ignored.
+            // The gradients of this step stay set, but the optimizer must ignore gradients of frozen parameters.
             let weights = |net: &Tied| [f64s(net.one.weight()), f64s(net.other.weight())];
             let before = weights(&net);
             net.one.requires_grad_(false).unwrap();
@@ -270,7 +270,7 @@ fn optimizers_own_only_trainable_parameters() {
         step(&net, optimizer).unwrap();
         assert!(vec(net.one.weight()) == before[0] && vec(net.other.weight()) != before[1]);
     }
-    // A trainable parameter that the optimizer does not own is named in the error.
+    // The error must name a trainable parameter that the optimizer does not own.
     net.one.requires_grad_(true).unwrap();
     for mut optimizer in optimizers {
         let error = step(&net, &mut optimizer).unwrap_err().to_string();
@@ -340,14 +340,14 @@ fn adapters_can_be_trained_and_saved_separately() {
     });
 }
 
-/// Rows and columns of each weight.
+/// The number of rows and of columns of each weight.
 const SIDE: usize = 128;
-/// Number of weights.
+/// The number of weights.
 const WEIGHT_COUNT: usize = 16;
-/// Bytes of all weights.
+/// The total size of all weights, in bytes.
 const WEIGHT_BYTES: usize = 4 * SIDE * SIDE * WEIGHT_COUNT;
 
-/// Custom operation with products by all weights. Its backward writes into gradient slots.
+/// A custom operation that multiplies by all weights. Its backward writes gradients into gradient slots.
 struct ProductOfAll;
 
 impl CustomOp for ProductOfAll {
@@ -386,7 +386,7 @@ impl CustomOp for ProductOfAll {
     }
 }
 
-/// Custom operation with a single product. Its backward does not use gradient slots.
+/// A custom operation with a single product. Its backward does not use gradient slots.
 struct Product;
 
 impl CustomOp for Product {

@@ -1,4 +1,4 @@
-//! Layers: fused launches, gradients against f64 and finite differences; modules, their names and states.
+//! Layers: fused launches, and gradients against f64 and finite differences. Modules: their names and states.
 
 use claystone::autograd::gradcheck;
 use claystone::device::{DeviceKind, count_launches};
@@ -14,14 +14,14 @@ use ndarray::{ArrayD, IxDyn};
 
 use crate::common::{each_device, f64s};
 
-/// Small whole numbers as an f64 tensor.
+/// Returns small whole numbers as an f64 tensor.
 fn whole_numbers(shape: &[usize], device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<f64> = (0..n).map(|i| ((i * i + 3 * i) % 7) as f64 - 3.0).collect();
     Tensor::from_vec(values, shape, device).unwrap()
 }
 
-/// Pseudo-random numbers between -1/4 and 1/4.
+/// Returns pseudo-random numbers between -1/4 and 1/4.
 fn random(rows: usize, cols: usize, seed: u64) -> ArrayD<f64> {
     let mut state = seed;
     ArrayD::from_shape_fn(IxDyn(&[rows, cols]), |_| {
@@ -30,7 +30,7 @@ fn random(rows: usize, cols: usize, seed: u64) -> ArrayD<f64> {
     })
 }
 
-/// A layer's gradient factor is applied by the following layer if that is its only consumer.
+/// If a layer's result has a single consumer, the consumer multiplies its gradient by the layer's factor. The gradients must be exact.
 #[test]
 fn gradients_through_several_layers_are_exact() {
     each_device(|device| {
@@ -64,7 +64,7 @@ fn gradients_through_several_layers_are_exact() {
     });
 }
 
-/// Products, row sums and activation slopes use the same launches. Results are compared with f64 on the host.
+/// A layer's product, row sums and activation slope must share one launch. Results are compared with f64 on the host.
 #[test]
 fn each_gradient_of_a_layer_is_one_launch() {
     each_device(|device| {
@@ -166,7 +166,7 @@ fn modules_name_their_tensors_like_pytorch() {
     assert_eq!(state.len(), PARAMETERS.len() + BUFFERS.len());
 }
 
-/// A state saved on the CPU gives the same results on every device.
+/// A state saved on the CPU must give the same results on every device.
 #[test]
 fn states_move_between_modules_and_devices() {
     let source = net((DType::F32, Device::Cpu)).unwrap();
@@ -176,7 +176,7 @@ fn states_move_between_modules_and_devices() {
     let want = f64s(&source.forward(&x).unwrap());
     each_device(|device| {
         let mut target = net((DType::F32, device)).unwrap();
-        // Loading keeps the tensors that an optimizer shares.
+        // Loading must keep the tensors that an optimizer shares with the module.
         let _sgd = Sgd::new(target.parameters_mut(), SgdConfig::default()).unwrap();
         let keys = target.load_state_dict(&source.state_dict(), true).unwrap();
         assert_eq!(keys, IncompatibleKeys::default());
@@ -215,7 +215,7 @@ fn mismatched_states_change_nothing() {
     assert_eq!(f64s(net.parameters()[0]), before);
 }
 
-/// Evaluation does not drop elements or change running statistics. Training counts batches.
+/// Evaluation must not drop elements or change running statistics. Training must count batches.
 #[test]
 fn modules_switch_between_training_and_evaluation() {
     each_device(|device| {
@@ -233,7 +233,7 @@ fn modules_switch_between_training_and_evaluation() {
     });
 }
 
-/// Checks the gradients of all parameters in a network of all layers.
+/// Checks the gradients of all parameters in a network that has every kind of layer.
 #[test]
 fn gradients_through_every_layer_match_differences() {
     each_device(|device| {
@@ -317,7 +317,7 @@ fn initial_values_have_the_expected_distribution() {
         check("trunc_normal_", 0.5396, 1.0);
         init::constant_(&t, 0.5).unwrap();
         assert_eq!(spread(&t), (0.5, 0.0, 0.5));
-        // Rows or columns are orthonormal times the gain, for every dtype and for strided tensors.
+        // Rows (or columns) must be orthonormal, times the gain, for every dtype and for strided tensors.
         for (shape, count) in
             [([6, 3, 5, 2], 6), ([40, 2, 3, 1], 6), ([7, 7, 1, 1], 7), ([1, 1, 1, 1], 1), ([0, 3, 1, 1], 0)]
         {

@@ -1,4 +1,4 @@
-//! Networks with channels-last images and weights train like row-major ones.
+//! Networks with channels-last images and weights must train like networks with row-major ones.
 
 use claystone::device::count_launches;
 use claystone::io::Stateful;
@@ -42,7 +42,7 @@ fn assert_close(what: &str, got: &[f64], right: &[f64]) {
     assert!(got.len() == right.len() && far.is_none(), "{what}: {far:?}");
 }
 
-/// Losses of a few steps, the optimizer's state and the network. The network has the first format before the optimizer is
+/// Returns the losses of a few steps, the optimizer's state and the network. The network has the first format when the optimizer is
 /// created, and the second format from the second step on.
 fn learned<O: Optimizer + Stateful>(
     device: Device,
@@ -84,7 +84,7 @@ fn optimizers_train_in_any_memory_format() {
             let (own_losses, own_state, own_launches) = learned(device, formats, sgd);
             assert_close(&format!("losses of {formats:?} on {device}"), &own_losses, &losses);
             own_state.iter().zip(&state).for_each(|(own, right)| assert_close("state", own, right));
-            // Row-major images may be copied for a convolution. Images in the format of their weights are not.
+            // A convolution may copy row-major images. Images in the same format as the weights must not be copied.
             assert!(formats[0] != formats[1] || own_launches <= launches + 8, "{own_launches}, row-major {launches}");
         }
         let (losses, state, _) = learned(device, [rows, rows], adam);
@@ -121,7 +121,7 @@ fn half_precision_trains_in_any_memory_format() {
     });
 }
 
-/// Steps too small for half precision accumulate in the f32 weights, which a format conversion keeps.
+/// Steps that are too small for half precision accumulate in the f32 master weights, which a format conversion must keep.
 #[test]
 fn format_conversions_keep_the_f32_weights() {
     each_device(|device| {
@@ -169,7 +169,7 @@ fn autocast_trains_in_any_memory_format() {
     });
 }
 
-/// Saved values have row-major order in any format.
+/// Saved values must have row-major order in any memory format.
 #[test]
 fn saved_values_do_not_depend_on_the_memory_format() {
     let device = Device::Cpu;

@@ -7,7 +7,7 @@ use claystone::nn::{
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::{DType, Device, Result, Tensor, io};
 
-/// A decoder: maps a token and a state to scores and the next state.
+/// A decoder that maps a token and a state to scores and the next state.
 struct Decoder {
     embedding: Embedding,
     cells: Vec<LstmCell>,
@@ -115,7 +115,7 @@ fn summaries_count_each_parameter_once() {
         (2, "head.0", "Linear", 35),
     ];
     assert_eq!(lines, want);
-    // The decoder's own bias is a plain tensor that does not require gradients.
+    // The decoder's own bias is a plain tensor that does not require a gradient, so it is not counted as trainable.
     assert_eq!((table.parameters, table.trainable), (want[0].3, want[0].3 - 7));
     let shapes = |i: usize| table.layers[i].shapes.iter().map(|(n, s)| format!("{n} {s}")).collect::<Vec<_>>();
     assert_eq!(
@@ -134,7 +134,7 @@ fn summaries_count_each_parameter_once() {
     );
 }
 
-/// Fields with the names of a PyTorch file: a dotted name, a Rust keyword and an empty name.
+/// A module whose fields have the names of a PyTorch file: a dotted name, a Rust keyword and an empty name.
 struct Renamed {
     query: Linear,
     r#type: Embedding,

@@ -1,4 +1,4 @@
-//! Optimizers against their definitions in f64; groups, states, schedules, clipping and loss scaling.
+//! Optimizers are compared with their definitions in f64. Also groups, states, schedules, clipping and loss scaling.
 
 use std::sync::{Arc, Mutex};
 
@@ -17,15 +17,15 @@ fn leaf(values: &[f64], dtype: DType, device: Device) -> Tensor {
     host.to_device(device).unwrap().requires_grad_(true).unwrap()
 }
 
-/// Backward of `sum(slope * w²)`, whose gradient is `2 slope w`.
+/// Runs backward of `sum(slope * w²)`, whose gradient is `2 slope w`.
 fn backward(w: &Tensor) {
     let slope = Tensor::from_slice(&SLOPE, 4, Device::Cpu).unwrap().to_dtype(w.dtype()).unwrap();
     let slope = slope.to_device(w.device()).unwrap();
     w.mul(w).unwrap().mul(&slope).unwrap().sum((), false).unwrap().backward().unwrap();
 }
 
-/// Compares ten steps on every device with `reference`. It maps a weight, its gradient, three state numbers (initially 0) and
-/// the step's number to the new weight.
+/// Compares ten steps on every device with `reference`, which maps a weight, its gradient, three numbers of state (initially 0) and the
+/// number of the step to the new weight.
 fn assert_matches_reference<R: Rule + Clone>(rule: R, reference: impl Fn(f64, f64, &mut [f64; 3], i32) -> f64) {
     each_device(|device| {
         let mut w = leaf(&START, DType::F32, device);
@@ -94,7 +94,7 @@ fn adagrad_follows_its_definition() {
         s[0] += g * g;
         w - 0.1 / (1.0 + f64::from(t - 1) * 0.2) * g / (s[0].sqrt() + 1e-10)
     });
-    // The sums start at the configured value.
+    // The accumulated squares must start at the configured value.
     let mut w = leaf(&[1.0], DType::F64, Device::Cpu);
     let rule = AdagradConfig { lr: 0.1, initial_accumulator_value: 3.0, ..Default::default() };
     let mut adagrad = Adagrad::new(vec![&mut w], rule).unwrap();
@@ -127,11 +127,11 @@ fn lion_follows_its_definition() {
     });
 }
 
-/// Weights, the state of each weight, and the number of updates.
+/// The weights, the state of each weight, and the number of updates.
 type ExpectedState = ([f64; 4], [[f64; 3]; 4], i32);
 
-/// Optimizers cache the launch of a step. Checks that changes between steps take effect nevertheless: learning rates, scales,
-/// missing gradients, and weights and state written from outside. After a parameter missed a step, steps take `apart` launches.
+/// Optimizers cache the launch of a step. Changes between steps must take effect nevertheless: learning rates, scales, missing
+/// gradients, and weights and state written from outside. After a parameter missed a step, a step takes `apart` launches.
 fn assert_changes_take_effect<R: Rule + Clone>(
     rule: R,
     apart: u64,
@@ -279,7 +279,7 @@ fn hyperparameters_out_of_range_are_errors() {
     refused("eps", Adagrad::new(vec![&mut w], AdagradConfig { eps: -1.0, ..Default::default() }).map(|_| ()));
 }
 
-/// Training with a saved and loaded state gives the same bits as without, in half precision too.
+/// Training from a saved and loaded state must give the same bits as without saving, in half precision too.
 #[test]
 fn saved_states_continue_with_the_same_bits() {
     each_device(|device| {
@@ -313,7 +313,7 @@ fn saved_states_continue_with_the_same_bits() {
             run(&again, &mut other);
             assert_eq!(f64s(&again), f64s(&w), "{dtype} on {device}");
 
-            // An incomplete state is an error and changes nothing.
+            // Loading an incomplete state must be an error and change nothing.
             let fewer: StateDict = saved.into_iter().filter(|(n, _)| n != "state.0.exp_avg").collect();
             let message = other.load_state_dict(&fewer).unwrap_err().to_string();
             assert!(message.contains("state.0.exp_avg"), "{message}");
@@ -322,7 +322,7 @@ fn saved_states_continue_with_the_same_bits() {
     });
 }
 
-/// The learning rates of PyTorch's schedulers, from their definitions.
+/// The expected learning rates are computed from the definitions of PyTorch's schedulers.
 #[test]
 fn schedules_follow_their_definitions() {
     let rates = |s: &dyn Schedule, steps: &[usize]| steps.iter().map(|&t| s.learning_rate(0.5, t)).collect::<Vec<_>>();
@@ -338,7 +338,7 @@ fn schedules_follow_their_definitions() {
     close(rates(&LinearLr { start_factor: 0.2, end_factor: 1.0, total_iters: 4 }, &[1, 2]), &[0.2, 0.3]);
     close(rates(&LambdaLr(|t| 1.0 / (1.0 + t as f64)), &[0, 1, 3]), &[0.5, 0.25, 0.125]);
     close(rates(&|base: f64, t: usize| base - t as f64, &[0, 2]), &[0.5, -1.5]);
-    // The rate peaks at step 2 of ten, as pct_start * total_steps - 1 = 2.
+    // The rate must peak at step 2 of ten, because pct_start * total_steps - 1 = 2.
     let cycle = OneCycleLr::new(1.0, 10);
     let down = |part: f64| 4e-6 + (1.0 - 4e-6) * (1.0 + (std::f64::consts::PI * part).cos()) / 2.0;
     close(rates(&cycle, &[0, 1, 2, 5, 9, 20]), &[0.04, 0.52, 1.0, down(3.0 / 7.0), 4e-6, 4e-6]);
@@ -375,7 +375,7 @@ fn gradient_norms_are_clipped_over_all_parameters() {
                 a.zero_grad();
                 b.zero_grad();
                 let both = a.mul(&a).unwrap().sum((), false).unwrap().add(&b.mul(&b).unwrap().sum((), false).unwrap());
-                both.unwrap().backward().unwrap(); // [6, -8] and [24]: norm 26
+                both.unwrap().backward().unwrap(); // the gradients are [6, -8] and [24], whose total norm is 26
             };
             let grads = || [f64s(&a.grad().unwrap())[0], f64s(&a.grad().unwrap())[1], f64s(&b.grad().unwrap())[0]];
             let near = |got: [f64; 3], want: [f64; 3]| {
@@ -402,7 +402,7 @@ fn gradient_norms_are_clipped_over_all_parameters() {
     });
 }
 
-/// Two half batches without zeroing in between give the gradients of the whole batch.
+/// Backward on two half batches, without zeroing in between, must give the gradients of the whole batch.
 #[test]
 fn gradients_accumulate_over_passes() {
     each_device(|device| {
@@ -425,7 +425,7 @@ fn gradients_accumulate_over_passes() {
     });
 }
 
-/// A gradient of 2^-26 underflows in f16 unless the loss is scaled. A step with an overflow is skipped.
+/// A gradient of 2^-26 underflows in f16 unless the loss is scaled. A step with an overflow must be skipped.
 #[test]
 fn scaled_losses_neither_underflow_nor_overflow() {
     each_device(|device| {
@@ -463,7 +463,7 @@ fn scaled_losses_neither_underflow_nor_overflow() {
     });
 }
 
-/// As in PyTorch, a decay of 0 is not multiplied.
+/// With a weight decay of 0, infinite weights must not be multiplied by 0, which would give NaN (as in PyTorch).
 #[test]
 fn infinite_weights_stay_infinite_without_decay() {
     fn without<R: Rule + Clone>(rule: R) {

@@ -1,4 +1,4 @@
-//! Optimizers that share parameters with other optimizers, state dicts or tied layers, and conversions of the model.
+//! Optimizers whose parameters are shared with other optimizers, state dicts or tied layers, and conversions of the model.
 
 use claystone::device::count_launches;
 use claystone::nn::{Linear, Module, Sequential};
@@ -11,7 +11,7 @@ fn leaf(value: f32, n: usize, device: Device) -> Tensor {
     Tensor::full(n, value, device).unwrap().requires_grad_(true).unwrap()
 }
 
-/// Backward that gives gradients of 1.
+/// Runs a backward pass that gives gradients of 1.
 fn backward(parameters: &[&Tensor]) {
     parameters.iter().for_each(|p| p.sum((), false).unwrap().backward().unwrap());
 }
@@ -32,14 +32,14 @@ fn optimizers_may_share_parameters() {
             let (mut a, mut b, mut c) = (of(3), of(5), of(2));
             let mut first = Sgd::new(vec![&mut a, &mut b], sgd(1.0)).unwrap();
             let mut second = Sgd::new(vec![&mut a, &mut b], momentum(0.5)).unwrap();
-            // A subset in another order, and one more parameter.
+            // The third optimizer has some of the parameters in another order, and one more parameter.
             let mut third = Sgd::new(vec![&mut c, &mut b], sgd(0.25)).unwrap();
             backward(&[&a, &b, &c]);
             let (_, launches) = count_launches(|| first.step().unwrap());
             assert_eq!(launches, 1, "of the first on {device}");
             assert_eq!((f64s(&a)[0], f64s(&b)[4], f64s(&c)[1]), (7.0, 7.0, 8.0), "after the first on {device}");
             let (_, launches) = count_launches(|| second.step().unwrap());
-            // The f32 weights of half-precision parameters first take over the changes by the other optimizers.
+            // For half precision, the second optimizer first copies the other optimizers' changes to its f32 master weights, in more launches.
             assert!(launches == 1 || dtype == DType::BF16, "{launches} of the second on {device}");
             assert_eq!((f64s(&a)[0], f64s(&b)[4], f64s(&c)[1]), (6.5, 6.5, 8.0), "after the second on {device}");
             third.step().unwrap();
@@ -48,13 +48,13 @@ fn optimizers_may_share_parameters() {
             assert!(a.grad().is_none() && b.grad().is_none() && c.grad().is_some());
             backward(&[&a, &b]);
             drop(first);
-            second.step().unwrap(); // with a velocity of 1.5
+            second.step().unwrap(); // the velocity is 1.5 in this step
             assert_eq!((f64s(&a)[0], f64s(&b)[4]), (5.75, 5.5), "without the first on {device}");
         }
     });
 }
 
-/// A later optimizer of the same model uses the same gradient buffers and still needs one launch.
+/// A second optimizer of the same model uses the same gradient buffers, and must still need only one launch.
 #[test]
 fn groups_may_share_parameters_with_other_optimizers() {
     each_device(|device| {
@@ -86,7 +86,7 @@ fn earlier_state_dicts_show_later_steps() {
             assert_eq!(f64s(state.get("weight").unwrap()), f64s(net.parameters()[0]), "on {device}");
             assert_eq!(f64s(state.get("bias").unwrap()), f64s(&other), "on {device}");
         }
-        // Loading writes into the tensors that all handles share.
+        // Loading must write into the tensors that all handles share.
         let mut saved = later;
         saved.insert("weight", before.shallow_clone());
         net.load_state_dict(&saved, true).unwrap();
@@ -94,7 +94,7 @@ fn earlier_state_dicts_show_later_steps() {
     });
 }
 
-/// The parameter is a transposed view of another tensor's memory.
+/// The parameter is a transposed view of another tensor's memory, and must stay a view.
 #[test]
 fn parameters_that_are_views_stay_views() {
     each_device(|device| {
@@ -144,7 +144,7 @@ fn optimizers_keep_tied_parameters_tied() {
     });
 }
 
-/// After the model is converted to another dtype or device, training continues with moments and gradients, and one launch per step.
+/// After a conversion to another dtype or device, training must continue with the same moments and gradients, in one launch per step.
 #[test]
 fn optimizers_follow_converted_models() {
     each_device(|device| {
@@ -195,7 +195,7 @@ fn optimizers_follow_converted_models() {
     });
 }
 
-/// After half of a group was converted to another dtype, a step is an error and changes nothing.
+/// If only half of a group was converted to another dtype, a step must be an error and change nothing.
 #[test]
 fn steps_of_partly_converted_groups_are_errors() {
     let (mut a, mut b) = (Linear::new(2, 2, Device::Cpu).unwrap(), Linear::new(2, 2, Device::Cpu).unwrap());

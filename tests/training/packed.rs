@@ -1,4 +1,4 @@
-//! Packed sequences through recurrent layers, and cells: against loops in f64 over each single sequence, and against PyTorch.
+//! Packed sequences through recurrent layers, and cells. Compared with f64 loops over each single sequence, and with PyTorch.
 
 #[path = "../../examples/rnn/model.rs"]
 mod model;
@@ -81,7 +81,7 @@ fn packed_sequences_match_single_sequences() {
     });
 }
 
-/// Compares gradients for `inputs` and all parameters with finite differences, and with `twice` also second derivatives.
+/// Compares gradients of `inputs` and of all parameters with finite differences. If `twice`, also compares second derivatives.
 fn check<M: Module>(module: M, inputs: &[&Tensor], twice: bool, f: impl Fn(&M, &[Tensor]) -> Result<Tensor>) {
     let parameters: Vec<Tensor> = module.parameters().into_iter().map(Tensor::detach).collect();
     let all: Vec<Tensor> = inputs.iter().copied().chain(&parameters).map(Tensor::shallow_clone).collect();
@@ -137,7 +137,7 @@ fn cells_match_layers_of_one_step() {
         manual_seed(5);
         let x = Tensor::randn(&[3, 2, INPUT], device).unwrap();
         let at = |t: isize| x.select(0, t).unwrap();
-        // A layer's parameters have the names of the cell's parameters with a suffix.
+        // A layer's parameters have the names of the cell's parameters, plus a suffix.
         let moved = |cell: &dyn Module| -> StateDict {
             cell.state_dict().iter().map(|(name, t)| (format!("{name}_l0"), t.shallow_clone())).collect()
         };
@@ -163,7 +163,7 @@ fn cells_match_layers_of_one_step() {
         let (h, c) = state.unwrap();
         close(&h, &out.select(0, 2).unwrap());
         close(&c, &layer.run(&x, None).unwrap().1.1.select(0, 0).unwrap());
-        // Tests a single input without a batch.
+        // The input is a single vector without a batch dimension.
         let one = cell.run(&at(0).select(0, 1).unwrap(), None).unwrap().0;
         close(&one, &out.select(0, 0).unwrap().select(0, 1).unwrap());
     });
@@ -199,7 +199,7 @@ fn unpacking_restores_sequences() {
         for (a, b) in unpack_sequence(&host).unwrap().iter().zip(&sequences) {
             assert!(a.equal(&b.to_device(Device::Cpu).unwrap()).unwrap());
         }
-        // Sorted sequences keep their order.
+        // Sequences that are already sorted must keep their order.
         let sorted = pack_sequence(&[&sequences[1], &sequences[0]], true).unwrap();
         assert!(sorted.sorted_indices().is_none() && sorted.lengths() == [4, 2]);
     });

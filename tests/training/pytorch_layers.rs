@@ -1,4 +1,4 @@
-//! Activations, instance norms and transformers with the same weights as in PyTorch. tests/data/layers.py wrote the values.
+//! Activations, instance norms and transformers, with PyTorch's weights and expected values. tests/data/layers.py wrote these values.
 
 use claystone::nn::{
     Activation, AttentionMasks, Forward, Identity, InstanceNorm2d, LogSoftmax, Module, PRelu, Softmax, Softmin,
@@ -26,7 +26,7 @@ impl Values {
         self.all.get(name).unwrap_or_else(|| panic!("{name}")).shallow_clone()
     }
 
-    /// Checks that values differ by at most 1e-5 of the largest expected value.
+    /// Checks that values differ by at most 1e-5 times the largest expected magnitude.
     pub fn near(&self, name: &str, got: &Tensor) {
         let want = self.get(name);
         assert_eq!(got.shape(), want.shape(), "{name}");
@@ -41,7 +41,7 @@ impl Values {
         module.load_state_dict(&state, true).unwrap();
     }
 
-    /// Checks the result and the gradients of all parameters.
+    /// Checks a module's result and the gradients of all its parameters.
     pub fn check(&self, name: &str, module: &impl Module, result: &Tensor) {
         self.near(&format!("{name}.result"), result);
         result.square().unwrap().sum((), false).unwrap().backward().unwrap();
@@ -129,7 +129,7 @@ fn transformers_match_pytorch() {
     });
 }
 
-/// Without masks, a call by [`Forward`] equals the methods' results. Final norms are optional.
+/// Without masks, [`Forward::call`] must give the same result as the named methods. Final norms are optional.
 #[test]
 fn transformers_can_be_called_without_masks() {
     let options = TransformerOptions { dim_feedforward: 5, ..TransformerOptions::default() };
@@ -140,7 +140,7 @@ fn transformers_can_be_called_without_masks() {
         let net = Transformer { encoder, decoder };
         assert_eq!(net.named_parameters("").last().unwrap().0, "decoder.layers.0.norm3.bias");
         let all = AttentionMasks::default();
-        // In training, dropout makes two results differ.
+        // In training, dropout must make two results differ.
         assert!(!net.call((&source, &target)).unwrap().equal(&net.call((&source, &target)).unwrap()).unwrap());
         net.eval();
         let memory = net.encoder.forward(&source).unwrap();

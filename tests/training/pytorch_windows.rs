@@ -1,4 +1,4 @@
-//! Convolutional layers and pools with the same weights as in PyTorch. tests/data/windows.py wrote the values.
+//! Convolutional layers and pools, with PyTorch's weights and expected values. tests/data/windows.py wrote these values.
 
 use claystone::nn::{
     AdaptiveAvgPool1d, AdaptiveAvgPool3d, AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d, AvgPool1d,
@@ -18,7 +18,7 @@ fn check(all: &Values, name: &str, mut layer: impl Module, x: &str) {
     all.check(name, &layer, &layer.forward(&all.get(x)).unwrap());
 }
 
-/// Checks the result and the gradient of the input.
+/// Checks the result of `f`, and the gradient of its input.
 fn check_input(all: &Values, name: &str, x: &str, f: impl Fn(&Tensor) -> Result<Tensor>) {
     let x = all.get(x).detach().requires_grad_(true).unwrap();
     let result = f(&x).unwrap();
@@ -75,7 +75,7 @@ fn pools_match_pytorch() {
     });
 }
 
-/// Padding of one row above, two below, and one column on the right.
+/// The padding is one row above, two rows below, and one column on the right.
 #[test]
 fn asymmetric_paddings_match_pytorch() {
     let padding = [(1, 2), (0, 1)].into();

@@ -1,4 +1,4 @@
-//! Recurrent layers against loops in f64.
+//! Recurrent layers, compared with loops in f64.
 
 use std::collections::HashMap;
 
@@ -18,7 +18,7 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// The next hidden and cell state, from the input part `x` and the hidden part `z` of the gates, `gates * HIDDEN` numbers each.
+/// Returns the next hidden and cell state. `x` and `z` are the gates' products with input and hidden state, `gates * HIDDEN` numbers each.
 fn next(kind: &str, x: &[f64], z: &[f64], h: &[f64], c: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let sum = |gate: usize, i: usize| x[gate * HIDDEN + i] + z[gate * HIDDEN + i];
     let each = |f: &dyn Fn(usize) -> f64| (0..HIDDEN).map(f).collect::<Vec<f64>>();
@@ -36,7 +36,7 @@ fn next(kind: &str, x: &[f64], z: &[f64], h: &[f64], c: &[f64]) -> (Vec<f64>, Ve
     }
 }
 
-/// Expected outputs `[L, N, directions * H]` with zeros after the end of each sequence, and the last hidden and cell states
+/// Returns the expected outputs `[L, N, directions * H]`, with zeros after the end of each sequence, and the last hidden and cell states
 /// `[layers * directions, N, H]`.
 pub fn reference(
     kind: &str,
@@ -131,7 +131,7 @@ fn recurrent_layers_match_formulas() {
             let (out, state) = gru.run(&input, Some(&h)).unwrap();
             near("gru", &turned(&out), &y);
             near("gru's state", &state, &last);
-            // Tests a single sequence without a batch.
+            // The input is a single sequence without a batch dimension.
             let one = x.select(1, 1).unwrap();
             let (out, state) = gru.run(&one, Some(&h.select(1, 1).unwrap())).unwrap();
             near("one sequence", &out.unsqueeze(1).unwrap(), &y.select(Axis(1), &[1]));

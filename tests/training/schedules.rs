@@ -1,4 +1,4 @@
-//! Schedules and weight averages against PyTorch's, written by `tests/data/training.py`.
+//! Schedules and weight averages, compared with values of PyTorch that `tests/data/training.py` wrote.
 
 use claystone::io::{self, Stateful};
 use claystone::nn::{AveragedModel, BatchNorm1d, Linear, Module, Sequential, StateDict};
@@ -14,7 +14,7 @@ fn reference(name: &str) -> Tensor {
     all.get(name).unwrap().shallow_clone()
 }
 
-/// An optimizer with two groups and the initial rates of the reference.
+/// Returns an optimizer with two groups and the initial rates of the reference.
 fn optimizer() -> Sgd {
     let leaf = || Tensor::zeros(1, Device::Cpu).unwrap().requires_grad_(true).unwrap();
     let config = |lr| SgdConfig { lr, ..Default::default() };
@@ -56,7 +56,7 @@ fn schedules_match_pytorch() {
     };
     follows("one_cycle_linear", Box::new(linear));
     follows("one_cycle_three_phase", Box::new(OneCycleLr { three_phase: true, ..one_cycle }));
-    // The rising phase has one step, for which PyTorch divides by zero.
+    // The rising phase has only one step. PyTorch divides by zero in this case.
     let short = OneCycleLr { pct_start: 0.1, ..OneCycleLr::new(0.5, 10) };
     assert_eq!([0, 9, 20].map(|t| short.learning_rate(1.0, t)), [0.5, 0.5 / 25.0 / 1e4, 0.5 / 25.0 / 1e4]);
 }
@@ -112,7 +112,7 @@ fn averages_of_weights_match_pytorch() {
             for step in 0..weights.shape().dims()[0] {
                 layer.weight().detach().copy_(&weights.i(step).unwrap().to_device(device).unwrap()).unwrap();
                 average.update_parameters(&layer).unwrap();
-                // A new average continues from the state of the old one.
+                // A new average must continue from the saved state of the old average.
                 let later = averaged(linear());
                 later.load_state_dict(&Module::state_dict(&average), true).unwrap();
                 average = later;

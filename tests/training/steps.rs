@@ -1,4 +1,4 @@
-//! Training steps: numbers of launches, memory in the steady state, agreement between devices, and optimizers' definitions.
+//! Training steps: numbers of launches, memory in the steady state, agreement between devices, and definitions of optimizers.
 
 use claystone::device::count_launches;
 use claystone::nn::{Activation, Linear, Module, Sequential};
@@ -14,7 +14,7 @@ fn mlp(options: (DType, Device)) -> Sequential {
         .push(Linear::new(128, 10, options).unwrap())
 }
 
-/// A batch with the same bits on every device.
+/// Returns a batch that has the same bits on every device.
 fn batch(options: (DType, Device)) -> (Tensor, Tensor) {
     let x = Tensor::rand(&[32, 64], (DType::F32, options.1)).unwrap().to_dtype(options.0).unwrap();
     let y = Tensor::randint(0, 10, &[32], (DType::I64, options.1)).unwrap();
@@ -48,7 +48,7 @@ fn a_step_of_a_two_layer_mlp_takes_at_most_11_launches_and_no_new_memory() {
         for _ in 0..2 {
             step(&net, &mut sgd, &x, &y).unwrap();
         }
-        // The allocator may need a few steps until its cache suffices.
+        // The allocator may need a few steps until its cache has all blocks that a step needs.
         let quiet = (0..20).any(|_| {
             let before = device.memory_stats().unwrap().num_device_alloc;
             for _ in 0..3 {
@@ -60,7 +60,7 @@ fn a_step_of_a_two_layer_mlp_takes_at_most_11_launches_and_no_new_memory() {
     });
 }
 
-/// In the steady state, training allocates no driver memory and reserves little more than it uses.
+/// In the steady state, training must allocate no driver memory, and the reserved memory must exceed the used memory only slightly.
 #[test]
 fn steady_training_reserves_little_more_than_it_uses() {
     if !in_own_process("steps::steady_training_reserves_little_more_than_it_uses") {
@@ -215,7 +215,7 @@ fn gradients_accumulate_until_zeroed_and_shared_parameters_add_up() {
         assert_eq!(grad(), [8.0; 3]);
         sgd.zero_grad();
         assert!(w.grad().is_none());
-        // One leaf is used three times at different depths.
+        // The same leaf is used three times, at different depths of the graph.
         let y = w.exp().unwrap().mul(&w).unwrap().add(&w).unwrap();
         y.sum((), false).unwrap().backward().unwrap();
         let want = 2f32.exp() * 3.0 + 1.0;
@@ -242,19 +242,19 @@ fn backward_errors_name_the_cause() {
     let y = x.exp().unwrap().sum((), false).unwrap();
     y.backward().unwrap();
     assert!(message(y.backward()).contains("consumed"));
-    // A saved tensor was changed in place.
+    // A saved tensor is changed in place, so backward must fail.
     let a = Tensor::ones(&[2], Device::Cpu).unwrap();
     let y = x.mul(&a).unwrap().sum((), false).unwrap();
     a.add_scalar_(1).unwrap();
     assert!(message(y.backward()).contains("changed in place"));
-    // Leaves that require gradients must not be changed in place.
+    // Changing a leaf that requires a gradient in place must be an error.
     assert!(x.add_scalar_(1).map(|_| ()).unwrap_err().to_string().contains("no_grad"));
     let view = x.narrow(0, 0, 1).unwrap();
     assert!(view.fill_(0).map(|_| ()).unwrap_err().to_string().contains("no_grad"));
     assert_eq!(x.to_vec::<f32>().unwrap(), [1.0; 2]);
 }
 
-/// An optimizer's gradient buffer is lent to one backward at a time.
+/// Only one backward at a time may write into an optimizer's gradient buffer. Two threads must still get correct gradients.
 #[test]
 fn threads_can_accumulate_the_same_gradients() {
     each_device(|d| {

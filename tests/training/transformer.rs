@@ -1,4 +1,4 @@
-//! The model of the example `char_transformer` with tiny sizes trains equally on every device, in f32 and mixed precision.
+//! The model of the example `char_transformer`, with tiny sizes, must train equally on every device, in f32 and mixed precision.
 
 #[path = "../../examples/char_transformer/model.rs"]
 mod model;
@@ -23,7 +23,7 @@ fn sizes(text: &Text, tied: bool) -> Sizes {
     Sizes { vocabulary: text.characters.len(), context: 12, width: 16, layers: 1, heads: 2, tied, dropout: 0.0 }
 }
 
-/// The mean losses of the first five and of the last five steps.
+/// Returns the mean losses of the first five steps and of the last five steps.
 fn train(device: Device, precision: DType) -> (f64, f64) {
     manual_seed(1);
     let (text, numbers) = text(device);
@@ -60,7 +60,7 @@ fn the_transformer_learns_equally_on_every_device() {
     }
 }
 
-/// A complete step: random windows, dropout, clipping and AdamW.
+/// Runs a complete step: random windows, dropout, clipping and AdamW.
 fn train_step(gpt: &Gpt, adamw: &mut AdamW, numbers: &Tensor, precision: DType) -> Result<[Tensor; 2]> {
     adamw.zero_grad();
     let loss = gpt.loss(&windows(numbers, 8, 13)?, precision)?;
@@ -70,7 +70,7 @@ fn train_step(gpt: &Gpt, adamw: &mut AdamW, numbers: &Tensor, precision: DType) 
     Ok([loss, norm])
 }
 
-/// Replays of captured steps equal direct calls: windows, dropout, AdamW's bias corrections and learning rates advance.
+/// Replays must equal direct calls: random windows, dropout, AdamW's bias corrections and learning rates must all advance.
 #[test]
 fn complete_steps_can_be_captured() {
     for device in devices().into_iter().filter(|&device| device != Device::Cpu) {
@@ -102,7 +102,7 @@ fn complete_steps_can_be_captured() {
     }
 }
 
-/// Later characters do not affect earlier outputs, and parameters have PyTorch's names.
+/// Later characters must not affect earlier outputs. Parameters must have PyTorch's names.
 #[test]
 fn the_transformer_is_causal_and_names_its_parameters() {
     for device in devices() {
@@ -129,7 +129,7 @@ fn the_transformer_is_causal_and_names_its_parameters() {
     }
 }
 
-/// The scores of 3,000 positions and two heads would take 69 MiB; attention computes them in blocks.
+/// The scores of 3,000 positions and two heads would take 69 MiB. Attention must compute them in blocks instead.
 #[test]
 fn attention_over_long_sequences_does_not_store_scores() {
     // The memory statistics are shared by the process.

@@ -1,4 +1,4 @@
-//! Modules created without memory, whose values are loaded from a file.
+//! Modules that are created without memory and get their values from a file.
 
 use claystone::device::count_launches;
 use claystone::nn::{
@@ -10,7 +10,7 @@ use claystone::{ConvOptions, ConvTransposeOptions, DType, Device, Generator, Res
 
 use crate::common::{each_device, in_own_process};
 
-/// Parameters from every initializer, directly or through operations, and a table computed on the host.
+/// A module with parameters from every initializer (direct, or followed by operations), and a table that is computed on the host.
 struct Own {
     composed: Tensor,
     filled: Vec<Tensor>,
@@ -106,7 +106,7 @@ impl Module for Net {
     );
 }
 
-/// Result of `f`, and the peak of requested bytes on the device beyond those at its start.
+/// Returns the result of `f`, and the peak of requested bytes on the device minus the requested bytes at the start.
 fn with_peak_bytes<R>(device: Device, f: impl FnOnce() -> R) -> (R, i64) {
     device.reset_peak_stats().unwrap();
     let bytes = || device.memory_stats().unwrap().requested_bytes;
@@ -136,7 +136,7 @@ fn modules_without_memory_adopt_loaded_tensors() {
         let mut net = made.unwrap();
         assert_eq!(Generator::current().state(), drawn, "no random number");
         assert!(net.state_dict().iter().all(|(_, t)| t.is_uninit()));
-        // The table is not a parameter and is computed as usual: 8 numbers and two operations.
+        // The table is not a parameter, so it is computed as usual: 8 numbers and two operations.
         assert!(launches <= 3 && peak <= 1024, "{launches} launches, {peak} bytes");
         assert_eq!(net.own.table.to_vec::<f32>().unwrap(), table.to_vec::<f32>().unwrap());
 
@@ -153,7 +153,7 @@ fn modules_without_memory_adopt_loaded_tensors() {
             assert!(state.get(name).unwrap().equal(t).unwrap(), "{name}");
             assert!(handles.contains(&(state.get(name).unwrap().storage().allocation() as *const _ as usize)));
         }
-        // Loaded parameters can be trained.
+        // Loaded parameters must be trainable.
         net.linear
             .forward(&Tensor::ones([2, 40], device).unwrap())
             .unwrap()
@@ -171,7 +171,7 @@ fn assigned_values_are_converted_or_copied_if_needed() {
     each_device(|device| {
         let saved = Linear::new(4, 3, (DType::F16, Device::Cpu)).unwrap();
         let mut layer = nn::uninit(|| Linear::new(4, 3, device)).unwrap();
-        // The module that provides the state keeps its own tensors.
+        // The module that provides the state must keep its own tensors.
         layer.assign_state_dict(saved.state_dict(), true).unwrap();
         let mut same = nn::uninit(|| Linear::new(4, 3, (DType::F16, Device::Cpu))).unwrap();
         same.assign_state_dict(saved.state_dict(), true).unwrap();
@@ -180,7 +180,7 @@ fn assigned_values_are_converted_or_copied_if_needed() {
         assert_eq!((layer.weight().dtype(), layer.weight().device()), (DType::F32, device));
         assert_eq!(layer.weight().to_vec::<f32>().unwrap(), before);
         assert_eq!(same.weight().to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap(), before);
-        // Views of one storage are copied to separate row-major tensors.
+        // Views of one storage must be copied to separate row-major tensors.
         let both = Tensor::arange(0, 24, 1, (DType::F32, device)).unwrap().reshape([4, 6]).unwrap();
         let part = both.t().unwrap().narrow(0, 0, 3).unwrap();
         let entries =
@@ -188,21 +188,21 @@ fn assigned_values_are_converted_or_copied_if_needed() {
         let mut layer = nn::uninit(|| Linear::new(4, 3, device)).unwrap();
         layer.assign_state_dict(entries.into_iter().collect(), true).unwrap();
         assert!(layer.weight().is_contiguous() && layer.weight().equal(&part).unwrap());
-        // Frozen parameters stay frozen, and can be made trainable later.
+        // Frozen parameters must stay frozen, and can be made trainable later.
         let mut frozen = nn::uninit(|| Linear::new(4, 3, device)).unwrap();
         frozen.requires_grad_(false).unwrap();
         frozen.assign_state_dict(layer.state_dict(), true).unwrap();
         assert!(!frozen.weight().requires_grad() && frozen.weight().equal(&part).unwrap());
         frozen.requires_grad_(true).unwrap();
         assert!(frozen.weight().requires_grad());
-        // Parameters with memory keep it: the other module's state is copied, as by load_state_dict.
+        // Parameters that have memory must keep it: the other module's values are copied, as by load_state_dict.
         let place = layer.weight().shallow_clone();
         layer.assign_state_dict(Linear::new(4, 3, device).unwrap().state_dict(), true).unwrap();
         assert!(layer.weight().shares_storage(&place));
     });
 }
 
-/// Two handles on one parameter, which may be trainable.
+/// A module with two handles on one parameter, which is trainable or not.
 struct Tied {
     first: Tensor,
     second: Tensor,
@@ -251,7 +251,7 @@ fn missing_values_are_errors_that_name_the_parameter() {
         let mut net = made();
         let wrong = [("weight".to_string(), x.shallow_clone()), ("bias".into(), Tensor::ones(3, device).unwrap())];
         assert!(net.assign_state_dict(wrong.into_iter().collect(), true).is_err());
-        // Every use of the elements is an error.
+        // Every use of the elements of a tensor without memory must be an error.
         assert!(net.load_state_dict(&Linear::new(4, 3, device).unwrap().state_dict(), true).is_err());
         let w = net.weight().detach();
         assert!(w.to_vec::<f32>().is_err() && w.item::<f32>().is_err() && w.to_host::<f32>().is_err());
@@ -269,7 +269,7 @@ fn missing_values_are_errors_that_name_the_parameter() {
         assert!(x.equal(&Tensor::ones([2, 4], device).unwrap()).unwrap(), "others are as they were");
         assert!(format!("{w}").contains("no values"), "{w}");
 
-        // Within the scope, initializing a tensor with values is an error.
+        // Inside `uninit`, initialising a tensor that has values must be an error.
         let real = Tensor::from_slice(&[1.0f32; 8], [2, 4], device).unwrap();
         assert!(nn::uninit(|| init::normal_(&real, 0.0, 1.0)).is_err());
         assert!(nn::uninit(|| real.mul(&Tensor::ones(4, device)?)).unwrap().is_uninit());

@@ -1,4 +1,4 @@
-//! Cells: one time step of a recurrent layer.
+//! Recurrent cells, which compute one time step of a recurrent layer.
 
 use super::step::{Cell, CellKind, Sizes};
 use crate::nn::Module;
@@ -6,7 +6,7 @@ use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Tensor};
 
-/// Computes the next states of a cell, for a batch `[N, I]` or a single input `[I]`.
+/// Computes the next states of a cell for a batch `[N, I]`, or for a single input `[I]`.
 fn run_cell(
     op: &'static str,
     step: CellKind,
@@ -46,7 +46,7 @@ macro_rules! cells {
         }
 
         impl $name {
-            /// Creates a cell from `input_size` to `hidden_size` features. All parameters are uniform in ±1/√hidden_size, as in PyTorch.
+            /// Creates a cell from `input_size` to `hidden_size` features. All parameters are drawn uniformly from ±1/√hidden_size, as in PyTorch.
             ///
             /// # Errors
             /// [`Error::Invalid`] for a hidden size of 0; [`Error::UnsupportedDType`] for dtypes that are not floats;
@@ -64,7 +64,7 @@ macro_rules! cells {
                 [&self.cell.weight_ih, &self.cell.weight_hh]
             }
 
-            /// Returns the biases of the input and of the hidden state, `[gates * H]` (PyTorch's `bias_ih`, `bias_hh`).
+            /// Returns the biases of the input and of the hidden state, `[gates * H]` each (PyTorch's `bias_ih`, `bias_hh`). `None` without biases.
             pub fn biases(&self) -> Option<[&Tensor; 2]> {
                 Some([self.cell.bias_ih.as_ref()?, self.cell.bias_hh.as_ref()?])
             }
@@ -74,11 +74,11 @@ macro_rules! cells {
                 $name { cell: Cell { bias_ih: None, bias_hh: None, ..self.cell }, ..self }
             }
 
-            /// Computes the next state from `state`, or from zeros. This is PyTorch's call of a cell.
+            /// Computes the next state from `state`; a state of `None` is all zeros. This is how PyTorch calls a cell.
             ///
             /// # Errors
-            /// [`Error::Invalid`] for an input that is neither `[N, I]` nor `[I]`; [`Error::ShapeMismatch`] for a state that is
-            /// not `[N, H]`, or `[H]` for an input without N.
+            /// [`Error::Invalid`] for an input that is neither `[N, I]` nor `[I]`. [`Error::ShapeMismatch`] for a state that is
+            /// not `[N, H]`, or not `[H]` if the input has no N.
             #[track_caller]
             pub fn run(&self, x: &Tensor, state: Option<&$state>) -> Result<$state> {
                 let _caller = Caller::enter();
@@ -94,7 +94,7 @@ macro_rules! cells {
         impl Module for $name {
             crate::parts!(cell as "");
 
-            /// Returns the hidden state after one step from zeros.
+            /// Returns the hidden state after one step from a state of zeros.
             #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
                 let _caller = Caller::enter();
@@ -106,8 +106,8 @@ macro_rules! cells {
 }
 
 cells! {
-    /// One step of [`Rnn`](super::Rnn) (PyTorch's `nn.RNNCell`): `[N, I]` or `[I]` to the next hidden state. The parameters are
-    /// `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`.
+    /// Computes one step of [`Rnn`](super::Rnn), from `[N, I]` or `[I]` to the next hidden state (PyTorch's `nn.RNNCell`). The parameters
+    /// are `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`.
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::RnnCell};
@@ -118,7 +118,7 @@ cells! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     RnnCell CellKind::Tanh, Tensor, state => [state], next => next.remove(0);
-    /// One step of [`Lstm`](super::Lstm) (PyTorch's `nn.LSTMCell`): `[N, I]` or `[I]` to the next state, a pair `(h, c)`.
+    /// Computes one step of [`Lstm`](super::Lstm), from `[N, I]` or `[I]` to the next state, a tuple `(h, c)` (PyTorch's `nn.LSTMCell`).
     /// The parameters are `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`.
     ///
     /// ```
@@ -134,8 +134,8 @@ cells! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     LstmCell CellKind::Lstm, (Tensor, Tensor), state => [&state.0, &state.1], next => (next.remove(0), next.remove(0));
-    /// One step of [`Gru`](super::Gru) (PyTorch's `nn.GRUCell`): `[N, I]` or `[I]` to the next hidden state. The parameters are
-    /// `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`.
+    /// Computes one step of [`Gru`](super::Gru), from `[N, I]` or `[I]` to the next hidden state (PyTorch's `nn.GRUCell`). The parameters
+    /// are `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`.
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::{GruCell, Module}};
@@ -148,7 +148,7 @@ cells! {
 }
 
 impl RnnCell {
-    /// Replaces the hyperbolic tangent by `max(x, 0)` (PyTorch's `nonlinearity='relu'`).
+    /// Makes the cell use `max(x, 0)` instead of the hyperbolic tangent (PyTorch's `nonlinearity='relu'`).
     pub fn with_relu(self) -> RnnCell {
         RnnCell { step: CellKind::Relu, ..self }
     }

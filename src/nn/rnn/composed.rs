@@ -1,10 +1,10 @@
-//! One direction of a layer as recorded operations, step by step, which double backward differentiates.
+//! One direction of a recurrent layer, computed step by step with recorded operations, so that double backward can differentiate it.
 
 use super::schedule::RowSchedule;
 use super::step::{Cell, CellKind};
 use crate::{Result, Tensor};
 
-/// Computes the hidden states of all rows and the final states of all sequences, from the input's part of the gates.
+/// Computes the hidden states of all rows and the final states of all sequences. The input has already been multiplied by its weights.
 pub(super) fn run_composed(
     step: CellKind,
     cell: &Cell,
@@ -22,7 +22,7 @@ pub(super) fn run_composed(
     let (mut states, mut size) = (rows(&start, 0, 0)?, 0);
     for at in schedule.steps() {
         if at.continued < size {
-            // The shortest sequences end first.
+            // The shortest sequences are the last rows, so these rows end first.
             ended.push(rows(&states, at.continued, size)?);
             states = rows(&states, 0, at.continued)?;
         }

@@ -1,4 +1,4 @@
-//! Recurrent layers and cells, and packed sequences of different lengths.
+//! Recurrent layers and cells, and packed sequences (sequences of different lengths without padding).
 
 mod cells;
 mod composed;
@@ -27,15 +27,15 @@ options! {
     pub struct RnnOptions {
         /// The number of stacked layers.
         pub num_layers: usize = 1,
-        /// Whether there are biases.
+        /// Whether the layer has biases.
         pub bias: bool = true,
-        /// Whether input and output are `[N, L, ..]` instead of `[L, N, ..]`.
+        /// Whether input and output have the shape `[N, L, ..]` instead of `[L, N, ..]`.
         pub batch_first: bool = false,
-        /// The dropout probability between layers, in training.
+        /// The dropout probability between layers. Applies in training only.
         pub dropout: f64 = 0.0,
         /// Whether each layer also processes the sequence in reverse.
         pub bidirectional: bool = false,
-        /// If not 0, the number of features that LSTM's hidden state is projected to; less than the hidden size.
+        /// The number of features to which LSTM's hidden state is projected, less than the hidden size. 0 disables the projection.
         pub proj_size: usize = 0,
     }
 }
@@ -48,12 +48,12 @@ macro_rules! layers {
         }
 
         impl $name {
-            /// Creates a layer from `input_size` to `hidden_size` features. All parameters are uniform in ±1/√hidden_size, as in PyTorch.
+            /// Creates a layer from `input_size` to `hidden_size` features. All parameters are drawn uniformly from ±1/√hidden_size, as in PyTorch.
             ///
             /// # Errors
-            /// [`Error::Invalid`](crate::Error::Invalid) for sizes of 0, a dropout outside `0.0..=1.0`, and a projection of a layer
-            /// other than LSTM or not below the hidden size; [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for dtypes
-            /// that are not floats; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+            /// [`Error::Invalid`](crate::Error::Invalid) for a size of 0, a dropout outside `0.0..=1.0`, and a projection in a layer
+            /// other than LSTM or to at least the hidden size. [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for dtypes
+            /// that are not floats. [`Error::OutOfMemory`](crate::Error::OutOfMemory).
             #[track_caller]
             pub fn new(
                 input_size: usize,
@@ -66,19 +66,19 @@ macro_rules! layers {
                 Ok($name { stack: Stack::new(op, $step, [input_size, hidden_size], options, tensors.into())? })
             }
 
-            /// Creates a layer from existing parameters in PyTorch's order: for each layer and direction `weight_ih`, `weight_hh`, then
+            /// Creates a layer from existing parameters, in PyTorch's order. Each layer and direction has `weight_ih` and `weight_hh`, then
             /// `bias_ih` and `bias_hh` if there are biases, then `weight_hr` if LSTM's hidden state is projected.
             ///
             /// # Errors
-            /// As [`new`](Self::new); [`Error::Invalid`](crate::Error::Invalid) for another number of parameters,
-            /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for shapes that are not compatible.
+            /// Errors of [`new`](Self::new). [`Error::Invalid`](crate::Error::Invalid) for a wrong number of parameters.
+            /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for incompatible shapes.
             pub fn from_parameters(parameters: Vec<Tensor>, options: RnnOptions) -> Result<$name> {
                 let op = concat!(stringify!($name), "::from_parameters");
                 Ok($name { stack: Stack::from_parameters(op, $step, parameters, options)? })
             }
 
-            /// Computes the last layer's hidden states at all steps, and the final states of all layers, from `state` or from zeros. This
-            /// is PyTorch's call of a layer.
+            /// Computes the last layer's hidden states at all steps, and the final states of all layers, from `state`. A state of `None` is all
+            /// zeros. This is how PyTorch calls a layer.
             ///
             /// # Errors
             /// [`Error::Invalid`](crate::Error::Invalid) for an input that is neither `[L, I]` nor `[L, N, I]`;
@@ -94,11 +94,11 @@ macro_rules! layers {
                 Ok((out, $states))
             }
 
-            /// [`run`](Self::run) for sequences of different lengths: the final state of a sequence is the state after its own last step,
-            /// and the reverse direction starts there. States are in the order in which the sequences were packed.
+            /// Does the same as [`run`](Self::run) for sequences of different lengths. The final state of a sequence is the state after its own
+            /// last step, where the reverse direction starts. States are in the order in which the sequences were packed.
             ///
             /// # Errors
-            /// [`Error::Invalid`](crate::Error::Invalid) for elements with another number of features;
+            /// [`Error::Invalid`](crate::Error::Invalid) for elements with a wrong number of features.
             /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for a state that is not `[layers * directions, N, H]`.
             pub fn run_packed(
                 &self,
@@ -117,7 +117,7 @@ macro_rules! layers {
         impl Module for $name {
             crate::parts!(stack as "");
 
-            /// Returns the hidden states of the last layer.
+            /// Returns the hidden states of the last layer at all steps. The initial state is zero.
             #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
                 let _caller = Caller::enter();
@@ -128,10 +128,10 @@ macro_rules! layers {
 }
 
 layers! {
-    /// Elman's recurrent network, `h' = tanh(W x + b + V h + c)` (PyTorch's `nn.RNN`): `[L, N, I]` or `[L, I]` to hidden states.
-    /// Parameters have PyTorch's names, `weight_ih_l0`, `weight_hh_l0`, `bias_ih_l0`, `bias_hh_l0` and so on.
+    /// Elman's recurrent network, `h' = tanh(W x + b + V h + c)` (PyTorch's `nn.RNN`), from `[L, N, I]` or `[L, I]` to hidden states.
+    /// Parameters have PyTorch's names: `weight_ih_l0`, `weight_hh_l0`, `bias_ih_l0`, `bias_hh_l0` and so on.
     Rnn CellKind::Tanh, Tensor, state => [state], last => last.remove(0);
-    /// Long short-term memory (PyTorch's `nn.LSTM`): `[L, N, I]` or `[L, I]` to hidden states. The state is a pair, `(h, c)`.
+    /// Long short-term memory (PyTorch's `nn.LSTM`), from `[L, N, I]` or `[L, I]` to hidden states. The state is a tuple `(h, c)`.
     /// Gates are in PyTorch's order, and parameters have PyTorch's names, including `weight_hr_l0` if
     /// [`proj_size`](RnnOptions::proj_size) projects the hidden state.
     ///
@@ -146,12 +146,12 @@ layers! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     Lstm CellKind::Lstm, (Tensor, Tensor), state => [&state.0, &state.1], last => (last.remove(0), last.remove(0));
-    /// The gated recurrent unit (PyTorch's `nn.GRU`): `[L, N, I]` or `[L, I]` to hidden states. Order of gates and names as in PyTorch.
+    /// The gated recurrent unit (PyTorch's `nn.GRU`), from `[L, N, I]` or `[L, I]` to hidden states. The gates and names are PyTorch's.
     Gru CellKind::Gru, Tensor, state => [state], last => last.remove(0);
 }
 
 impl Rnn {
-    /// Replaces the hyperbolic tangent by `max(x, 0)` (PyTorch's `nonlinearity='relu'`).
+    /// Makes the layer use `max(x, 0)` instead of the hyperbolic tangent (PyTorch's `nonlinearity='relu'`).
     pub fn with_relu(mut self) -> Rnn {
         self.stack.step = CellKind::Relu;
         self

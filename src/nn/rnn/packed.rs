@@ -8,7 +8,7 @@ use crate::{Device, Error, Result, Scalar, Tensor};
 
 /// Sequences of different lengths for [`Rnn`](super::Rnn), [`Lstm`](super::Lstm) and [`Gru`](super::Gru), without padding (PyTorch's
 /// `nn.utils.rnn.PackedSequence`). Sequences are sorted by length, the longest first. The data has the first step of all sequences,
-/// then the second step of the sequences that have one, and so on. Made by [`pack_padded_sequence`] and [`pack_sequence`].
+/// then the second step of the sequences that have a second step, and so on. See [`pack_padded_sequence`] and [`pack_sequence`].
 ///
 /// ```
 /// use claystone::nn::{Lstm, RnnOptions, pack_padded_sequence, pad_packed_sequence};
@@ -33,9 +33,9 @@ pub struct PackedSequence {
 /// The permutation that sorted the sequences by length.
 #[derive(Debug)]
 struct SortOrder {
-    /// For each sequence in sorted order, its index in the order of packing.
+    /// For each sequence in sorted order, its index in the order in which sequences were packed.
     sorted: Tensor,
-    /// For each sequence in the order of packing, its index in sorted order (its rank).
+    /// For each sequence in the order in which sequences were packed, its index in sorted order (its rank).
     unsorted: Tensor,
     /// A copy of `unsorted` on the host.
     ranks: Vec<usize>,
@@ -58,8 +58,8 @@ impl SortOrder {
 }
 
 impl PackedSequence {
-    /// Creates packed sequences from data that is already packed. `batch_sizes` has the number of sequences that have each step,
-    /// and the longest sequence comes first (PyTorch's `PackedSequence(data, batch_sizes)`).
+    /// Creates packed sequences from data that is already packed (PyTorch's `PackedSequence(data, batch_sizes)`). The longest sequence comes
+    /// first. `batch_sizes[t]` is the number of sequences that have step t.
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::PackedSequence};
@@ -69,11 +69,11 @@ impl PackedSequence {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for sizes that increase or are 0, or whose sum is not the number of rows of the data.
+    /// [`Error::Invalid`] for sizes that increase or are 0, or whose sum differs from the number of rows of the data.
     pub fn new(data: &Tensor, batch_sizes: Vec<usize>) -> Result<PackedSequence> {
         let rows = data.shape().dims().first().copied();
         let sorted = batch_sizes.is_sorted_by(|a, b| a >= b) && batch_sizes.last().is_some_and(|&size| size > 0);
-        // If the sum overflows, it cannot be the number of rows.
+        // If the sum overflows, it exceeds the number of rows, which is an error anyway.
         let total = batch_sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size));
         if !sorted || total.is_none() || total != rows {
             let (sizes, shape) = (format_lengths(&batch_sizes), data.shape());
@@ -85,22 +85,22 @@ impl PackedSequence {
         Ok(PackedSequence { data: data.shallow_clone(), batch_sizes, order: None })
     }
 
-    /// Returns the elements of all sequences, `[sum of lengths, ..]`.
+    /// Returns the elements of all sequences in packed order, `[sum of lengths, ..]`.
     pub fn data(&self) -> &Tensor {
         &self.data
     }
 
-    /// Returns the number of sequences that have each step.
+    /// Returns for each step the number of sequences that have this step.
     pub fn batch_sizes(&self) -> &[usize] {
         &self.batch_sizes
     }
 
-    /// Returns each sequence's index in the order of packing, the longest first: i64 on the data's device, or `None` if already sorted.
+    /// Returns, longest sequence first, the index at which each was packed: i64 on the data's device. `None` if packed in sorted order.
     pub fn sorted_indices(&self) -> Option<&Tensor> {
         self.order.as_ref().map(|order| &order.sorted)
     }
 
-    /// Returns each sequence's index in sorted order, in the order of packing: i64 on the data's device, or `None` if already sorted.
+    /// Returns, in the order of packing, each sequence's index in sorted order: i64 on the data's device. `None` if packed in sorted order.
     pub fn unsorted_indices(&self) -> Option<&Tensor> {
         self.order.as_ref().map(|order| &order.unsorted)
     }
@@ -121,7 +121,7 @@ impl PackedSequence {
         }
     }
 
-    /// Replaces [`data`](Self::data) by the result of `f`, such as an embedding, dropout, or a layer after a recurrent layer.
+    /// Replaces [`data`](Self::data) by `f(data)`, where `f` is for example an embedding, dropout, or a layer after a recurrent layer.
     ///
     /// ```
     /// use claystone::nn::{Embedding, Module, pack_padded_sequence};
@@ -134,7 +134,7 @@ impl PackedSequence {
     /// ```
     ///
     /// # Errors
-    /// The errors of `f`; [`Error::Invalid`] if its result has another number of rows.
+    /// Errors of `f`. [`Error::Invalid`] if the result of `f` has another number of rows.
     pub fn map(&self, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<PackedSequence> {
         let data = f(&self.data)?;
         let rows = self.data.shape().dims()[0];
@@ -145,7 +145,7 @@ impl PackedSequence {
         Ok(PackedSequence { data, batch_sizes: self.batch_sizes.clone(), order })
     }
 
-    /// Copies to another device.
+    /// Copies the packed sequences to another device.
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::OutOfMemory`].
@@ -160,7 +160,7 @@ impl PackedSequence {
         Ok(PackedSequence { data: self.data.to_device(device)?, batch_sizes: self.batch_sizes.clone(), order })
     }
 
-    /// Packs sequences of these lengths; `row(t, s)` is the row of `from` with step t of sequence s.
+    /// Packs sequences of these lengths. `row(t, s)` is the row of `from` that has step t of sequence s.
     fn pack_rows(
         op: &'static str,
         from: &Tensor,
@@ -192,22 +192,22 @@ impl PackedSequence {
     }
 }
 
-/// Enumerates the elements of packed sequences as pairs of step and rank.
+/// Returns an iterator over the elements of packed sequences. Each element is a tuple (step, rank).
 fn enumerate_elements(batch_sizes: &[usize]) -> impl Iterator<Item = (usize, usize)> {
     batch_sizes.iter().enumerate().flat_map(|(step, &size)| (0..size).map(move |rank| (step, rank)))
 }
 
-/// Creates an index tensor from row numbers.
+/// Creates an index tensor from host row numbers.
 pub(super) fn index_tensor(rows: &[usize], device: Device) -> Result<Tensor> {
     Tensor::from_vec(rows.iter().map(|&row| row as i64).collect(), rows.len(), device)
 }
 
-/// Formats at most the first eight numbers of a list.
+/// Formats the first eight numbers of a list.
 fn format_lengths(lengths: &[usize]) -> String {
     if lengths.len() <= 8 { format!("{lengths:?}") } else { format!("{:?} and so on", &lengths[..8]) }
 }
 
-/// Returns the numbers of sequences and steps of a padded tensor.
+/// Returns the number of sequences and the number of steps of a padded tensor.
 fn padded_dims(op: &'static str, x: &Tensor, batch_first: bool) -> Result<[usize; 2]> {
     match *x.shape().dims() {
         [n, steps, ..] if batch_first => Ok([n, steps]),
@@ -219,7 +219,7 @@ fn padded_dims(op: &'static str, x: &Tensor, batch_first: bool) -> Result<[usize
     }
 }
 
-/// Checks that there is one length for each sequence of a padded tensor, and that none exceeds the padded length.
+/// Returns an error unless each sequence of a padded tensor has one length, and no length exceeds the padded length.
 fn check_lengths(op: &'static str, lengths: &[usize], [n, steps]: [usize; 2]) -> Result<()> {
     invalid_if(op, lengths.len() != n, || format!("there are {} lengths for {n} sequences", lengths.len()))?;
     match lengths.iter().enumerate().find(|&(_, &length)| length > steps) {
@@ -230,9 +230,9 @@ fn check_lengths(op: &'static str, lengths: &[usize], [n, steps]: [usize; 2]) ->
     }
 }
 
-/// Packs the first `lengths[i]` steps of each sequence i of `x`, which is `[N, L, ..]` if `batch_first`, else `[L, N, ..]`
-/// (PyTorch's `pack_padded_sequence`). If `enforce_sorted`, lengths must not increase; otherwise sequences are sorted here,
-/// and results of layers are returned in the original order. One launch. Differentiable.
+/// Packs the first `lengths[i]` steps of each sequence i of `x` (PyTorch's `pack_padded_sequence`). `x` is `[N, L, ..]` if
+/// `batch_first`, else `[L, N, ..]`. If `enforce_sorted`, lengths must not increase; otherwise the sequences are sorted here, and
+/// layers return results in the original order. Takes one launch. Differentiable.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::pack_padded_sequence};
@@ -244,8 +244,8 @@ fn check_lengths(op: &'static str, lengths: &[usize], [n, steps]: [usize; 2]) ->
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for no sequence, an empty sequence, lengths whose number is not N or that exceed L, and unsorted
-/// lengths with `enforce_sorted`; [`Error::OutOfMemory`].
+/// [`Error::Invalid`] if there is no sequence, a sequence is empty, the number of lengths is not N, a length exceeds L, or lengths are
+/// unsorted with `enforce_sorted`. [`Error::OutOfMemory`].
 #[track_caller]
 pub fn pack_padded_sequence(
     x: &Tensor,
@@ -274,7 +274,7 @@ pub fn pack_padded_sequence(
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for no sequence, an empty sequence, and unsorted lengths with `enforce_sorted`; as [`Tensor::cat`].
+/// [`Error::Invalid`] for no sequence, an empty sequence, and unsorted lengths with `enforce_sorted`. Errors of [`Tensor::cat`].
 #[track_caller]
 pub fn pack_sequence<T: Borrow<Tensor>>(sequences: &[T], enforce_sorted: bool) -> Result<PackedSequence> {
     let _caller = Caller::enter();
@@ -284,7 +284,7 @@ pub fn pack_sequence<T: Borrow<Tensor>>(sequences: &[T], enforce_sorted: bool) -
     PackedSequence::pack_rows(op, &Tensor::cat(sequences, 0)?, &lengths, enforce_sorted, |step, i| starts[i] + step)
 }
 
-/// Returns the lengths of sequences; an error if there are none.
+/// Returns the lengths of sequences, or an error if there are no sequences.
 fn sequence_lengths<T: Borrow<Tensor>>(op: &'static str, sequences: &[T]) -> Result<Vec<usize>> {
     invalid_if(op, sequences.is_empty(), || "there are no sequences")?;
     let length = |t: &T| match *t.borrow().shape().dims() {
@@ -294,12 +294,12 @@ fn sequence_lengths<T: Borrow<Tensor>>(op: &'static str, sequences: &[T]) -> Res
     sequences.iter().map(length).collect()
 }
 
-/// Returns the first row of each sequence in their concatenation.
+/// Returns, for each sequence, the index of its first row in the concatenation of all sequences.
 fn start_rows(lengths: &[usize]) -> Vec<usize> {
     lengths.iter().scan(0, |end, &length| Some(std::mem::replace(end, *end + length))).collect()
 }
 
-/// Creates `[n, steps, ..]` if `batch_first`, else `[steps, n, ..]`, with `rows` at the flat indices `at` and `padding` elsewhere.
+/// Creates `[n, steps, ..]` if `batch_first`, else `[steps, n, ..]`. It has `rows` at the flat indices `at`, and `padding` elsewhere.
 fn scatter_padded(
     rows: &Tensor,
     at: &[usize],
@@ -314,8 +314,8 @@ fn scatter_padded(
     Tensor::full(&flat[..], padding, rows)?.index_copy(0, &index_tensor(at, rows.device())?, rows)?.reshape(&whole[..])
 }
 
-/// Pads sequences `[L, ..]` to one tensor, `[N, longest L, ..]` if `batch_first`, else `[longest L, N, ..]`, with
-/// `padding_value` after shorter sequences (PyTorch's `pad_sequence`). Three launches. Differentiable.
+/// Pads sequences `[L, ..]` to one tensor, `[N, longest L, ..]` if `batch_first`, else `[longest L, N, ..]`. Shorter sequences are
+/// followed by `padding_value` (PyTorch's `pad_sequence`). Takes three launches. Differentiable.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::pad_sequence};
@@ -325,7 +325,7 @@ fn scatter_padded(
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for no sequence; as [`Tensor::cat`].
+/// [`Error::Invalid`] if there is no sequence. Errors of [`Tensor::cat`].
 #[track_caller]
 pub fn pad_sequence<T: Borrow<Tensor>>(
     sequences: &[T],
@@ -340,9 +340,9 @@ pub fn pad_sequence<T: Borrow<Tensor>>(
     scatter_padded(&Tensor::cat(sequences, 0)?, &at.collect::<Vec<_>>(), [n, steps], batch_first, padding_value.into())
 }
 
-/// Pads packed sequences to one tensor, `[N, L, ..]` if `batch_first`, else `[L, N, ..]`, with `padding_value` after shorter
-/// sequences. Also returns their lengths. Both are in the order of packing (PyTorch's `pad_packed_sequence`). L is
-/// `total_length`, or the longest length. Two launches. Differentiable.
+/// Pads packed sequences to one tensor, `[N, L, ..]` if `batch_first`, else `[L, N, ..]`, with `padding_value` after shorter sequences
+/// (PyTorch's `pad_packed_sequence`). Also returns the lengths. Sequences and lengths are in the order of packing. L is `total_length`
+/// if given, else the longest length. Takes two launches. Differentiable.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{pack_padded_sequence, pad_packed_sequence}};
@@ -381,7 +381,7 @@ pub fn pad_packed_sequence(
     Ok((out, packed.lengths()))
 }
 
-/// Returns views of the sequences of a padded tensor, each of its own length (PyTorch's `unpad_sequence`).
+/// Returns each sequence of a padded tensor as a view without the padding (PyTorch's `unpad_sequence`).
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::unpad_sequence};

@@ -1,9 +1,9 @@
-//! One direction of a recurrent layer over all time steps, as one operation with its own gradient.
+//! One direction of a recurrent layer over all time steps, computed as one operation with its own gradient.
 //!
-//! A forward step is two launches: a matrix product with the hidden state, and the formulas of all gates. A backward step is two
-//! launches as well. The gradient of a gate's sum is the gradient of a state times a factor that depends only on the forward
-//! pass. The factors of all steps are computed first. Each backward step is then one formula for all gates and for the gradient
-//! that goes to the step before, and one matrix product. The gradients of the weights are one product over all steps.
+//! A forward step is two launches: a matrix product with the hidden state, and one launch for the formulas of all gates. A backward step
+//! is also two launches. The gradient of a gate's input sum is the gradient of a state times a factor that depends only on the forward
+//! pass, so the factors of all steps are computed first. Each backward step is then one formula for all gates and for the gradient of
+//! the previous step's state, and one matrix product. The gradients of the weights are one product over all steps.
 
 use super::composed::run_composed;
 use super::schedule::{RowSchedule, TimeStep};
@@ -16,12 +16,12 @@ use crate::{Expr, Result, Tensor, is_grad_enabled};
 pub(super) struct LayerPass {
     pub(super) step: CellKind,
     pub(super) schedule: RowSchedule,
-    /// Whether the hidden state's product has its own bias: GRU's cannot be added to the input's bias.
+    /// Whether the product with the hidden state has its own bias. GRU needs it: the reset gate is applied to product and bias together.
     has_hidden_bias: bool,
     projected: bool,
 }
 
-/// The tensors that a pass takes, or their gradients.
+/// The input tensors of a pass, or their gradients.
 struct Inputs<T> {
     gates: T,
     weight_hh: T,
@@ -36,17 +36,17 @@ impl<T> Inputs<T> {
     }
 }
 
-/// The states of all rows, and everything else that the gradient needs.
+/// The states of all rows, and the gates that the gradient needs.
 struct States {
     /// The initial hidden states and the hidden states of all rows, in one tensor.
     hidden: Tensor,
-    /// LSTM's cell states in the same form.
+    /// LSTM's cell states, in the same order as `hidden`. `None` for other cells.
     cell: Option<Tensor>,
-    /// Gates of all rows if a gradient is needed: LSTM's four, or GRU's three and the hidden state's part of the new gate.
+    /// The gates of all rows, if a gradient is needed. LSTM has four; GRU has three, and the product with the hidden state in the new gate.
     gates: Vec<Tensor>,
 }
 
-/// Creates an uninitialised `[rows, columns]` with the dtype and device of `t`.
+/// Creates an uninitialised tensor `[rows, columns]` with the dtype and device of `t`.
 fn rows_like(t: &Tensor, rows: usize, columns: usize) -> Result<Tensor> {
     Tensor::empty([rows, columns], t)
 }
@@ -61,7 +61,7 @@ impl LayerPass {
         gates: &Tensor,
         start: &[Tensor],
     ) -> Result<(Tensor, Vec<Tensor>)> {
-        // Under autocast, `gates` has the autocast dtype, and the other inputs are cast to it.
+        // Under autocast, `gates` has the autocast dtype. The other inputs are cast to the dtype of `gates`.
         let cast = |t: &Tensor| {
             if crate::ops::autocast_dtype().is_some() { t.to_dtype(gates.dtype()) } else { Ok(t.shallow_clone()) }
         };
@@ -93,7 +93,7 @@ impl LayerPass {
         Ok((hidden, vec![last, cell]))
     }
 
-    /// Sorts the recorded inputs by their roles: gates, recurrent weight, states, then the optional bias and projection.
+    /// Assigns the recorded inputs to the fields of [`Inputs`]: gates, recurrent weight, states, then the optional bias and projection.
     fn unpack_inputs(&self, list: &[Tensor]) -> Inputs<Tensor> {
         let (states, rest) = list[2..].split_at(self.step.states());
         let (biases, rest) = rest.split_at(usize::from(self.has_hidden_bias));
@@ -106,7 +106,7 @@ impl LayerPass {
         }
     }
 
-    /// Concatenates the results to the operation's one tensor: hidden states of all rows, and the final cell states of LSTM.
+    /// Concatenates the results into one tensor, because an operation has one result: the hidden states of all rows, then LSTM's cell states.
     fn pack_result(hidden: Tensor, cell: Option<Tensor>) -> Result<Tensor> {
         match cell {
             Some(cell) => Tensor::cat(&[hidden.flatten(0, -1)?, cell.flatten(0, -1)?], 0),
@@ -114,7 +114,7 @@ impl LayerPass {
         }
     }
 
-    /// Computes the states of all rows; keeps the gates if `keep`.
+    /// Computes the states of all rows. Keeps the gates if `keep` is true.
     fn compute_states(&self, inputs: &Inputs<Tensor>, keep: bool) -> Result<States> {
         let LayerPass { step, schedule, .. } = self;
         let (n, total) = (schedule.sequences(), schedule.total_rows());
@@ -182,7 +182,7 @@ impl LayerPass {
         Ok(states)
     }
 
-    /// Returns the states before a time step, given the states of all rows; `before` is the first row of the previous step.
+    /// Returns the states before a time step, taken from the states of all rows. `before` is the first row of the previous step.
     fn previous(&self, states: &Tensor, at: TimeStep, before: usize) -> Result<Tensor> {
         let (initial, first) = (self.schedule.initial_start(), self.schedule.states_start());
         let begun = states.narrow(0, initial + at.continued, at.rows - at.continued);
@@ -193,9 +193,9 @@ impl LayerPass {
         }
     }
 
-    /// Computes the backward factors of all rows, `[rows, factors, H]`: first the factors of the gates' sums, then the factor of the
-    /// gradient that goes to the previous step. LSTM has a last factor from the hidden state's to the cell state's gradient. GRU's
-    /// sums are the reset gate, the update gate, the hidden state's part of the new gate, and the input's part of the new gate.
+    /// Computes the backward factors of all rows, `[rows, factors, H]`: the factor of each gate's input sum, then the factor of the gradient
+    /// of the previous step's state. LSTM has one more: from the hidden state's gradient to the cell state's gradient. GRU's sums are
+    /// the reset gate, the update gate, and the hidden state's and the input's part of the new gate.
     fn backward_factors(&self, states: &States) -> Result<Tensor> {
         let schedule = &self.schedule;
         let own = |t: &Tensor| t.narrow(0, schedule.states_start(), schedule.total_rows());
@@ -203,7 +203,7 @@ impl LayerPass {
         let compute_factors =
             |inputs: &[&Tensor], count: usize, f: &dyn Fn(&[Expr], usize) -> Expr| -> Result<Tensor> {
                 let [rows, size] = [inputs[0].shape().dims()[0], inputs[0].shape().dims()[1]];
-                // Each factor is written to contiguous memory, because writing rows with gaps is slower.
+                // Each factor is written to contiguous memory, because writing strided rows is slower.
                 let all = Tensor::empty([count, rows, size], inputs[0])?;
                 for k in 0..count {
                     Tensor::map_into(inputs, &[], &[&all.select(0, k as isize)?], |e, _| vec![f(e, k)])?;
@@ -257,18 +257,18 @@ impl LayerPass {
         let gates = step.gates();
         let sums = Tensor::empty([total, count, size], grad)?;
         let flat_gate_sums = |rows: &Tensor| rows.narrow(1, 0, gates)?.reshape([-1, (gates * size) as isize]);
-        // The gradient of the projected hidden state, which the gradient of the projection's weight needs.
+        // The gradients of the projected hidden states. The gradient of the projection's weight is computed from them.
         let projected = inputs.weight_hr.as_ref().map(|_| Tensor::empty(grad.shape(), grad)).transpose()?;
-        // LSTM's last gate (output) gets the gradient of the hidden state, the other gates get the gradient of the cell state.
+        // LSTM's last gate (output) gets the gradient of the hidden state. The other gates get the gradient of the cell state.
         let selected = is_lstm.then(|| Tensor::zeros([count, 1], grad)).transpose()?;
         if let Some(selected) = &selected {
             selected.narrow(0, 3, 1)?.fill_(1)?;
         }
-        // `after`: gradients of the states after a step, from later steps. `initial_grads`: gradients of initial states.
+        // `after` has the gradients of the states after a step, from later steps. `initial_grads` has the gradients of the initial states.
         let mut after: Vec<Tensor> = Vec::new();
         let mut initial_grads: Vec<Vec<Tensor>> = vec![Vec::new(); step.states()];
         for at in schedule.steps().rev() {
-            // Sequences that end at this step get no gradient from later steps.
+            // Only the first `have` sequences continue after this step; the others get no gradient from later steps.
             let have = after.first().map_or(0, |t| t.shape().dims()[0]);
             if have < at.rows {
                 let hidden = Tensor::zeros([at.rows - have, grad.shape().dims()[1]], grad)?;
@@ -345,9 +345,9 @@ impl LayerPass {
         })
     }
 
-    /// Computes the gradients of the inputs as recorded operations, for double backward.
+    /// Computes the gradients of the inputs with recorded operations, so that double backward can differentiate them.
     fn recorded_gradients(&self, given: &[Tensor], grad: &Tensor) -> Result<Vec<Option<Tensor>>> {
-        // Gradients are taken with respect to views, so that hooks of the inputs themselves are not called here.
+        // The pass differentiates views of the inputs, so that hooks on the inputs themselves are not called a second time.
         let views = given.iter().map(|t| t.narrow(0, 0, t.shape().dims()[0])).collect::<Result<Vec<_>>>()?;
         let Inputs { gates, weight_hh, states, bias_hh, weight_hr } = self.unpack_inputs(&views);
         let cell = Cell {

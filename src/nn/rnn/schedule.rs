@@ -1,15 +1,15 @@
-//! The rows of packed elements that each time step processes.
+//! The rows of packed sequences that each time step processes.
 
 use super::packed::index_tensor;
 use crate::{Result, Tensor};
 
-/// The time steps of one direction of a layer. Step t has `batch_sizes[t]` rows, one for each of the longest sequences.
+/// The time steps of one direction of a layer. Step t has `batch_sizes[t]` rows, one for each sequence longer than t.
 #[derive(Debug, Clone)]
 pub(super) struct RowSchedule {
     pub(super) batch_sizes: Vec<usize>,
-    /// Whether the direction goes from the end of the sequences to the beginning.
+    /// Whether the direction goes from the end of each sequence to the beginning.
     pub(super) reverse: bool,
-    /// The first row of each step, followed by the total number of rows.
+    /// The first row of each step, then the total number of rows.
     starts: Vec<usize>,
 }
 
@@ -18,7 +18,7 @@ pub(super) struct RowSchedule {
 pub(super) struct TimeStep {
     pub(super) start: usize,
     pub(super) rows: usize,
-    /// Number of rows whose sequence has a state from the previous step; the other sequences begin at this step.
+    /// The number of rows whose sequence has a state from the previous step. The other rows start from the initial state.
     pub(super) continued: usize,
 }
 
@@ -60,18 +60,18 @@ impl RowSchedule {
         self.batch_sizes.first() == self.batch_sizes.last()
     }
 
-    /// Returns the first row of the initial states in a tensor that has initial states and the states of all rows. Initial states
-    /// come first, or last in the reverse direction, so that consecutive states of equally long sequences are adjacent.
+    /// Returns the first row of the initial states in a tensor with initial states and the states of all rows. Initial states come first,
+    /// or last in the reverse direction. Consecutive states are then adjacent in memory if all sequences have the same length.
     pub(super) fn initial_start(&self) -> usize {
         if self.reverse { self.total_rows() } else { 0 }
     }
 
-    /// Returns the first row of the states of all rows, in a tensor that also has the initial states.
+    /// Returns the first row of the steps' states in a tensor that also has the initial states.
     pub(super) fn states_start(&self) -> usize {
         if self.reverse { 0 } else { self.sequences() }
     }
 
-    /// Returns the previous step's state for each row, from a tensor that also has the initial states.
+    /// Returns, for each row, the state of the previous step. `states` has the states of all rows and the initial states.
     pub(super) fn previous(&self, states: &Tensor) -> Result<Tensor> {
         if self.is_dense() {
             let start = if self.reverse { self.sequences() } else { 0 };
@@ -90,7 +90,7 @@ impl RowSchedule {
         states.index_select(0, &index_tensor(&rows, states.device())?)
     }
 
-    /// Returns the final state of each sequence, from the states of all rows.
+    /// Returns the final state of each sequence. `states` has the states of all rows.
     pub(super) fn final_states(&self, states: &Tensor) -> Result<Tensor> {
         if self.reverse || self.is_dense() {
             let start = if self.reverse { 0 } else { self.total_rows() - self.sequences() };

@@ -1,4 +1,4 @@
-//! Stacks of recurrent layers, over all time steps.
+//! Stacks of recurrent layers, computed over all time steps.
 
 use super::RnnOptions;
 use super::packed::PackedSequence;
@@ -13,14 +13,14 @@ use crate::{Error, Result, Shape, Tensor};
 /// The layers of an RNN, LSTM or GRU.
 pub(super) struct Stack {
     pub(super) step: CellKind,
-    /// For each layer the cell of the forward direction, and of the reverse direction if bidirectional.
+    /// For each layer, the cell of the forward direction and, if bidirectional, the cell of the reverse direction.
     layers: Vec<Vec<Cell>>,
     sizes: Sizes,
     options: RnnOptions,
     mode: Mode,
 }
 
-/// Elements of sequences in the order of steps, `[elements, I]` or `[L, N, I]`, and the number of sequences at each step.
+/// The elements of sequences in the order of steps, `[elements, I]` or `[L, N, I]`, and the number of sequences that have each step.
 struct PackedInput<'a> {
     data: Tensor,
     batch_sizes: &'a [usize],
@@ -92,7 +92,7 @@ impl Stack {
         Ok(Sizes { input, hidden, output: if proj_size > 0 { proj_size } else { hidden } })
     }
 
-    /// Creates a stack; `cell` creates a cell for a number of input features and with the suffix of PyTorch's parameter names.
+    /// Creates a stack. `cell(n, suffix)` creates a cell with n input features, whose parameters' names end with PyTorch's suffix.
     fn with_cells(
         step: CellKind,
         sizes: Sizes,
@@ -144,7 +144,7 @@ impl Stack {
         })
     }
 
-    /// [`run`](Stack::run) for packed sequences, with states in the order of packing.
+    /// Does the same as [`run`](Stack::run) for packed sequences. States are in the order in which the sequences were packed.
     pub(super) fn run_packed(
         &self,
         op: &'static str,
@@ -169,12 +169,12 @@ impl Stack {
         Ok((packed.map(|_| Ok(out))?, last))
     }
 
-    /// Returns the number of states: layers times directions.
+    /// Returns the number of states: the number of layers times the number of directions.
     fn state_count(&self) -> usize {
         self.layers.len() * self.layers[0].len()
     }
 
-    /// Checks the shapes of the initial states; `n` is `None` for input without a batch dimension.
+    /// Checks the shapes of the initial states. `n` is the batch size, or `None` for input without a batch dimension.
     fn check_states(&self, op: &'static str, initial: Option<&[&Tensor]>, n: Option<usize>) -> Result<()> {
         for (t, size) in initial.into_iter().flatten().zip([self.sizes.output, self.sizes.hidden]) {
             let shape: Vec<usize> = [self.state_count()].into_iter().chain(n).chain([size]).collect();

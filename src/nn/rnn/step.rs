@@ -1,11 +1,11 @@
-//! The formulas of a recurrent cell's time step, and its parameters.
+//! The formulas and the parameters of one time step of a recurrent cell.
 
 use crate::internal::{invalid_if, join_names};
 use crate::nn::{Part, Role, init};
 use crate::tensor::TensorOptions;
 use crate::{Expr, Result, Tensor};
 
-/// The recurrent cell: a plain RNN with tanh or ReLU, LSTM, or GRU.
+/// The kind of a recurrent cell: a plain RNN with tanh or ReLU, LSTM, or GRU.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum CellKind {
     Tanh,
@@ -23,12 +23,12 @@ impl CellKind {
         }
     }
 
-    /// Returns the number of state tensors: the hidden state, and the cell state of LSTM.
+    /// Returns the number of state tensors: 2 for LSTM (hidden state and cell state), otherwise 1.
     pub(super) fn states(self) -> usize {
         if self == CellKind::Lstm { 2 } else { 1 }
     }
 
-    /// Computes the next states from the input's part of the gates, `[N, gates * H]`, and the states, `[N, H]`.
+    /// Computes the next states from the states, `[N, H]`, and `x`: the input multiplied by the gates' weights, `[N, gates * H]`.
     pub(super) fn next_states(self, x: &Tensor, cell: &Cell, states: &[Tensor]) -> Result<Vec<Tensor>> {
         let h = &states[0];
         let gates = || x.addmm(h, &cell.weight_hh.t()?, 1, 1);
@@ -53,7 +53,7 @@ impl CellKind {
     }
 }
 
-/// Returns LSTM's input, forget and new gates from their sums.
+/// Returns LSTM's input, forget and new gates, given their input sums.
 pub(super) fn lstm_gates(sums: &[Expr]) -> [Expr; 3] {
     [sums[0].sigmoid(), sums[1].sigmoid(), sums[2].tanh()]
 }
@@ -63,14 +63,14 @@ pub(super) fn lstm_cell([input, forget, new]: &[Expr; 3], cell: &Expr) -> Expr {
     forget * cell + input * new
 }
 
-/// Returns GRU's next state and its reset, update and new gates. `e` has three parts of the input, three of the hidden state, and the state.
+/// Returns GRU's next state and its reset, update and new gates. `e` has the input's 3 parts, the hidden state's 3 parts, and the state.
 pub(super) fn gru_formulas(e: &[Expr]) -> [Expr; 4] {
     let (reset, update) = ((&e[0] + &e[3]).sigmoid(), (&e[1] + &e[4]).sigmoid());
     let new = (&e[2] + &reset * &e[5]).tanh();
     [&new + &update * (&e[6] - &new), reset, update, new]
 }
 
-/// Feature counts of a cell: of the input, of the internal state, and of the hidden state (smaller than the state if projected).
+/// The numbers of features of a cell: input, internal state, and hidden state (smaller than the internal state if projected).
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sizes {
     pub(super) input: usize,
@@ -86,12 +86,12 @@ pub(super) struct Cell {
     pub(super) bias_hh: Option<Tensor>,
     /// The weight of LSTM's projection of the hidden state.
     pub(super) weight_hr: Option<Tensor>,
-    /// The end of the parameters' names, such as `_l0` in `weight_ih_l0`.
+    /// The suffix of the parameters' names, such as `_l0` in `weight_ih_l0`.
     pub(super) suffix: String,
 }
 
 impl Cell {
-    /// Creates a cell with all parameters uniform in ±1/√hidden.
+    /// Creates a cell whose parameters are all drawn uniformly from ±1/√hidden.
     pub(super) fn new(
         op: &'static str,
         step: CellKind,
@@ -101,7 +101,7 @@ impl Cell {
         at: TensorOptions,
     ) -> Result<Cell> {
         let Sizes { input, hidden, output } = sizes;
-        // Products of the hidden size and at most four gates must not overflow.
+        // A gate tensor has up to four times the hidden size, which must not overflow.
         invalid_if(op, !(1..=usize::MAX / 4).contains(&hidden), || {
             format!("the hidden size {hidden} is 0 or too large")
         })?;
@@ -118,7 +118,7 @@ impl Cell {
         })
     }
 
-    /// Computes the input's part of the gates, for one step or all steps, including all biases that do not depend on the state.
+    /// Computes the product of the input and the gates' weights, for one step or all steps. Adds all biases that do not depend on the state.
     pub(super) fn input_gates(&self, step: CellKind, x: &Tensor) -> Result<Tensor> {
         let bias = match (&self.bias_ih, &self.bias_hh) {
             (Some(a), Some(b)) if step != CellKind::Gru => Some(a.add(b)?),

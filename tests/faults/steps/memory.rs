@@ -1,4 +1,4 @@
-//! Running out of memory, snapshots of the allocator and emptying its cache.
+//! Steps that run out of memory, take snapshots of the allocator, and empty its cache.
 
 use claystone::{Error, Result, Tensor, no_grad};
 

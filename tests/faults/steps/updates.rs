@@ -1,4 +1,4 @@
-//! In-place operations that consist of several commands.
+//! Steps with in-place operations that consist of several commands.
 
 use claystone::nn::{BatchNorm1d, Module};
 use claystone::ops::ScatterReduce;
@@ -22,7 +22,7 @@ pub(super) fn scatter_reduce(run: &mut Run) -> Result<Values> {
     Ok(vec![run.kept[at].tensor.to_vec()?])
 }
 
-/// A second backward, which accumulates into existing gradients.
+/// Runs a second backward pass, which adds to existing gradients.
 pub(super) fn accumulation(run: &mut Run) -> Result<Values> {
     let (net, x, y) = network(run)?;
     net.forward(&x)?.cross_entropy(&y)?.backward()?;
