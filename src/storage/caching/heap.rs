@@ -1168,7 +1168,6 @@ impl Heap {
         let entry = self.table[id as usize];
         let Entry { segment: at, next, .. } = entry;
         let (offset, size, usage) = (entry.offset(), entry.size(), entry.usage());
-        let page = page;
         let end = round_down(offset + size, page);
         let most = round_down(usize::try_from(most).unwrap_or(usize::MAX), page);
         let start = offset.max(floor.min(end)).next_multiple_of(page).max(end.saturating_sub(most));
