@@ -511,14 +511,16 @@ impl Drop for MappedBuffer {
         let at = self.start.as_ptr().cast();
         let mut queue = self.device.lock_for_waits(self.stream);
         // No kernel uses memory that the service stream maps, so a refused unmap does no harm, and nothing has to wait.
-        let unmapped = match self.stream {
-            SERVICE_STREAM => queue.begin_unmap(&self.buffer, at),
+        if self.stream == SERVICE_STREAM {
+            queue.begin_unmap(&self.buffer, at);
+            drop(queue);
+        } else {
             // A refused unmap is repeated before the next command that uses a buffer; otherwise the device is lost.
-            _ => queue.unmap(&self.buffer, at),
-        };
-        drop(queue);
-        if let Err(e) = unmapped {
-            self.device.detect_loss(e);
+            let unmapped = queue.unmap(&self.buffer, at);
+            drop(queue);
+            if let Err(e) = unmapped {
+                self.device.detect_loss(e);
+            }
         }
         // SAFETY: dropped once, here, and not used again.
         unsafe { ManuallyDrop::drop(&mut self.buffer) };

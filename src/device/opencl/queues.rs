@@ -135,11 +135,10 @@ impl LockedQueue<'_> {
     }
 
     /// Enqueues an unmap, without a wait, and ignores a refusal.
-    pub(super) fn begin_unmap(&mut self, buffer: &ClBuffer, at: *mut c_void) -> Result<(), ClError> {
+    pub(super) fn begin_unmap(&mut self, buffer: &ClBuffer, at: *mut c_void) {
         let none = ptr::null_mut();
         let _ = retry_now(|| call!(clEnqueueUnmapMemObject(self.raw, buffer.mem(), at, 0, ptr::null(), none)));
         let _ = self.flush();
-        Ok(())
     }
 
     /// Enqueues a read of the words of each slot with unread launches, behind all kernels that may write the words. With
