@@ -209,7 +209,8 @@ unsafe fn compute_tile<V: Vector, const R: usize, const N: usize, const DIRECT: 
             let mut left = t.k;
             while left > 0 {
                 if steps == SUM_STEPS {
-                    totals = Some(add_sums(totals, sums));
+                    add_totals(&mut sums, &totals);
+                    totals = Some(sums);
                     (sums, steps) = ([[V::zero(); N]; R], 0);
                 }
                 let most = left.min(SUM_STEPS - steps);
@@ -237,30 +238,37 @@ unsafe fn compute_tile<V: Vector, const R: usize, const N: usize, const DIRECT: 
             a = a.wrapping_byte_offset(t.a_jump);
             b = b.wrapping_byte_offset(t.b_jump);
         }
-        let sums = add_sums(totals, sums);
+        add_totals(&mut sums, &totals);
+        let plain = !t.accumulate && matches!(t.finish, KernelEpilogue::Nothing);
+        if plain && t.col == 1 && t.columns == N * V::LANES {
+            // Unlike `write_row`, stores the sums directly from registers.
+            for (i, sums) in sums.iter().enumerate() {
+                for (j, sum) in sums.iter().enumerate() {
+                    sum.store(t.out.offset(i as isize * t.row).add(j * V::LANES));
+                }
+            }
+            return;
+        }
         for (i, sums) in sums.into_iter().enumerate() {
             write_row(t, i, sums);
         }
     }
 }
 
-/// Adds the sums since the last addition to the totals of a tile, and returns the new totals.
+/// Adds the totals of a tile, if there are any, to the sums since the last addition. Changes the sums in place, so that they stay in
+/// registers until they are written.
 ///
 /// # Safety
 /// The processor has the instructions of V.
 #[inline(always)]
-unsafe fn add_sums<V: Vector, const R: usize, const N: usize>(
-    totals: Option<[[V; N]; R]>,
-    mut sums: [[V; N]; R],
-) -> [[V; N]; R] {
-    let Some(totals) = totals else { return sums };
-    for (sums, totals) in sums.iter_mut().zip(&totals) {
-        for (sum, total) in sums.iter_mut().zip(totals) {
+unsafe fn add_totals<V: Vector, const R: usize, const N: usize>(sums: &mut [[V; N]; R], totals: &Option<[[V; N]; R]>) {
+    let Some(totals) = totals else { return };
+    for (sums, totals) in sums.iter_mut().zip(totals) {
+        for (sum, &total) in sums.iter_mut().zip(totals) {
             // SAFETY: the caller guarantees the requirements of this function.
             *sum = unsafe { total.add(*sum) };
         }
     }
-    sums
 }
 
 /// Applies the epilogue to the sums of row `i` of a tile, and writes them.
