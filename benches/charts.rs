@@ -1,16 +1,16 @@
-//! Draws docs/speed.png and docs/memory.png from the measurements in docs/notebook/data: `cargo bench --bench charts`.
+//! Draws docs/speed.svg and docs/memory.svg from the measurements in docs/notebook/data: `cargo bench --bench charts`.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
 
 use plotters::coord::Shift;
 use plotters::prelude::{
-    BLACK, BitMapBackend, Color, DrawingArea, IntoDrawingArea, PathElement, RGBColor, Rectangle, Text, WHITE,
+    BLACK, Color, DrawingArea, IntoDrawingArea, PathElement, RGBColor, Rectangle, SVGBackend, Text, WHITE,
 };
 use plotters::style::text_anchor::{HPos, Pos, VPos};
-use plotters::style::{FontStyle, IntoFont, TextStyle, register_font};
+use plotters::style::{IntoFont, TextStyle};
 
-type Area<'a> = DrawingArea<BitMapBackend<'a>, Shift>;
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Outcome = Result<(), Box<dyn Error>>;
 
 /// Returns the records of a table in docs/notebook/data, without comments and header.
@@ -25,7 +25,7 @@ fn docs() -> PathBuf {
 
 /// Returns a white picture of `size` pixels. Its method `present` writes it to `path`.
 fn canvas(path: &Path, size: (u32, u32)) -> Result<Area<'_>, Box<dyn Error>> {
-    let area = BitMapBackend::new(path, size).into_drawing_area();
+    let area = SVGBackend::new(path, size).into_drawing_area();
     area.fill(&WHITE)?;
     Ok(area)
 }
@@ -71,7 +71,7 @@ fn speed() -> Outcome {
     panels.iter_mut().for_each(|(_, cases)| cases.sort_by(|a, b| b.1.total_cmp(&a.1)));
     let height = |cases: &[(String, f64)]| 66 + 25 * cases.len() as u32 + 24;
     let total: u32 = panels.iter().map(|(_, cases)| height(cases)).sum();
-    let path = docs().join("speed.png");
+    let path = docs().join("speed.svg");
     let mut rest = canvas(&path, (900, total))?;
     for (device, cases) in &panels {
         let (panel, below) = rest.split_vertically(height(cases));
@@ -130,7 +130,7 @@ fn memory() -> Outcome {
     let records = records("memory.csv")?;
     let traces: Vec<String> = records.iter().map(|record| record[0].into()).collect();
     let column = |i: usize| records.iter().map(|record| record[i].parse()).collect::<Result<Vec<f64>, _>>();
-    let path = docs().join("memory.png");
+    let path = docs().join("memory.svg");
     let area = canvas(&path, (900, 620))?;
     let (upper, lower) = area.split_vertically(330);
     let reserved = [
@@ -158,9 +158,6 @@ fn memory() -> Outcome {
 }
 
 fn main() -> Outcome {
-    // The font comes from a crate, so that every machine draws the same picture.
-    register_font("sans-serif", FontStyle::Normal, epaint_default_fonts::UBUNTU_LIGHT)
-        .map_err(|_| "the font is broken")?;
     speed()?;
     memory()
 }

@@ -112,7 +112,7 @@ fn main() -> common::Outcome {
     let seconds = start.elapsed().as_secs_f64();
     args.run.print(format_args!("trained in {seconds:.1} s, {median:.2} ms an epoch (the median)"));
     if group.rank() == 0 {
-        let figure = common::figure("digits.png")?;
+        let figure = common::figure("digits.svg")?;
         let title = format!("handwritten digits, MLP 64-128-64-10, {} on {}", args.run.dtype, args.run.device);
         common::plot(&figure, (&title, "epoch", "loss (cross entropy), error"), &curves)?;
         println!("loss curve in {}", figure.display());

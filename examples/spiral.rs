@@ -84,7 +84,7 @@ fn main() -> common::Outcome {
     let cells: Vec<f32> = (0..GRID * GRID).flat_map(|i| [centre(i % GRID), centre(i / GRID)]).collect();
     let cells = Tensor::from_slice(&cells, [GRID * GRID, 2], args.run.device)?.to_dtype(args.run.dtype)?;
     let decisions = classify(&net, &cells)?;
-    let figure = common::figure("spiral.png")?;
+    let figure = common::figure("spiral.svg")?;
     draw(&figure, &decisions, &points, &arms)?;
     println!("decision boundary in {}", figure.display());
 

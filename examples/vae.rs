@@ -5,6 +5,7 @@
 mod common;
 
 use std::error::Error;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
@@ -90,7 +91,9 @@ fn draw(path: &Path, images: &Tensor, [rows, columns]: [usize; 2]) -> Outcome {
     let sheet = tiles.transpose(1, 2)?.reshape([1, 1, height, width])?.to_dtype(DType::F32)?;
     let large = sheet.interpolate(&[height * zoom, width * zoom], Interpolation::Nearest)?;
     let bytes = large.mul_scalar(255)?.round()?.to_dtype(DType::U8)?.to_vec::<u8>()?;
-    image::save_buffer(path, &bytes, (width * zoom) as u32, (height * zoom) as u32, image::ColorType::L8)?;
+    let mut encoder = png::Encoder::new(File::create(path)?, (width * zoom) as u32, (height * zoom) as u32);
+    encoder.set_color(png::ColorType::Grayscale);
+    encoder.write_header()?.write_image_data(&bytes)?;
     Ok(())
 }
 

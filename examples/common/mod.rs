@@ -15,7 +15,6 @@ use claystone::storage::{HistoryOptions, annotate, with_context};
 use claystone::{DType, Device, Tensor, io, manual_seed};
 use indicatif::{ProgressBar, ProgressStyle};
 use plotters::prelude::*;
-use plotters::style::register_font;
 
 /// The result of `main`.
 pub type Outcome = Result<(), Box<dyn Error>>;
@@ -202,14 +201,12 @@ pub fn colour(i: usize) -> RGBColor {
     RGBColor(r, g, b)
 }
 
-/// Creates a white picture of `size` pixels. Its method `present` writes it to `path`. The font is built in.
+/// Creates a white picture of `size` pixels. Its method `present` writes it to `path`, as SVG.
 pub fn canvas(
     path: &Path,
     size: (u32, u32),
-) -> Result<DrawingArea<BitMapBackend<'_>, plotters::coord::Shift>, Box<dyn Error>> {
-    register_font("sans-serif", FontStyle::Normal, epaint_default_fonts::UBUNTU_LIGHT)
-        .map_err(|_| "the font is broken")?;
-    let area = BitMapBackend::new(path, size).into_drawing_area();
+) -> Result<DrawingArea<SVGBackend<'_>, plotters::coord::Shift>, Box<dyn Error>> {
+    let area = SVGBackend::new(path, size).into_drawing_area();
     area.fill(&WHITE)?;
     Ok(area)
 }

@@ -79,7 +79,7 @@ pub fn summary(sizes: &[usize], lines: &[(usize, Line)]) {
     println!("clone of {}: {:.1} GB/s{beside}\n", bytes(size), clone.rate());
 }
 
-/// Draws the curves and writes them to `target/throughput-DEVICE.png`.
+/// Draws the curves and writes them to `target/throughput-DEVICE.svg`.
 pub fn draw(device: Device, name: &str, sizes: &[usize], lines: &[(usize, Line)]) -> common::Outcome {
     /// The curves of the plot: legend, library, case.
     const CURVES: [(&str, &str, &str); 6] = [
@@ -91,7 +91,7 @@ pub fn draw(device: Device, name: &str, sizes: &[usize], lines: &[(usize, Line)]
         ("host's memcpy", "host", "memcpy"),
     ];
     let (Some(&least), Some(&most)) = (sizes.first(), sizes.last()) else { return Ok(()) };
-    let path = common::figure(&format!("throughput-{}.png", device.to_string().replace(':', "")))?;
+    let path = common::figure(&format!("throughput-{}.svg", device.to_string().replace(':', "")))?;
     let (area, legend) = common::canvas(&path, (900, 460))?.split_horizontally(740);
     let rates = common::span(lines.iter().map(|(_, line)| line.rate()));
     let exponent = |size: usize| f64::from(size.ilog2());
