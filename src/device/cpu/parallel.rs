@@ -12,6 +12,7 @@
 
 mod hand_over;
 #[cfg(all(test, loom))]
+#[path = "parallel/tests/interleavings.rs"]
 mod interleavings;
 #[cfg(all(test, not(loom)))]
 mod tests;

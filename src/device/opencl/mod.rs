@@ -39,11 +39,7 @@ mod probe;
 mod program;
 mod queue;
 mod queues;
-#[cfg(test)]
-mod recovery_tests;
 mod retry;
-#[cfg(test)]
-mod stream_tests;
 #[cfg(test)]
 mod tests;
 pub(crate) mod tuning;
