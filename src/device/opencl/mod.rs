@@ -26,7 +26,6 @@ mod discovery;
 mod driver;
 mod errors;
 mod exit;
-mod extension;
 mod fault;
 mod functions;
 mod hints;
