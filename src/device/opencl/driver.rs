@@ -105,8 +105,8 @@ macro_rules! value {
 macro_rules! send_and_sync {
     ($($type:ty),*) => { $(
         // SAFETY: OpenCL objects belong to the process, not to a thread, and OpenCL's functions are thread-safe, with the one
-        // exception of clSetKernelArg on one kernel, which is called only under the queue lock of the kernel's device. Mapped
-        // addresses are used only by the owner, whose users synchronise their accesses.
+        // exception of clSetKernelArg on one kernel, which is called only under the queue lock of the kernel's device, or before
+        // other threads have the kernel. Mapped addresses are used only by the owner, whose users synchronise their accesses.
         unsafe impl Send for $type {}
         // SAFETY: as above.
         unsafe impl Sync for $type {}
