@@ -31,7 +31,6 @@ pub(crate) mod capture;
 pub(crate) mod cpu;
 mod hints;
 mod info;
-mod launches;
 pub(crate) mod log;
 pub(crate) mod lru;
 pub(crate) mod name;
@@ -46,11 +45,10 @@ use crate::{Error, Result};
 
 pub(crate) use crate::sync::{OnDrop, lock, read, write};
 pub use capabilities::{Capabilities, FloatSupport, ImageLimits, Platform, SharedVirtualMemory, VectorWidths};
-pub use capture::ReplayMode;
+pub(crate) use capture::count_launch;
+pub use capture::{ReplayMode, count_launches};
 pub use hints::{Priority, StreamHints, Throttle};
 pub use info::{DeviceInfo, DeviceKind};
-pub(crate) use launches::count_launch;
-pub use launches::count_launches;
 pub use name::Device;
 #[doc(hidden)]
 pub use opencl::read_cache_file;

@@ -11,7 +11,8 @@ use super::capture;
 use super::hints::{Priority, StreamHints};
 use super::opencl::{self, ClDevice, ClEvent};
 use super::stream_id::{CURRENT_STREAMS, CurrentStream, StreamId, StreamIds, with_current};
-use crate::sync::lock;
+use crate::error::invalid;
+use crate::sync::{OnDrop, lock};
 use crate::{Device, Error, Result};
 
 static CPU_STREAM_IDS: Mutex<StreamIds> = Mutex::new(StreamIds::from(1));
@@ -141,7 +142,7 @@ impl Stream {
     /// Invalid operands that a kernel of this thread on this stream found (an index out of range, an integer division by zero),
     /// [`Error::DeviceLost`] after a fault.
     pub fn synchronize(&self) -> Result<()> {
-        self.cl()?.map_or(Ok(()), |cl| cl.finish_stream(self.id()))
+        open_cl(self.device())?.map_or(Ok(()), |cl| cl.finish_stream(self.id()))
     }
 
     /// True if all work submitted to the stream is done. Does not wait. PyTorch's `query`, CUDA's `cudaStreamQuery`.
@@ -149,7 +150,7 @@ impl Stream {
     /// # Errors
     /// [`Error::DeviceLost`] after a fault.
     pub fn is_idle(&self) -> Result<bool> {
-        self.cl()?.map_or(Ok(true), |cl| cl.is_idle(self.id()))
+        open_cl(self.device())?.map_or(Ok(true), |cl| cl.is_idle(self.id()))
     }
 
     /// Records an event that is done when all work submitted to the stream so far is done.
@@ -158,7 +159,7 @@ impl Stream {
     /// The driver's errors, [`Error::DeviceLost`] after a fault.
     pub fn record_event(&self) -> Result<Event> {
         capture::refuse_while_capturing(self.device(), "record_event", NO_EVENTS_REASON)?;
-        let event = self.cl()?.map(|cl| cl.record(self.id())).transpose()?.map(Arc::new);
+        let event = open_cl(self.device())?.map(|cl| cl.record(self.id())).transpose()?.map(Arc::new);
         Ok(Event { device: self.device(), event, timed: None })
     }
 
@@ -169,7 +170,7 @@ impl Stream {
     /// The errors of [`record_event`](Self::record_event).
     pub fn record_timed_event(&self) -> Result<Event> {
         capture::refuse_while_capturing(self.device(), "record_timed_event", NO_EVENTS_REASON)?;
-        let event = self.cl()?.map(|cl| cl.record_timed(self.id())).transpose()?.map(Arc::new);
+        let event = open_cl(self.device())?.map(|cl| cl.record_timed(self.id())).transpose()?.map(Arc::new);
         Ok(Event { device: self.device(), event, timed: Some(Instant::now()) })
     }
 
@@ -180,7 +181,7 @@ impl Stream {
     /// The driver's errors, [`Error::DeviceLost`] after a fault.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         capture::refuse_while_capturing(self.device(), "wait_event", NO_EVENTS_REASON)?;
-        match (self.cl()?, &event.event) {
+        match (open_cl(self.device())?, &event.event) {
             (Some(cl), Some(there)) if self.device() == event.device => cl.stream_waits(self.id(), there),
             _ => event.synchronize(),
         }
@@ -198,11 +199,6 @@ impl Stream {
     fn as_current(&self) -> CurrentStream {
         let handle: Arc<Inner> = Arc::clone(&self.0);
         CurrentStream { device: self.device(), id: self.id(), handle }
-    }
-
-    /// Opens the stream's device; `None` for the CPU.
-    fn cl(&self) -> Result<Option<&'static ClDevice>> {
-        open_cl(self.device())
     }
 }
 
@@ -261,10 +257,8 @@ impl Event {
     /// time); a command that failed, [`Error::DeviceLost`] after a fault.
     pub fn elapsed_time(&self, end: &Event) -> Result<f64> {
         let op = "elapsed_time";
-        if self.device != end.device {
-            let reason = format!("the events are of {} and {}, whose clocks differ", self.device, end.device);
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if self.device != end.device,
+            "the events are of {} and {}, whose clocks differ", self.device, end.device);
         let (Some(from), Some(to)) = (self.timed, end.timed) else {
             return Err(Error::invalid(op, "both events must be made by record_timed_event"));
         };
@@ -301,16 +295,11 @@ impl Event {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn with_stream<R>(stream: &Stream, f: impl FnOnce() -> R) -> R {
-    struct Restore;
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            // The pop happens after `f`, and the popped stream is dropped after the borrow of the stack has ended.
-            let _last = CURRENT_STREAMS.try_with(|stack| stack.borrow_mut().pop());
-        }
-    }
     // While a thread ends, the stack is gone.
     let entered = CURRENT_STREAMS.try_with(|stack| stack.borrow_mut().push(stream.as_current()));
-    let _restore = entered.is_ok().then_some(Restore);
+    // The pop happens after `f`, and the popped stream is dropped after the borrow of the stack has ended.
+    let pop = || _ = CURRENT_STREAMS.try_with(|stack| stack.borrow_mut().pop());
+    let _restore = entered.is_ok().then(|| OnDrop(pop));
     f()
 }
 

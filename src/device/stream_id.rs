@@ -5,7 +5,8 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use super::hints::StreamHints;
-use crate::{Device, Error, Result};
+use crate::error::invalid;
+use crate::{Device, Result};
 
 /// The maximum number of streams of a device at a time.
 pub(super) const MAX_STREAMS: usize = 1024;
@@ -55,10 +56,8 @@ impl StreamIds {
             return Ok(self.idle.remove(at).0);
         }
         let id = StreamId(self.next);
-        if id.index() >= MAX_STREAMS {
-            let reason = format!("a device has at most {MAX_STREAMS} streams at a time: drop some, or share them");
-            return Err(Error::invalid("Stream::new", reason));
-        }
+        invalid!("Stream::new" if id.index() >= MAX_STREAMS,
+            "a device has at most {MAX_STREAMS} streams at a time: drop some, or share them");
         make(id)?;
         self.next += 1;
         Ok(id)

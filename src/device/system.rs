@@ -6,32 +6,30 @@ use std::path::PathBuf;
 /// The operating system, as [`std::env::consts::OS`] names it.
 pub(crate) const OS: &str = std::env::consts::OS;
 
+/// Returns the names of Android's OpenCL library, given the name of the folders for libraries. An app can load a vendor's library by
+/// name if the app's manifest asks for it; Mali's may be part of the OpenGL library.
+macro_rules! android_libraries {
+    ($lib:literal) => {
+        &[
+            "libOpenCL.so",
+            concat!("/vendor/", $lib, "/libOpenCL.so"),
+            concat!("/system/vendor/", $lib, "/libOpenCL.so"),
+            concat!("/system/", $lib, "/libOpenCL.so"),
+            concat!("/vendor/", $lib, "/libPVROCL.so"),
+            "libGLES_mali.so",
+            concat!("/vendor/", $lib, "/egl/libGLES_mali.so"),
+            concat!("/system/vendor/", $lib, "/egl/libGLES_mali.so"),
+        ]
+    };
+}
+
 /// Returns the names of the OpenCL library, in the order in which they are tried.
 pub(crate) fn opencl_libraries(os: &str) -> &'static [&'static str] {
     match os {
         "windows" => &["OpenCL.dll"],
         "macos" => &["/System/Library/Frameworks/OpenCL.framework/OpenCL"],
-        // An app can load a vendor's library by name if the app's manifest asks for it; Mali's may be part of the OpenGL library.
-        "android" if cfg!(target_pointer_width = "32") => &[
-            "libOpenCL.so",
-            "/vendor/lib/libOpenCL.so",
-            "/system/vendor/lib/libOpenCL.so",
-            "/system/lib/libOpenCL.so",
-            "/vendor/lib/libPVROCL.so",
-            "libGLES_mali.so",
-            "/vendor/lib/egl/libGLES_mali.so",
-            "/system/vendor/lib/egl/libGLES_mali.so",
-        ],
-        "android" => &[
-            "libOpenCL.so",
-            "/vendor/lib64/libOpenCL.so",
-            "/system/vendor/lib64/libOpenCL.so",
-            "/system/lib64/libOpenCL.so",
-            "/vendor/lib64/libPVROCL.so",
-            "libGLES_mali.so",
-            "/vendor/lib64/egl/libGLES_mali.so",
-            "/system/vendor/lib64/egl/libGLES_mali.so",
-        ],
+        "android" if cfg!(target_pointer_width = "32") => android_libraries!("lib"),
+        "android" => android_libraries!("lib64"),
         _ => &["libOpenCL.so.1", "libOpenCL.so"],
     }
 }

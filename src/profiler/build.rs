@@ -1,14 +1,14 @@
 //! Builds a [`Profile`] from recorded events.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use super::{Category, Event, Lane, MemorySample, OperationInfo, Profile, ProfiledDevice};
 use crate::Device;
-use crate::device::profiler::{self as recorder, MAPPED, MemoryChange, Operation, Record, Recorded};
+use crate::device::profiler::{self as recorder, MAPPED, MemoryChange, Operation, Record, Ring};
 
 /// Builds the profile of the events recorded between two times of the host's clock.
-pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
+pub(super) fn build_profile(recorded: Ring, began: u64, ended: u64) -> Profile {
     let micros = |ns: i128| (ns - i128::from(began)) as f64 / 1000.0;
     let offsets = clock_offsets(&recorded.records);
     let mut shared = Interner::default();
@@ -123,7 +123,7 @@ pub(super) fn build_profile(recorded: Recorded, began: u64, ended: u64) -> Profi
 
 /// Returns for each device the offset that converts its times to the host's clock. A command is queued while the host enqueues it,
 /// which bounds the offset from both sides. If the clocks drift, so that no offset fits all commands, the median is used.
-fn clock_offsets(records: &[Record]) -> HashMap<Device, i128> {
+fn clock_offsets(records: &VecDeque<Record>) -> HashMap<Device, i128> {
     let mut bounds: HashMap<Device, Vec<[i128; 2]>> = HashMap::new();
     for record in records {
         if let (Some(device), Some(&[queued, ..])) = (record.device, record.device_times.as_deref()) {

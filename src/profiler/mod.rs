@@ -33,7 +33,7 @@ mod trace;
 use std::sync::{Arc, Mutex};
 
 pub use crate::device::profiler::RecordKind as Category;
-use crate::device::profiler::{self as recorder, Recorded};
+use crate::device::profiler::{self as recorder, Ring};
 use crate::device::{drain_all, lock, set_profiling};
 use crate::{DType, Device, Error, Result};
 
@@ -246,7 +246,7 @@ impl Profiler {
         profile
     }
 
-    fn end_recording(&mut self) -> (Recorded, u64) {
+    fn end_recording(&mut self) -> (Ring, u64) {
         self.stopped = true;
         drain_all();
         recorder::pause();

@@ -79,7 +79,7 @@ pub struct Measured {
 /// [`Error::NoDevice`] if the device does not exist; [`Error::Invalid`] for the CPU, whose loops have no parameters.
 pub fn parameters(device: Device) -> Result<Vec<Parameter>> {
     let cl = open(device)?;
-    Ok(cl.tuning_rows().map(|row| parameter(cl, row)).collect())
+    Ok(cl.tuning().rows().map(|row| parameter(cl, row)).collect())
 }
 
 fn open(device: Device) -> Result<&'static ClDevice> {
@@ -88,7 +88,7 @@ fn open(device: Device) -> Result<&'static ClDevice> {
 
 fn parameter(cl: &ClDevice, row: &'static ParameterRow) -> Parameter {
     let ParameterRow { knob, name, doc, choices, .. } = *row;
-    Parameter { name, doc, choices, default: row.default(cl.family()), value: cl.tuned(knob) }
+    Parameter { name, doc, choices, default: row.default(cl.tuning().family), value: cl.tuned(knob) }
 }
 
 /// Measures the choices of every parameter, sets the best, and saves them for later processes. Returns the file, or `None` if there is no cache of
@@ -98,10 +98,10 @@ fn parameter(cl: &ClDevice, row: &'static ParameterRow) -> Parameter {
 /// Errors of [`parameters`]. If a choice gives a wrong result, nothing is saved and all parameters get their previous values back.
 pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<PathBuf>> {
     let cl = open(device)?;
-    let before: Vec<_> = cl.tuning_rows().map(|row| (row.knob, cl.tuned(row.knob))).collect();
+    let before: Vec<_> = cl.tuning().rows().map(|row| (row.knob, cl.tuned(row.knob))).collect();
     let _guard = ChoicesDisabled::new(cl.tuning());
-    cl.tuning_rows().for_each(|row| cl.tuning().set(row.knob, row.default(cl.family())));
-    for row in cl.tuning_rows() {
+    cl.tuning().rows().for_each(|row| cl.tuning().set(row.knob, row.default(cl.tuning().family)));
+    for row in cl.tuning().rows() {
         match measure_parameter(cl, row) {
             Ok(measured) => each(&measured),
             Err(error) => {
@@ -121,7 +121,7 @@ pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<Pa
 pub fn check(device: Device) -> Result<()> {
     let cl = open(device)?;
     let _guard = ChoicesDisabled::new(cl.tuning());
-    cl.tuning_rows().try_for_each(|row| {
+    cl.tuning().rows().try_for_each(|row| {
         let before = cl.tuned(row.knob);
         let checked = row.choices.iter().try_for_each(|&choice| check_choice(cl, row, choice));
         cl.tuning().set(row.knob, before);
@@ -226,7 +226,7 @@ pub fn ahead(device: Device, level: Level, mut each: impl FnMut(usize)) -> Resul
 }
 
 fn save(cl: &ClDevice) -> Result<Option<PathBuf>> {
-    cl.save_tuning().map_err(|error| Error::invalid("tune", format!("the results cannot be saved: {error}")))
+    cl.tuning().save().map_err(|error| Error::invalid("tune", format!("the results cannot be saved: {error}")))
 }
 
 /// Disables choices and trials while a device's parameters are measured, and restores the previous setting when dropped.

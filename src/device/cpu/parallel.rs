@@ -12,6 +12,7 @@
 
 mod hand_over;
 #[cfg(all(test, loom))]
+#[path = "parallel/tests/interleavings.rs"]
 mod interleavings;
 #[cfg(all(test, not(loom)))]
 mod tests;
@@ -51,13 +52,13 @@ impl Team {
 
     /// Returns the team of this thread's pool, or of the global pool for other threads. `None` for a thread that is ending.
     fn current() -> Option<Arc<Team>> {
-        static GLOBAL: OnceLock<Arc<Team>> = OnceLock::new();
-        static NEXT: AtomicUsize = AtomicUsize::new(1);
+        /// The global pool's team, and the creation index of the next team.
+        static TEAMS: (OnceLock<Arc<Team>>, AtomicUsize) = (OnceLock::new(), AtomicUsize::new(1));
         if rayon::current_thread_index().is_none() {
-            return Some(Arc::clone(GLOBAL.get_or_init(|| Team::new(0))));
+            return Some(Arc::clone(TEAMS.0.get_or_init(|| Team::new(0))));
         }
         let own = |team: &RefCell<Option<Arc<Team>>>| {
-            Arc::clone(team.borrow_mut().get_or_insert_with(|| Team::new(NEXT.fetch_add(1, Relaxed))))
+            Arc::clone(team.borrow_mut().get_or_insert_with(|| Team::new(TEAMS.1.fetch_add(1, Relaxed))))
         };
         TEAM.try_with(own).ok()
     }

@@ -70,23 +70,24 @@ fn stream_vectors<T: Pod, const N: usize>(to: &mut [T; LINE], from: [T; LINE]) {
     }
 }
 
-/// Copies bytes, bypassing the cache for whole lines.
+/// Copies bytes, bypassing the cache for whole lines if the processor can.
 ///
 /// # Safety
 /// As [`std::ptr::copy_nonoverlapping`] of `bytes` bytes.
-#[cfg(target_arch = "x86_64")]
 #[inline]
 unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
     use std::ptr::copy_nonoverlapping;
     const LINE: usize = 64;
-    let head = to.align_offset(LINE).min(bytes);
+    let head = if cfg!(target_arch = "x86_64") { to.align_offset(LINE).min(bytes) } else { bytes };
     let tail = (bytes - head) % LINE;
     // SAFETY: the caller's promise, for the bytes before the first line, for whole lines, which begin at multiples of 64, and
     // for the bytes after the lines. SSE2 is part of x86-64. The fence that must come before other threads read is in
     // Streaming's drop.
     unsafe {
         copy_nonoverlapping(from, to, head);
+        #[cfg(target_arch = "x86_64")]
         for at in (head..bytes - tail).step_by(LINE) {
             let (to, from) = (to.add(at).cast::<__m128i>(), from.add(at).cast::<__m128i>());
             for i in 0..LINE / 16 {
@@ -95,17 +96,6 @@ unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
         }
         copy_nonoverlapping(from.add(bytes - tail), to.add(bytes - tail), tail);
     }
-}
-
-/// Copies bytes.
-///
-/// # Safety
-/// As [`std::ptr::copy_nonoverlapping`] of `bytes` bytes.
-#[cfg(not(target_arch = "x86_64"))]
-#[inline]
-unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
-    // SAFETY: the caller's promise is that of `copy_nonoverlapping`.
-    unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
 }
 
 impl Drop for Streaming {

@@ -2,12 +2,7 @@
 
 use std::ptr;
 
-use opencl3::command_queue::{
-    CL_QUEUE_CONTEXT, CL_QUEUE_DEVICE, CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE, CL_QUEUE_PROPERTIES,
-};
-use opencl3::context::context::CL_CONTEXT_DEVICES;
-use opencl3::device::CL_DEVICE_PLATFORM;
-use opencl3::types::{cl_command_queue, cl_context, cl_device_id};
+use opencl_sys::{self as cl, cl_command_queue, cl_context, cl_device_id};
 
 use super::ClDevice;
 use super::description::decode_number;
@@ -15,26 +10,21 @@ use super::discovery::{self, Entry};
 use super::driver::{call, info, value};
 use super::errors::ClError;
 use super::exit;
+use crate::error::invalid;
 use crate::{Device, Error, Result};
 
 const OP: &str = "Device::adopt";
 
 /// Returns the device with this context and this queue as the default stream; the first call adds the device.
-///
-/// # Errors
-/// [`Error::Invalid`] for handles that do not belong together, an out-of-order queue, a device that cannot run kernels,
-/// and too many devices; the driver's errors.
 pub(crate) fn adopt(context: cl_context, id: cl_device_id, queue: cl_command_queue) -> Result<Device> {
     let handles = [context.addr(), id.addr(), queue.addr()];
     for (handle, name) in handles.iter().zip(["context", "device", "queue"]) {
-        if *handle == 0 {
-            return Err(Error::invalid(OP, format!("the {name} is null")));
-        }
+        invalid!(OP if *handle == 0, "the {name} is null");
     }
     discovery::adopt(handles, |device| {
         let to_error = |e: ClError| Error::OpenCl { device, call: e.call, code: e.name(), detail: String::new() };
         check_handles(context, id, queue).map_err(to_error)?.map_err(|reason| Error::invalid(OP, reason))?;
-        let platform = value!(clGetDeviceInfo(id, CL_DEVICE_PLATFORM) as usize).map_err(to_error)?;
+        let platform = value!(clGetDeviceInfo(id, cl::CL_DEVICE_PLATFORM) as usize).map_err(to_error)?;
         let entry =
             Entry::for_adopted(id, ptr::with_exposed_provenance_mut(platform)).map_err(|cannot| match cannot {
                 Ok(why) => Error::invalid(OP, format!("the device {why}")),
@@ -56,17 +46,17 @@ fn check_handles(
     id: cl_device_id,
     queue: cl_command_queue,
 ) -> Result<Result<(), &'static str>, ClError> {
-    let devices = info!(clGetContextInfo(context, CL_CONTEXT_DEVICES))?;
+    let devices = info!(clGetContextInfo(context, cl::CL_CONTEXT_DEVICES))?;
     let of_queue = |what| value!(clGetCommandQueueInfo(queue, what) as usize);
-    let properties = value!(clGetCommandQueueInfo(queue, CL_QUEUE_PROPERTIES) as u64)?;
+    let properties = value!(clGetCommandQueueInfo(queue, cl::CL_QUEUE_PROPERTIES) as u64)?;
     Ok(if !devices.chunks_exact(size_of::<usize>()).any(|device| decode_number(device) == id.addr() as u64) {
         Err("the context does not have the device")
-    } else if of_queue(CL_QUEUE_CONTEXT)? != context.addr() {
+    } else if of_queue(cl::CL_QUEUE_CONTEXT)? != context.addr() {
         Err("the queue is of another context")
-    } else if of_queue(CL_QUEUE_DEVICE)? != id.addr() {
+    } else if of_queue(cl::CL_QUEUE_DEVICE)? != id.addr() {
         Err("the queue is of another device")
-    } else if properties & CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE != 0 {
-        Err("the queue runs commands out of order: create one without CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE")
+    } else if properties & cl::CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE != 0 {
+        Err("the queue runs commands out of order: create one without cl::CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE")
     } else {
         Ok(())
     })

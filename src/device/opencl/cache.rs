@@ -150,7 +150,11 @@ impl Cache {
                 self.max_size
             )));
         }
-        make_folder(&self.folder)?;
+        let mut builder = DirBuilder::new();
+        builder.recursive(true);
+        #[cfg(unix)]
+        std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+        builder.create(&self.folder)?;
         let folder = self.open_folder()?;
         // Only this user can read the file. It is not synced, because a truncated file fails its checksum.
         let mut builder = tempfile::Builder::new();
@@ -246,15 +250,6 @@ fn unseal(name: &str, mut file: Vec<u8>) -> Option<Vec<u8>> {
     }
     file.drain(..file.len() - contents.len());
     Some(file)
-}
-
-/// Creates the folder and its missing parents, with mode 0700.
-fn make_folder(folder: &Path) -> io::Result<()> {
-    let mut builder = DirBuilder::new();
-    builder.recursive(true);
-    #[cfg(unix)]
-    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
-    builder.create(folder)
 }
 
 /// Opens a file for reading if it is a regular file of this user that no other user can write to. Does not follow links or
@@ -378,9 +373,7 @@ impl ProgramCache {
     /// [`Error::Invalid`] for a folder that cannot be read, or is refused because other users have access to it.
     pub fn of_process() -> Result<Option<ProgramCache>> {
         let Some(cache) = Cache::of_process() else { return Ok(None) };
-        let files = cache
-            .existing_folder()?
-            .map_or(Ok(Vec::new()), |folder| folder.files().map_err(|error| cache.error(&error)))?;
+        let files = cache.existing_files()?.map_or(Vec::new(), |(files, _)| files);
         let bytes = files.iter().map(|file| file.bytes).sum();
         let (folder, max_bytes) = (cache.folder.clone(), cache.max_size);
         Ok(Some(ProgramCache { folder, files: files.len(), bytes, max_bytes }))
@@ -392,8 +385,7 @@ impl ProgramCache {
     /// The errors of [`of_process`](Self::of_process), and files that cannot be deleted.
     pub fn clear() -> Result<()> {
         let Some(cache) = Cache::of_process() else { return Ok(()) };
-        let Some(folder) = cache.existing_folder()? else { return Ok(()) };
-        let files = folder.files().map_err(|error| cache.error(&error))?;
+        let Some((files, folder)) = cache.existing_files()? else { return Ok(()) };
         for file in files.iter().filter(|file| file.kind != Some(FileKind::Tuning)) {
             match fs::remove_file(folder.at.join(&file.name)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(cache.error(&error)),
@@ -405,11 +397,12 @@ impl ProgramCache {
 }
 
 impl Cache {
-    fn existing_folder(&self) -> Result<Option<Folder>> {
-        match self.open_folder() {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            folder => folder.map(Some).map_err(|error| self.error(&error)),
-        }
+    fn existing_files(&self) -> Result<Option<(Vec<CachedFile>, Folder)>> {
+        let listed = match self.open_folder() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            folder => folder.and_then(|folder| Ok((folder.files()?, folder))),
+        };
+        listed.map(Some).map_err(|error| self.error(&error))
     }
 
     fn error(&self, error: &io::Error) -> Error {

@@ -1,10 +1,6 @@
 //! Queries all capabilities of a device from its driver.
 
-use opencl3::device as cl;
-use opencl3::platform::platform::{
-    CL_PLATFORM_EXTENSIONS, CL_PLATFORM_NAME, CL_PLATFORM_PROFILE, CL_PLATFORM_VENDOR, CL_PLATFORM_VERSION,
-};
-use opencl3::types::cl_device_id;
+use opencl_sys::{self as cl, cl_device_id};
 
 use super::description::{decode_number, text};
 use super::discovery;
@@ -24,8 +20,8 @@ pub(crate) fn capabilities(index: usize) -> Result<Capabilities> {
     let has = |name: &str| extensions.iter().any(|extension| extension == name);
     // Queries of an extension are sent only to devices with the extension: other devices may answer nonsense.
     let wave_size = number(cl::CL_DEVICE_PREFERRED_WORK_GROUP_SIZE_MULTIPLE)
-        .or_else(|| number(WARP_SIZE_NV).filter(|_| has("cl_nv_device_attribute_query")))
-        .or_else(|| number(WAVEFRONT_WIDTH_AMD).filter(|_| has("cl_amd_device_attribute_query")))
+        .or_else(|| number(cl::CL_DEVICE_WARP_SIZE_NV).filter(|_| has("cl_nv_device_attribute_query")))
+        .or_else(|| number(cl::CL_DEVICE_WAVEFRONT_WIDTH_AMD).filter(|_| has("cl_amd_device_attribute_query")))
         .filter(|&size| size > 0);
     let dot_products = number(cl::CL_DEVICE_INTEGER_DOT_PRODUCT_CAPABILITIES_KHR);
     Ok(Capabilities {
@@ -50,7 +46,7 @@ pub(crate) fn capabilities(index: usize) -> Result<Capabilities> {
             float: number(cl::CL_DEVICE_PREFERRED_VECTOR_WIDTH_FLOAT),
             double: number(cl::CL_DEVICE_PREFERRED_VECTOR_WIDTH_DOUBLE),
         },
-        half: number(HALF_FP_CONFIG).filter(|_| has("cl_khr_fp16")).and_then(floats),
+        half: number(cl::CL_DEVICE_HALF_FP_CONFIG).filter(|_| has("cl_khr_fp16")).and_then(floats),
         single: number(cl::CL_DEVICE_SINGLE_FP_CONFIG).and_then(floats),
         double: number(cl::CL_DEVICE_DOUBLE_FP_CONFIG).and_then(floats),
         svm: number(cl::CL_DEVICE_SVM_CAPABILITIES).map(|bits| SharedVirtualMemory {
@@ -71,11 +67,11 @@ pub(crate) fn platforms() -> Result<Vec<Platform>> {
     let describe = |id| {
         let text = |what| info!(clGetPlatformInfo(id, what)).ok().map(|bytes| text(&bytes));
         Platform {
-            name: text(CL_PLATFORM_NAME),
-            vendor: text(CL_PLATFORM_VENDOR),
-            version: text(CL_PLATFORM_VERSION),
-            profile: text(CL_PLATFORM_PROFILE),
-            extensions: words(&text(CL_PLATFORM_EXTENSIONS).unwrap_or_default()),
+            name: text(cl::CL_PLATFORM_NAME),
+            vendor: text(cl::CL_PLATFORM_VENDOR),
+            version: text(cl::CL_PLATFORM_VERSION),
+            profile: text(cl::CL_PLATFORM_PROFILE),
+            extensions: words(&text(cl::CL_PLATFORM_EXTENSIONS).unwrap_or_default()),
             devices: discovery::device_ids(id).ok().map(|ids| ids.len()),
         }
     };
@@ -85,13 +81,6 @@ pub(crate) fn platforms() -> Result<Vec<Platform>> {
 fn words(text: &str) -> Vec<String> {
     text.split_whitespace().map(str::to_owned).collect()
 }
-
-/// `CL_DEVICE_WARP_SIZE_NV` of the extension `cl_nv_device_attribute_query`.
-const WARP_SIZE_NV: u32 = 0x4003;
-/// `CL_DEVICE_WAVEFRONT_WIDTH_AMD` of the extension `cl_amd_device_attribute_query`.
-const WAVEFRONT_WIDTH_AMD: u32 = 0x4043;
-/// `CL_DEVICE_HALF_FP_CONFIG` of the extension `cl_khr_fp16`.
-const HALF_FP_CONFIG: u32 = 0x1033;
 
 /// Returns the number, of any width, that a query returns; `None` if the query is refused or empty.
 fn device_number(id: cl_device_id, what: u32) -> Option<u64> {

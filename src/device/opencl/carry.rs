@@ -58,16 +58,14 @@ fn read(blob: &[u8], identity: &str) -> Result<Entries, String> {
 
 /// Writes the programs that this process has loaded for the device, its probe results and its tuning to a file. Returns the
 /// number of programs.
-///
-/// # Errors
-/// The driver's errors, and [`Error::Invalid`] if the file cannot be written.
 pub(crate) fn export_cache(device: &ClDevice, path: &Path) -> Result<usize> {
     device.check_lost()?;
     let mut entries = device.programs.binaries().map_err(|e| device.failed(e))?;
     let programs = entries.len();
     entries.extend(lock(&device.programs.probe_results).clone());
-    if device.tuning().is_chosen() {
-        entries.insert(device.tuning_file(), device.tuning_text().into_bytes());
+    let tuning = device.tuning();
+    if tuning.is_chosen() {
+        entries.insert(tuning.file.clone(), tuning.text().into_bytes());
     }
     let blob = write(&cache_identity(device), &entries);
     let refused = |e| Error::invalid("export_cache", format!("{}: {e}", path.display()));
@@ -76,27 +74,25 @@ pub(crate) fn export_cache(device: &ClDevice, path: &Path) -> Result<usize> {
 }
 
 /// Loads a complete file of [`export_cache`], or nothing. Returns the number of programs.
-///
-/// # Errors
-/// [`Error::Invalid`] for a file that cannot be read, is damaged, or is of another device, driver or version.
 pub(crate) fn import_cache(device: &ClDevice, path: &Path) -> Result<usize> {
     device.check_lost()?;
     let refused = |why: String| Error::invalid("import_cache", format!("{}: {why}", path.display()));
     let blob = std::fs::read(path).map_err(|e| refused(e.to_string()))?;
     let mut entries = read(&blob, &cache_identity(device)).map_err(refused)?;
-    let tuning = entries.remove(&device.tuning_file()).map(|text| device.read_tuning(&String::from_utf8_lossy(&text)));
-    let tuning = tuning.transpose().map_err(refused)?;
+    let tuning = device.tuning();
+    let stored = entries.remove(&tuning.file).map(|text| tuning.read(&String::from_utf8_lossy(&text)));
+    let stored = stored.transpose().map_err(refused)?;
     let programs = entries.keys().filter(|name| FileKind::Program.matches(name)).count();
     lock(&device.programs.imported).extend(entries);
-    if let Some(stored) = tuning {
-        device.tuning().set_all(stored);
+    if let Some(stored) = stored {
+        tuning.set_all(stored);
     }
     Ok(programs)
 }
 
 /// Returns the identity of the device and the driver for which the programs are valid.
 fn cache_identity(device: &ClDevice) -> String {
-    format!("{}, {}, {}", device.identity(), device.info().vendor, device.description.platform_version)
+    format!("{}, {}, {}", tuning::identity(device.info()), device.info().vendor, device.description.platform_version)
 }
 
 /// Reads a file as a tuning file: checks the checksum, and parses the contents. A file without a valid checksum is parsed as a

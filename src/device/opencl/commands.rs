@@ -2,24 +2,31 @@
 
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Instant;
 
 use opencl3::memory::{CL_MAP_READ, CL_MAP_WRITE_INVALIDATE_REGION};
 use opencl3::types::cl_event;
 
+use super::ClDevice;
+use super::capture::{self, Command};
 use super::driver::{ClAt, ClEvent, ClKernel, call, create};
 use super::errors::ClError;
-use super::fault::{FaultSlot, Readings};
+use super::fault::FaultSlot;
 use super::host_memory::{BOUNCE_BYTES, BounceBuffer, HostMemory};
 use super::launch::{Arg, enqueue_kernel, records_faults, set_arg};
-use super::queue::Queue;
+use super::queue::{EARLIER_LAUNCH, Queue};
 use super::queues::LockedQueue;
-use super::{ClDevice, capture};
+use super::tuning::{
+    Level, MAX_TUNED_GROUP_ITEMS, PARAMETERS, SizeClass, Subject, TuningParameter, group_candidates,
+    prepare_with_trials,
+};
 use crate::device::capture::is_capturing;
 use crate::device::cpu::copy::copy as copy_bytes;
 use crate::device::profiler::{self, RecordKind};
 use crate::device::stream_id::StreamId;
 use crate::device::{DeviceKind, count_launch};
-use crate::error::for_each_part;
+use crate::error::{for_each_part, invalid};
 use crate::{Error, Result};
 
 /// The index in [`ClDevice::memory_kernels`] of each kernel of `kernels/memory.cl`.
@@ -57,9 +64,6 @@ impl ClDevice {
     }
 
     /// Launches like [`launch`](Self::launch), for kernels that do not count as launches.
-    ///
-    /// # Errors
-    /// The errors of [`launch`](Self::launch).
     pub(crate) fn launch_uncounted(
         &self,
         kernel: &ClKernel,
@@ -68,27 +72,21 @@ impl ClDevice {
         local: &[usize],
     ) -> Result<()> {
         self.check_lost()?;
-        let dims = global.len();
-        let bug = |reason: String| Err(Error::invalid(kernel.name(), reason));
-        if dims == 0 || dims > 3 || dims != local.len() || local.contains(&0) {
-            return bug(format!("cannot launch over {global:?} in groups of {local:?}"));
-        }
+        let (dims, name) = (global.len(), kernel.name());
+        invalid!(name if dims == 0 || dims > 3 || dims != local.len() || local.contains(&0),
+            "cannot launch over {global:?} in groups of {local:?}");
         // With fewer arguments, the kernel would run with arguments of the last launch.
-        if args.len() != kernel.arg_count() {
-            return bug(format!("the kernel takes {} arguments, not {}", kernel.arg_count(), args.len()));
-        }
-        if local.iter().product::<usize>() > kernel.max_work_group() {
-            return bug(format!("groups of {local:?} exceed the kernel's {} work-items", kernel.max_work_group()));
-        }
+        invalid!(name if args.len() != kernel.arg_count(),
+            "the kernel takes {} arguments, not {}", kernel.arg_count(), args.len());
+        invalid!(name if local.iter().product::<usize>() > kernel.max_work_group(),
+            "groups of {local:?} exceed the kernel's {} work-items", kernel.max_work_group());
         if global.contains(&0) {
             return Ok(());
         }
         let mut whole = [1usize; 3];
         for d in 0..dims {
-            whole[d] = match global[d].checked_next_multiple_of(local[d]) {
-                Some(n) => n,
-                None => return bug(format!("{global:?} work-items are too many")),
-            };
+            let rounded = global[d].checked_next_multiple_of(local[d]);
+            whole[d] = rounded.ok_or_else(|| Error::invalid(name, format!("{global:?} work-items are too many")))?;
         }
         if is_capturing(self.device()) {
             return capture::record_kernel(self, kernel, args, &whole[..dims], local);
@@ -114,7 +112,7 @@ impl ClDevice {
     pub(super) fn wait_for_checkpoint(&self, stream: StreamId, behind: Option<ClEvent>) {
         let _waiting = behind.as_ref().and_then(|_| self.waiting("clWaitForEvents", stream));
         if let Some(Err(e)) = behind.map(|event| event.wait_for_success()) {
-            self.note_failed(stream, e.code);
+            self.queues.lock().all[stream.index()].note_failed(EARLIER_LAUNCH, Some(e.code));
         }
     }
 
@@ -139,7 +137,10 @@ impl ClDevice {
         }
         match (recording, disjoint) {
             (true, _) if bytes == 0 => Ok(()),
-            (true, true) => capture::record_copy(self, src, dst, bytes),
+            (true, true) => {
+                let (from, to) = ((src.0.mem(), src.1), (dst.0.mem(), dst.1));
+                capture::record_command(self, |_| Ok(Command::Copy { from, to, bytes }))
+            }
             (true, false) => Err(Error::invalid("copy", "a graph cannot contain copies between overlapping ranges")),
             (false, _) => {
                 self.copy_on(stream, src, dst, bytes)?;
@@ -148,11 +149,10 @@ impl ClDevice {
         }
     }
 
-    /// Copies like [`copy`](Self::copy) on a given stream, and returns when the copy is submitted.
+    /// Copies like [`copy`](Self::copy) on a given stream; returns when the copy is submitted.
     pub(crate) fn copy_on(&self, stream: StreamId, src: ClAt<'_>, dst: ClAt<'_>, bytes: usize) -> Result<()> {
         self.check_lost()?;
-        check_range("copy", src, bytes)?;
-        check_range("copy", dst, bytes)?;
+        check_range("copy", src, bytes).and(check_range("copy", dst, bytes))?;
         let same = src.0.mem() == dst.0.mem();
         if bytes == 0 || same && src.1 == dst.1 {
             return Ok(());
@@ -298,7 +298,7 @@ impl ClDevice {
         let flags = if region.overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };
         let kind = if region.overwrite { RecordKind::Write } else { RecordKind::Read };
         let _mapped = profiler::span(kind, profiler::MAPPED, self.device(), self.current_stream().0, bytes);
-        let readings = self.while_idle(self.current_stream(), Readings::default(), |q, readings| {
+        let readings = self.while_idle(self.current_stream(), Vec::new(), |q, readings| {
             q.read_faults(readings, &[self.slot()], false)?;
             let start = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, off, bytes, 0, ptr::null(), none))?;
             f(start.cast());
@@ -317,12 +317,8 @@ impl ClDevice {
         self.check_lost()?;
         check_range("fill", (dst, off), bytes)?;
         let n = pattern.len();
-        if !matches!(n, 1 | 2 | 4 | 8 | 16) || !off.is_multiple_of(n) || !bytes.is_multiple_of(n) {
-            return Err(Error::invalid(
-                "fill",
-                format!("cannot fill {bytes} bytes at offset {off} with a pattern of {n} bytes"),
-            ));
-        }
+        invalid!("fill" if !matches!(n, 1 | 2 | 4 | 8 | 16) || !off.is_multiple_of(n) || !bytes.is_multiple_of(n),
+            "cannot fill {bytes} bytes at offset {off} with a pattern of {n} bytes");
         if bytes == 0 {
             return Ok(());
         }
@@ -341,7 +337,8 @@ impl ClDevice {
         }
         if is_capturing(self.device()) {
             return (0..bytes).step_by(MAX_FILL_BYTES).try_for_each(|at| {
-                capture::record_fill(self, (dst, off + at), MAX_FILL_BYTES.min(bytes - at), wide, n)
+                let (to, offset, bytes) = (dst.mem(), off + at, MAX_FILL_BYTES.min(bytes - at));
+                capture::record_command(self, |_| Ok(Command::Fill { to, offset, bytes, pattern: wide, length: n }))
             });
         }
         let mut done = 0;
@@ -465,14 +462,90 @@ impl ClDevice {
     }
 }
 
+/// Launches with tuned values, and with choices on trial.
+impl ClDevice {
+    /// Returns the device's value of a parameter.
+    pub(crate) fn tuned(&self, knob: TuningParameter) -> usize {
+        self.tuning().values[knob as usize].load(Relaxed)
+    }
+
+    /// Returns the value of a parameter for this size class: the choice for the class, or else the device's value.
+    pub(crate) fn tuned_for(&self, knob: TuningParameter, class: SizeClass) -> usize {
+        let default = self.tuned(knob);
+        self.choice(Subject::TuningParameter(knob as usize), class, default, |level| {
+            let choices = PARAMETERS[knob as usize].choices;
+            let at = choices.iter().position(|&choice| choice == default).unwrap_or(0);
+            match level {
+                Level::Fast => choices[at.saturating_sub(1)..choices.len().min(at + 2)].to_vec(),
+                _ => choices.to_vec(),
+            }
+        })
+    }
+
+    /// Returns the work-group size for a launch over `items` work-items: the choice for the size class, or else `default`. For kernels
+    /// that run in groups of any size and check bounds.
+    pub(crate) fn group_for(&self, kernel: &ClKernel, items: usize, default: usize) -> usize {
+        let most = kernel.max_work_group().min(MAX_TUNED_GROUP_ITEMS);
+        if kernel.has_fixed_group || default > most {
+            return default;
+        }
+        let most_useful = most.min(items.next_power_of_two());
+        let candidates =
+            |level| group_candidates(level, default).into_iter().filter(|&group| group <= most_useful).collect();
+        self.choice(Subject::Group(kernel.id), SizeClass::from_sizes([items]), default, candidates).min(most)
+    }
+
+    /// Returns the value of a choice for the launch that this thread prepares.
+    fn choice(
+        &self,
+        subject: Subject,
+        class: SizeClass,
+        default: usize,
+        candidates: impl FnOnce(Level) -> Vec<usize>,
+    ) -> usize {
+        // A recorded launch does not run, and so cannot be timed.
+        let may_try = || !is_capturing(self.device());
+        self.tuning().choices.choice((subject, class), default, may_try, candidates)
+    }
+
+    /// Prepares a launch and runs it, timed between idle streams if a choice is on trial. A launch that fails with a candidate, for
+    /// example because the kernel needs too many resources, is repeated with the default. Returns the prepared launch, and whether
+    /// it may be cached for similar launches.
+    ///
+    /// # Errors
+    /// The errors of the launch with the default, or a lost device.
+    pub(crate) fn launch_on_trial<P>(
+        &self,
+        prepare: impl Fn() -> Result<P>,
+        launch: impl Fn(&P) -> Result<()>,
+    ) -> Result<(P, bool)> {
+        let (prepared, trial) = prepare_with_trials(&prepare);
+        let run = |prepared: Result<P>| prepared.and_then(|prepared| launch(&prepared).map(|()| prepared));
+        let Some(timed) = trial.filter(|trial| trial.is_timed) else {
+            return Ok((run(prepared)?, trial.is_none()));
+        };
+        let stream = self.current_stream();
+        self.drain_stream(stream)?;
+        let from = Instant::now();
+        let launched = run(prepared);
+        let done =
+            launched.as_ref().map_or(Ok(()), |_| self.drain_stream(stream).and_then(|()| self.take_failed(stream)));
+        let micros = if launched.is_ok() && done.is_ok() { from.elapsed().as_secs_f64() * 1e6 } else { f64::INFINITY };
+        if self.tuning().choices.record_time(timed, micros) {
+            self.tuning().store_new_choices();
+        }
+        done?;
+        Ok((launched.or_else(|_| run(prepare()))?, false))
+    }
+}
+
 fn copy(q: &mut Queue, src: ClAt<'_>, dst: ClAt<'_>, n: usize, event: *mut cl_event) -> Result<(), ClError> {
     q.copy((src.0.mem(), src.1), (dst.0.mem(), dst.1), n, event)
 }
 
 /// Returns an error if the range is not inside the buffer, before the driver is called.
 pub(super) fn check_range(op: &'static str, (buffer, off): ClAt<'_>, bytes: usize) -> Result<()> {
-    if off.checked_add(bytes).is_some_and(|end| end <= buffer.bytes()) {
-        return Ok(());
-    }
-    Err(Error::invalid(op, format!("{bytes} bytes at {off} are beyond a buffer of {} bytes", buffer.bytes())))
+    invalid!(op if off.checked_add(bytes).is_none_or(|end| end > buffer.bytes()),
+        "{bytes} bytes at {off} are beyond a buffer of {} bytes", buffer.bytes());
+    Ok(())
 }

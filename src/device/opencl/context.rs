@@ -4,29 +4,19 @@
 //! memory and grants all of it. Intel's and Qualcomm's drivers need a special flag or property.
 
 use std::ffi::c_void;
-use std::mem::ManuallyDrop;
+use std::mem::{self, ManuallyDrop};
 use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
 
-use opencl_sys::{CL_FLOAT, CL_HALF_FLOAT, CL_MEM_OBJECT_IMAGE2D, CL_RGBA, cl_image_desc, cl_image_format};
-use opencl3::device::{
-    CL_DEVICE_IMAGE_SUPPORT, CL_DEVICE_IMAGE2D_MAX_HEIGHT, CL_DEVICE_IMAGE2D_MAX_WIDTH, CL_DEVICE_VERSION,
-};
-use opencl3::memory::{
-    CL_MAP_READ, CL_MAP_WRITE, CL_MEM_ALLOC_HOST_PTR, CL_MEM_CONTEXT, CL_MEM_FLAGS, CL_MEM_HOST_NO_ACCESS,
-    CL_MEM_HOST_PTR, CL_MEM_HOST_READ_ONLY, CL_MEM_HOST_WRITE_ONLY, CL_MEM_OBJECT_BUFFER, CL_MEM_READ_ONLY,
-    CL_MEM_READ_WRITE, CL_MEM_SIZE, CL_MEM_TYPE, CL_MEM_USE_HOST_PTR, CL_MEM_WRITE_ONLY,
-    CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED,
-};
-use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_mem_flags};
+use opencl_sys::{self as cl, cl_command_queue, cl_context, cl_device_id, cl_mem_flags};
 
-use super::description::{DeviceDescription, DriverText, LargeBuffers, notify, text};
+use super::description::{DeviceDescription, LargeBuffers, notify, text};
 use super::driver::{ClBuffer, ClImage, ClKernel, call, create, info, send_and_sync, value};
 use super::errors::{ClError, Class};
 use super::exit;
-use super::fault::{FaultSlots, FaultWords, NO_FAULT, Readings};
+use super::fault::{FaultSlots, FaultWords, NO_FAULT};
 use super::probe::{self, TensorCores};
 use super::program::{self, Programs};
 use super::queues::{Queues, SERVICE_STREAM};
@@ -34,14 +24,13 @@ use super::retry::{PAUSES, Probed, retry};
 use super::tuning::{self, Tuning};
 use crate::device::stream_id::{MAX_STREAMS, StreamId};
 use crate::device::{Device, DeviceInfo, DeviceKind, log};
+use crate::error::invalid;
 use crate::{Error, Result};
 
 /// The number of counters per stream in [`ClDevice::arrival_counters`].
 pub(crate) const ARRIVAL_COUNTERS: usize = 256;
 
 const CL_MEM_ALLOW_UNRESTRICTED_SIZE_INTEL: cl_mem_flags = 1 << 23;
-/// Makes Intel's compiler compute offsets in 64 bits, as required for programs that use a buffer of more than 4 GiB.
-const WIDE_OFFSETS: &str = "-cl-intel-greater-than-4GB-buffer-required ";
 /// The size in bytes above which offsets need more than 32 bits.
 const FOUR_GIB: u64 = 4 << 30;
 /// The property `CL_LARGE_BUFFER_QCOM` of the extension `cl_qcom_large_buffer`, switched on.
@@ -62,7 +51,7 @@ pub(crate) struct ClDevice {
     pub(super) programs: Programs,
     pub(super) faults: FaultSlots,
     tensor_cores: Probed<TensorCores>,
-    pub(super) tuning: OnceLock<Tuning>,
+    tuning: OnceLock<Tuning>,
     image_limits: OnceLock<Option<[usize; 2]>>,
     arrival_counters: OnceLock<ClBuffer>,
     /// `fill` and `copy` of `kernels/memory.cl`, then both with [wide offsets](Self::has_wide_offsets).
@@ -79,7 +68,7 @@ impl ClDevice {
     pub(super) fn open(index: usize, description: &'static DeviceDescription) -> Result<ClDevice> {
         let device = Device::OpenCL(index);
         let create = || {
-            let properties = [opencl3::context::context::CL_CONTEXT_PLATFORM, description.platform as isize, 0];
+            let properties = [cl::CL_CONTEXT_PLATFORM, description.platform as isize, 0];
             let user = ptr::from_ref(&description.driver_text).cast_mut().cast();
             let context = create!(clCreateContext(properties.as_ptr(), 1, &description.id, Some(notify), user))?;
             ClDevice::in_context(device, description, context, None)
@@ -88,7 +77,7 @@ impl ClDevice {
             device,
             call: e.call,
             code: e.name(),
-            detail: detail(&e, &description.driver_text) + ": the device could not be opened; the next use tries again",
+            detail: description.driver_text.detail(&e) + ": the device could not be opened; the next use tries again",
         })?;
         log::emit(move || tracing::debug!(%device, name = description.info.name, "opened"));
         Ok(opened)
@@ -135,10 +124,7 @@ impl ClDevice {
 
     /// Returns the kernel `entry` of the program in `source`, built unless a program with the same key is loaded or cached.
     /// `HAS_F64` is defined if the device has doubles, `IS_CPU` if it is a processor. Every call makes a new kernel object, so
-    /// callers keep the kernel.
-    ///
-    /// # Errors
-    /// [`Error::Build`] with the compiler's log, under the name `name`.
+    /// callers keep the kernel. [`Error::Build`] has the compiler's log and `name`.
     pub(crate) fn build(&self, name: &'static str, source: &str, entry: &str) -> Result<ClKernel> {
         program::build(self, name, source, entry)
     }
@@ -147,6 +133,11 @@ impl ClDevice {
     /// cores. If a driver call fails, the result is none for now, and a later call probes again.
     pub(crate) fn tensor_cores(&self) -> TensorCores {
         self.tensor_cores.get(|| probe::probe(self)).copied().unwrap_or_default()
+    }
+
+    /// Returns the values of the kernels' parameters, loaded at the first call.
+    pub(crate) fn tuning(&self) -> &Tuning {
+        self.tuning.get_or_init(|| Tuning::load(self.info()))
     }
 
     /// True if kernels may use FENCE, with which a launch's last work-group can read the results of the other work-groups. True on
@@ -167,10 +158,10 @@ impl ClDevice {
         *self.image_limits.get_or_init(|| {
             let id = self.id();
             let number = |what| value!(clGetDeviceInfo(id, what) as usize).unwrap_or(0);
-            let version = text(&info!(clGetDeviceInfo(id, CL_DEVICE_VERSION)).unwrap_or_default());
+            let version = text(&info!(clGetDeviceInfo(id, cl::CL_DEVICE_VERSION)).unwrap_or_default());
             let is_old = ["OpenCL 1.0", "OpenCL 1.1"].iter().any(|old| version.starts_with(old));
-            let has_images = value!(clGetDeviceInfo(id, CL_DEVICE_IMAGE_SUPPORT) as u32).is_ok_and(|has| has != 0);
-            let limits = [number(CL_DEVICE_IMAGE2D_MAX_WIDTH), number(CL_DEVICE_IMAGE2D_MAX_HEIGHT)];
+            let has_images = value!(clGetDeviceInfo(id, cl::CL_DEVICE_IMAGE_SUPPORT) as u32).is_ok_and(|has| has != 0);
+            let limits = [number(cl::CL_DEVICE_IMAGE2D_MAX_WIDTH), number(cl::CL_DEVICE_IMAGE2D_MAX_HEIGHT)];
             (has_images && !is_old && !limits.contains(&0)).then_some(limits)
         })
     }
@@ -179,7 +170,7 @@ impl ClDevice {
     /// [`commit`](Self::commit).
     pub(crate) fn create_buffer(&self, bytes: usize) -> Result<ClBuffer, ClError> {
         self.check_alive("clCreateBuffer")?; // returns before `detect_loss`, which would test a lost device again
-        self.new_buffer(CL_MEM_READ_WRITE, bytes, ptr::null_mut()).map_err(|e| self.detect_loss(e))
+        self.new_buffer(cl::CL_MEM_READ_WRITE, bytes, ptr::null_mut()).map_err(|e| self.detect_loss(e))
     }
 
     /// Creates a buffer with these flags, over the host memory at `host` unless null.
@@ -218,17 +209,12 @@ impl ClDevice {
         self.wide_offsets.load(Relaxed)
     }
 
-    /// Returns the compiler option for 64-bit offsets, if they are needed.
-    pub(super) fn offsets_option(&self) -> &'static str {
-        if self.has_wide_offsets() { WIDE_OFFSETS } else { "" }
-    }
-
     /// Makes the driver allocate the buffer's memory now, so that a lack of memory is an error here. The buffer's contents become
     /// unspecified.
     pub(crate) fn commit(&self, buffer: &ClBuffer) -> Result<(), ClError> {
         self.check_alive("clEnqueueMigrateMemObjects")?;
         let mem = buffer.mem();
-        let undefined = CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED;
+        let undefined = cl::CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED;
         let migrated = self.submit_and_wait(SERVICE_STREAM, (), |q, (), event| {
             call!(clEnqueueMigrateMemObjects(q.raw, 1, &mem, undefined, 0, ptr::null(), event))
         });
@@ -246,77 +232,53 @@ impl ClDevice {
     /// the memory only at the image's first use: see [`commit`](Self::commit).
     pub(crate) fn create_image(&self, [width, height]: [usize; 2], half: bool) -> Result<ClImage, ClError> {
         self.check_alive("clCreateImage")?;
-        let channel = if half { CL_HALF_FLOAT } else { CL_FLOAT };
-        let format = cl_image_format { image_channel_order: CL_RGBA, image_channel_data_type: channel };
-        let desc = cl_image_desc {
-            image_type: CL_MEM_OBJECT_IMAGE2D,
+        let channel = if half { cl::CL_HALF_FLOAT } else { cl::CL_FLOAT };
+        let format = cl::cl_image_format { image_channel_order: cl::CL_RGBA, image_channel_data_type: channel };
+        // SAFETY: the fields are numbers, and a pointer that may be null.
+        let zeros: cl::cl_image_desc = unsafe { mem::zeroed() };
+        let desc = cl::cl_image_desc {
+            image_type: cl::CL_MEM_OBJECT_IMAGE2D,
             image_width: width,
             image_height: height,
-            image_depth: 0,
-            image_array_size: 0,
-            image_row_pitch: 0,
-            image_slice_pitch: 0,
-            num_mip_levels: 0,
-            num_samples: 0,
-            buffer: ptr::null_mut(),
+            ..zeros
         };
-        let create = || create!(clCreateImage(self.context, CL_MEM_READ_WRITE, &format, &desc, ptr::null_mut()));
+        let create = || create!(clCreateImage(self.context, cl::CL_MEM_READ_WRITE, &format, &desc, ptr::null_mut()));
         let bytes = width * height * if half { 8 } else { 16 };
         exit::call(create).map(|mem| ClImage(ClBuffer::new(mem, bytes))).map_err(|e| self.detect_loss(e))
     }
 
     /// Retains a buffer of the device's context that kernels and the host may read and write.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for any other memory object, the driver's errors, and a lost device.
     pub(crate) fn import_buffer(&self, op: &'static str, mem: *mut c_void) -> Result<ClBuffer> {
         self.check_lost()?;
         let to_error = |e| self.failed(e);
-        let fail = |reason: String| Err(Error::invalid(op, reason));
-        let kind = value!(clGetMemObjectInfo(mem, CL_MEM_TYPE) as u32).map_err(to_error)?;
-        if kind != CL_MEM_OBJECT_BUFFER {
-            return fail(format!(
-                "the memory object is of type {kind:#x}: give a buffer, type {CL_MEM_OBJECT_BUFFER:#x}"
-            ));
-        }
-        let context = value!(clGetMemObjectInfo(mem, CL_MEM_CONTEXT) as usize).map_err(to_error)?;
-        if context != self.context.addr() {
-            return fail(format!(
-                "the buffer is of another context: create it in that of {}.cl_context()",
-                self.device()
-            ));
-        }
-        let flags = value!(clGetMemObjectInfo(mem, CL_MEM_FLAGS) as u64).map_err(to_error)?;
+        let kind = value!(clGetMemObjectInfo(mem, cl::CL_MEM_TYPE) as u32).map_err(to_error)?;
+        invalid!(op if kind != cl::CL_MEM_OBJECT_BUFFER,
+            "the memory object is of type {kind:#x}: give a buffer, type {:#x}", cl::CL_MEM_OBJECT_BUFFER);
+        let context = value!(clGetMemObjectInfo(mem, cl::CL_MEM_CONTEXT) as usize).map_err(to_error)?;
+        invalid!(op if context != self.context.addr(),
+            "the buffer is of another context: create it in that of {}.cl_context()", self.device());
+        let flags = value!(clGetMemObjectInfo(mem, cl::CL_MEM_FLAGS) as u64).map_err(to_error)?;
         let partly = [
-            (CL_MEM_READ_ONLY, "CL_MEM_READ_ONLY"),
-            (CL_MEM_WRITE_ONLY, "CL_MEM_WRITE_ONLY"),
-            (CL_MEM_HOST_READ_ONLY, "CL_MEM_HOST_READ_ONLY"),
-            (CL_MEM_HOST_WRITE_ONLY, "CL_MEM_HOST_WRITE_ONLY"),
-            (CL_MEM_HOST_NO_ACCESS, "CL_MEM_HOST_NO_ACCESS"),
+            (cl::CL_MEM_READ_ONLY, "CL_MEM_READ_ONLY"),
+            (cl::CL_MEM_WRITE_ONLY, "CL_MEM_WRITE_ONLY"),
+            (cl::CL_MEM_HOST_READ_ONLY, "CL_MEM_HOST_READ_ONLY"),
+            (cl::CL_MEM_HOST_WRITE_ONLY, "CL_MEM_HOST_WRITE_ONLY"),
+            (cl::CL_MEM_HOST_NO_ACCESS, "CL_MEM_HOST_NO_ACCESS"),
         ];
-        if let Some((_, name)) = partly.into_iter().find(|(flag, _)| flags & flag != 0) {
-            return fail(format!(
-                "the buffer was created with {name}: tensors are read and written, by the host as well"
-            ));
+        invalid!(op if let Some((_, name)) = partly.into_iter().find(|(flag, _)| flags & flag != 0),
+            "the buffer was created with {name}: tensors are read and written, by the host as well");
+        if flags & cl::CL_MEM_USE_HOST_PTR != 0 {
+            let start = value!(clGetMemObjectInfo(mem, cl::CL_MEM_HOST_PTR) as usize).map_err(to_error)?;
+            invalid!(op if !start.is_multiple_of(VECTOR_BYTES),
+                "the buffer's host memory begins at {start:#x}, which is not a multiple of {VECTOR_BYTES}");
         }
-        if flags & CL_MEM_USE_HOST_PTR != 0 {
-            let start = value!(clGetMemObjectInfo(mem, CL_MEM_HOST_PTR) as usize).map_err(to_error)?;
-            if !start.is_multiple_of(VECTOR_BYTES) {
-                return fail(format!(
-                    "the buffer's host memory begins at {start:#x}, which is not a multiple of {VECTOR_BYTES}"
-                ));
-            }
-        }
-        let bytes = value!(clGetMemObjectInfo(mem, CL_MEM_SIZE) as usize).map_err(to_error)?;
+        let bytes = value!(clGetMemObjectInfo(mem, cl::CL_MEM_SIZE) as usize).map_err(to_error)?;
         call!(clRetainMemObject(mem)).map_err(to_error)?;
         self.note_buffer(bytes, false);
         Ok(ClBuffer::new(mem, bytes))
     }
 
     /// Unmaps all mapped ranges, and waits for all work, so that the caller can release a buffer's host memory.
-    ///
-    /// # Errors
-    /// A range that cannot be unmapped; a lost device.
     pub(crate) fn finish_host_memory(&self) -> Result<()> {
         drop(self.lock(StreamId::DEFAULT).map_err(|e| self.failed(e))?);
         self.drain()
@@ -327,7 +289,7 @@ impl ClDevice {
     /// # Safety
     /// The bytes are valid, and no other code uses them, until the buffer is released and every command that uses it is over.
     pub(crate) unsafe fn buffer_over(&self, start: NonNull<u8>, bytes: usize) -> Result<ClBuffer, ClError> {
-        self.new_buffer(CL_MEM_READ_WRITE | CL_MEM_USE_HOST_PTR, bytes, start.as_ptr().cast())
+        self.new_buffer(cl::CL_MEM_READ_WRITE | cl::CL_MEM_USE_HOST_PTR, bytes, start.as_ptr().cast())
     }
 
     /// Maps all of a buffer for reading and writing. The caller must own the buffer's only handle. Waits for the device.
@@ -338,10 +300,10 @@ impl ClDevice {
         self.check_lost()?;
         let (buffer, stream) = (buffer.retain().map_err(|e| self.failed(e))?, self.current_stream());
         let (readings, at) = self
-            .while_idle(stream, (Readings::default(), ptr::null_mut()), |q, (readings, at)| {
+            .while_idle(stream, (Vec::new(), ptr::null_mut()), |q, (readings, at)| {
                 q.read_faults(readings, &[self.slot()], false)?;
                 let (mem, bytes) = (buffer.mem(), buffer.bytes());
-                let (flags, unasked) = (CL_MAP_READ | CL_MAP_WRITE, ptr::null_mut());
+                let (flags, unasked) = (cl::CL_MAP_READ | cl::CL_MAP_WRITE, ptr::null_mut());
                 *at = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, 0, bytes, 0, ptr::null(), unasked))?;
                 Ok(())
             })
@@ -360,9 +322,9 @@ impl ClDevice {
     /// The driver's errors; out of memory refers to the host's memory.
     pub(crate) fn create_pinned(&'static self, bytes: usize) -> Result<MappedBuffer, ClError> {
         self.check_alive("clCreateBuffer")?;
-        let created = ClBuffer::create(self.context, CL_MEM_READ_WRITE | CL_MEM_ALLOC_HOST_PTR, bytes);
+        let created = ClBuffer::create(self.context, cl::CL_MEM_READ_WRITE | cl::CL_MEM_ALLOC_HOST_PTR, bytes);
         let buffer = created.map_err(|e| self.detect_loss(e))?;
-        let (mem, map, mut at) = (buffer.mem(), CL_MAP_READ | CL_MAP_WRITE, ptr::null_mut());
+        let (mem, map, mut at) = (buffer.mem(), cl::CL_MAP_READ | cl::CL_MAP_WRITE, ptr::null_mut());
         let done = self.submit_and_wait(SERVICE_STREAM, (), |q, (), event| {
             at = create!(clEnqueueMapBuffer(q.raw, mem, 0, map, 0, bytes, 0, ptr::null(), event))?;
             Ok(())
@@ -403,18 +365,12 @@ impl ClDevice {
 
     /// Converts a driver error into the public error, with the code's name and the driver's last message.
     pub(crate) fn error(&self, e: ClError) -> Error {
+        let detail = || self.description.driver_text.detail(&e);
         if e.classify() == Class::Lost {
-            let cause = self
-                .lost
-                .get_or_init(|| format!("{}: {}{}", e.call, e.name(), detail(&e, &self.description.driver_text)));
-            return Error::DeviceLost { device: self.device, cause: cause.clone() };
+            let cause = self.lost.get_or_init(|| format!("{}: {}{}", e.call, e.name(), detail())).clone();
+            return Error::DeviceLost { device: self.device, cause };
         }
-        Error::OpenCl {
-            device: self.device,
-            call: e.call,
-            code: e.name(),
-            detail: detail(&e, &self.description.driver_text),
-        }
+        Error::OpenCl { device: self.device, call: e.call, code: e.name(), detail: detail() }
     }
 
     /// Converts the error of a failed call, after deciding whether the device is lost. Not to be called under the queues' lock.
@@ -423,10 +379,8 @@ impl ClDevice {
     }
 
     pub(crate) fn check_lost(&self) -> Result<()> {
-        match self.lost.get() {
-            None => Ok(()),
-            Some(cause) => Err(Error::DeviceLost { device: self.device, cause: cause.clone() }),
-        }
+        let lost = |cause: &String| Err(Error::DeviceLost { device: self.device, cause: cause.clone() });
+        self.lost.get().map_or(Ok(()), lost)
     }
 
     /// Returns an error if the device is lost, like [`check_lost`](Self::check_lost), but as a [`ClError`].
@@ -438,8 +392,8 @@ impl ClDevice {
     pub(super) fn detect_loss(&self, mut e: ClError) -> ClError {
         e.lost = e.unfinished || e.is_fatal() || e.is_suspicious() && !self.responds();
         if e.lost {
-            let (kept, detail) =
-                (if e.unfinished { UNFINISHED } else { "" }, detail(&e, &self.description.driver_text));
+            let kept = if e.unfinished { UNFINISHED } else { "" };
+            let detail = self.description.driver_text.detail(&e);
             self.lost.get_or_init(|| format!("{}: {}{detail}{kept}", e.call, e.name()));
             let device = self.device;
             log::emit(move || tracing::error!(%device, call = e.call, code = e.name(), "device lost"));
@@ -458,11 +412,11 @@ impl ClDevice {
     }
 
     fn test_read(&self) -> bool {
-        let (mut queue, to) = (self.lock_for_waits(SERVICE_STREAM), self.faults.discard_memory());
-        let (buffer, n, none) = (self.faults.shared().buffer(), size_of::<FaultWords>(), ptr::null_mut());
+        let (mut queue, to) = (self.lock_for_waits(SERVICE_STREAM), self.faults.discard_memory.get().cast());
+        let (buffer, n, none) = (&self.faults.shared.buffer, size_of::<FaultWords>(), ptr::null_mut());
         let mem = buffer.mem();
         call!(clEnqueueReadBuffer(queue.raw, mem, 1, 0, n, to, 0, ptr::null(), none)).is_ok()
-            || create!(clEnqueueMapBuffer(queue.raw, mem, 1, CL_MAP_READ, 0, n, 0, ptr::null(), none))
+            || create!(clEnqueueMapBuffer(queue.raw, mem, 1, cl::CL_MAP_READ, 0, n, 0, ptr::null(), none))
                 .is_ok_and(|at| queue.unmap(buffer, at).is_ok())
     }
 }
@@ -525,17 +479,4 @@ impl Drop for MappedBuffer {
         // SAFETY: dropped once, here, and not used again.
         unsafe { ManuallyDrop::drop(&mut self.buffer) };
     }
-}
-
-/// Returns the end of an error message: the number of an unnamed code, and the driver's last message.
-fn detail(e: &ClError, text: &DriverText) -> String {
-    let text = text.take();
-    let mut detail = String::new();
-    if e.name() == "UNKNOWN_ERROR" {
-        detail = format!(" ({})", e.code);
-    }
-    if !text.is_empty() {
-        detail = format!("{detail}: {}", text.trim());
-    }
-    detail
 }

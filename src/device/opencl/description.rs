@@ -94,9 +94,12 @@ impl DriverText {
         }
     }
 
-    pub(super) fn take(&self) -> String {
+    /// Takes the end of an error message: the number of an unnamed code, and the driver's last message.
+    pub(super) fn detail(&self, e: &ClError) -> String {
         self.log();
-        mem::take(&mut self.messages().last)
+        let code = if e.name() == "UNKNOWN_ERROR" { format!(" ({})", e.code) } else { String::new() };
+        let text = mem::take(&mut self.messages().last);
+        if text.is_empty() { code } else { format!("{code}: {}", text.trim()) }
     }
 }
 
@@ -120,18 +123,6 @@ pub(super) enum LargeBuffers {
     Intel,
     /// With Qualcomm's property.
     Qualcomm,
-}
-
-impl LargeBuffers {
-    /// Returns the method for a device, from its vendor and extensions.
-    fn for_device(info: &DeviceInfo, extensions: &str) -> LargeBuffers {
-        match info.kind {
-            _ if extensions.split_whitespace().any(|e| e == "cl_qcom_large_buffer") => LargeBuffers::Qualcomm,
-            // Processors are excluded: their drivers refuse the flag, and "GenuineIntel" is the vendor of processors.
-            DeviceKind::DiscreteGpu | DeviceKind::IntegratedGpu if info.vendor.contains("Intel") => LargeBuffers::Intel,
-            _ => LargeBuffers::Plain,
-        }
-    }
 }
 
 /// Returns the properties that decide a device's index: whether the device is usable, its kind and its compute units.
@@ -169,15 +160,11 @@ pub(super) fn rank_properties(id: cl_device_id) -> Result<(DeviceKind, usize), Q
 
 /// Returns the reason if this work-group size or this size of local memory is too small for kernels.
 pub(super) fn unusable_reason(group: u64, local: u64) -> Option<String> {
-    match () {
-        _ if group < MIN_GROUP_ITEMS => {
-            Some(format!("has work-groups of {group} work-items, and kernels need {MIN_GROUP_ITEMS}"))
-        }
-        _ if local < MIN_LOCAL_BYTES => {
-            Some(format!("has {local} bytes of local memory, and kernels need {MIN_LOCAL_BYTES}"))
-        }
-        _ => None,
+    if group < MIN_GROUP_ITEMS {
+        return Some(format!("has work-groups of {group} work-items, and kernels need {MIN_GROUP_ITEMS}"));
     }
+    let too_little = || format!("has {local} bytes of local memory, and kernels need {MIN_LOCAL_BYTES}");
+    (local < MIN_LOCAL_BYTES).then(too_little)
 }
 
 fn has_unified_memory(id: cl_device_id) -> Result<bool, ClError> {
@@ -220,6 +207,12 @@ pub(super) fn describe(
         local_memory: number(cl::CL_DEVICE_LOCAL_MEM_SIZE)? as usize,
         max_work_group: number(cl::CL_DEVICE_MAX_WORK_GROUP_SIZE)? as usize,
     };
+    let large_buffers = match kind {
+        _ if has("cl_qcom_large_buffer") => LargeBuffers::Qualcomm,
+        // Processors are excluded: their drivers refuse the flag, and "GenuineIntel" is the vendor of processors.
+        DeviceKind::DiscreteGpu | DeviceKind::IntegratedGpu if info.vendor.contains("Intel") => LargeBuffers::Intel,
+        _ => LargeBuffers::Plain,
+    };
     let platform_text = |what| retry(|| info!(clGetPlatformInfo(platform, what))).map(|b| self::text(&b));
     Ok(DeviceDescription {
         id,
@@ -228,7 +221,7 @@ pub(super) fn describe(
         platform_version: platform_text(opencl3::platform::platform::CL_PLATFORM_VERSION)?,
         opencl_c,
         reports_compute_capability: has("cl_nv_device_attribute_query"),
-        large_buffers: LargeBuffers::for_device(&info, &extensions),
+        large_buffers,
         info,
         driver_text: DriverText::default(),
     })

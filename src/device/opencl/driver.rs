@@ -3,12 +3,14 @@
 //! opencl3's wrappers request an event for every command, and panic if a release fails, which happens after a device fault
 //! and while the process ends. The handles here release themselves and ignore the driver's answer.
 
+use std::ffi::CString;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use opencl3::event::{CL_COMPLETE, CL_EVENT_COMMAND_EXECUTION_STATUS};
-use opencl3::types::{cl_context, cl_event, cl_kernel, cl_mem, cl_mem_flags, cl_program};
+use opencl_sys::{
+    self as cl, CL_COMPLETE, cl_context, cl_device_id, cl_event, cl_kernel, cl_mem, cl_mem_flags, cl_program,
+};
 
 use super::errors::ClError;
 use super::exit;
@@ -103,8 +105,8 @@ macro_rules! value {
 macro_rules! send_and_sync {
     ($($type:ty),*) => { $(
         // SAFETY: OpenCL objects belong to the process, not to a thread, and OpenCL's functions are thread-safe, with the one
-        // exception of clSetKernelArg on one kernel, which is called only under the queue lock of the kernel's device. Mapped
-        // addresses are used only by the owner, whose users synchronise their accesses.
+        // exception of clSetKernelArg on one kernel, which is called only under the queue lock of the kernel's device, or before
+        // other threads have the kernel. Mapped addresses are used only by the owner, whose users synchronise their accesses.
         unsafe impl Send for $type {}
         // SAFETY: as above.
         unsafe impl Sync for $type {}
@@ -167,45 +169,56 @@ impl ClImage {
 /// A kernel object. Its arguments are set only under the queues' lock of its device, so threads can share it.
 #[derive(Debug)]
 pub(crate) struct ClKernel {
-    kernel: cl_kernel,
+    pub(super) raw: cl_kernel,
     /// Dropped after the kernel has been released, because the kernel belongs to the program.
-    program: Arc<Program>,
+    pub(super) program: Arc<Program>,
     name: &'static str,
     /// For each argument, the bits of the number to which it was last set, else [`NOT_SET`]. Changed under the queues' lock.
     numbers: Box<[AtomicU64]>,
     max_work_group: usize,
     /// True if the kernel was compiled for one group size.
-    has_fixed_group: bool,
-    id: u64,
+    pub(super) has_fixed_group: bool,
+    /// A number that is the same in every process.
+    pub(super) id: u64,
 }
 
 /// Marks an argument without a known number. A number with these bits is set at every launch.
 const NOT_SET: u64 = u64::MAX;
 
+fn unset(args: usize) -> Box<[AtomicU64]> {
+    (0..args).map(|_| AtomicU64::new(NOT_SET)).collect()
+}
+
 impl ClKernel {
-    pub(super) fn new(kernel: cl_kernel, program: Arc<Program>, name: &'static str) -> ClKernel {
-        ClKernel { kernel, program, name, numbers: Box::default(), max_work_group: 0, has_fixed_group: false, id: 0 }
+    /// Creates the kernel `entry` of a program, and queries its number of arguments and group sizes on the device.
+    pub(super) fn create(
+        device: cl_device_id,
+        program: Arc<Program>,
+        name: &'static str,
+        entry: &str,
+        id: u64,
+    ) -> Result<ClKernel, ClError> {
+        let entry = CString::new(entry).map_err(|_| ClError::new("clCreateKernel", -46))?;
+        let raw = create!(clCreateKernel(program.0, entry.as_ptr()))?;
+        // Owned from here on, so that the kernel is released if a query fails.
+        let mut kernel =
+            ClKernel { raw, program, name, numbers: Box::default(), max_work_group: 0, has_fixed_group: false, id };
+        kernel.numbers = unset(value!(clGetKernelInfo(raw, cl::CL_KERNEL_NUM_ARGS) as u32)? as usize);
+        let group = value!(clGetKernelWorkGroupInfo(raw, device, cl::CL_KERNEL_WORK_GROUP_SIZE) as usize)?;
+        // A kernel compiled for one group size can run that size: NVIDIA's driver reports 256 for larger sizes too.
+        let made_for =
+            value!(clGetKernelWorkGroupInfo(raw, device, cl::CL_KERNEL_COMPILE_WORK_GROUP_SIZE) as [usize; 3])?;
+        let made_for = made_for.iter().product();
+        (kernel.max_work_group, kernel.has_fixed_group) = (group.max(made_for), made_for > 0);
+        Ok(kernel)
     }
 
-    pub(super) fn with_limits(mut self, args: usize, max_work_group: usize) -> ClKernel {
-        self.numbers = (0..args).map(|_| AtomicU64::new(NOT_SET)).collect();
-        self.max_work_group = max_work_group;
-        self
-    }
-
-    /// Adds an id that is the same in every process, and whether the kernel was compiled for one group size.
-    pub(super) fn with_identity(mut self, id: u64, has_fixed_group: bool) -> ClKernel {
-        (self.id, self.has_fixed_group) = (id, has_fixed_group);
-        self
-    }
-
-    pub(super) fn id(&self) -> u64 {
-        self.id
-    }
-
-    /// True if the kernel was compiled for one group size.
-    pub(super) fn has_fixed_group_size(&self) -> bool {
-        self.has_fixed_group
+    /// Creates another kernel object of the same function, with its own arguments.
+    pub(super) fn duplicate(&self) -> Result<ClKernel, ClError> {
+        let name = info!(clGetKernelInfo(self.raw, cl::CL_KERNEL_FUNCTION_NAME))?;
+        let entry = name.split(|&b| b == 0).next().and_then(|n| CString::new(n).ok()).unwrap_or_default();
+        let raw = create!(clCreateKernel(self.program.0, entry.as_ptr()))?;
+        Ok(ClKernel { raw, program: Arc::clone(&self.program), numbers: unset(self.numbers.len()), ..*self })
     }
 
     /// True if this argument was last set to a number with these bits.
@@ -232,19 +245,11 @@ impl ClKernel {
     pub(crate) fn max_work_group(&self) -> usize {
         self.max_work_group
     }
-
-    pub(super) fn raw(&self) -> cl_kernel {
-        self.kernel
-    }
-
-    pub(super) fn program(&self) -> &Arc<Program> {
-        &self.program
-    }
 }
 
 impl Drop for ClKernel {
     fn drop(&mut self) {
-        let _ = call_unlocked!(clReleaseKernel(self.kernel));
+        let _ = call_unlocked!(clReleaseKernel(self.raw));
     }
 }
 
@@ -323,7 +328,7 @@ impl ClEvent {
 
     /// Returns the command's status, or its error code if it failed.
     fn status(&self) -> Result<i32, ClError> {
-        exit::call(|| value!(clGetEventInfo(self.0, CL_EVENT_COMMAND_EXECUTION_STATUS) as i32))
+        exit::call(|| value!(clGetEventInfo(self.0, cl::CL_EVENT_COMMAND_EXECUTION_STATUS) as i32))
     }
 }
 

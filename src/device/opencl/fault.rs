@@ -9,7 +9,6 @@
 //! are reset to zero before the next kernel uses them ([`FaultSlot::clear`]).
 
 use std::cell::{Cell, RefCell, UnsafeCell};
-use std::ffi::c_void;
 use std::sync::atomic::{
     AtomicBool, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
@@ -47,15 +46,19 @@ pub(super) const NO_FAULT: &FaultWords = &[0; 4];
 /// is the only sign of the failure.
 const UNREAD: i32 = -1;
 
-/// Returns the names of the operations whose kernels record an index, in order of their first launch.
-fn index_operations() -> MutexGuard<'static, Vec<&'static str>> {
-    static NAMES: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
-    lock(&NAMES)
+/// The state that all devices' faults share.
+struct Shared {
+    /// True if all threads use the shared slots.
+    any_thread: AtomicBool,
+    /// The names of the operations whose kernels record an index, in order of their first launch.
+    index_operations: Mutex<Vec<&'static str>>,
 }
+
+static SHARED: Shared = Shared { any_thread: AtomicBool::new(false), index_operations: Mutex::new(Vec::new()) };
 
 /// Returns the code that a kernel records for an index out of range: [`Fault::Index`], and the operation's number in the bits above.
 pub(crate) fn index_fault(op: &'static str) -> u32 {
-    let mut names = index_operations();
+    let mut names = lock(&SHARED.index_operations);
     let place = names.iter().position(|&name| name == op).unwrap_or_else(|| {
         names.push(op);
         names.len() - 1
@@ -65,7 +68,7 @@ pub(crate) fn index_fault(op: &'static str) -> u32 {
 
 /// The words in which the kernels of one thread record a fault.
 pub(super) struct FaultSlot {
-    buffer: ClBuffer,
+    pub(super) buffer: ClBuffer,
     pending: Mutex<Pending>,
     /// True if there are words to read, or a read is in progress. Every wait checks this flag.
     is_pending: AtomicBool,
@@ -88,7 +91,8 @@ struct Pending {
     reading: bool,
 }
 
-/// A read of a slot's words. If the words were not examined, the drop leaves them to the next read.
+/// A read of a slot's words. If the words were not examined, the drop leaves them to the next read. A command writes the words
+/// until the read is over, so a `Reading` must not move before.
 pub(super) struct Reading {
     pub(super) slot: &'static FaultSlot,
     pub(super) words: FaultWords,
@@ -158,10 +162,6 @@ impl Pending {
     }
 }
 
-/// The reads of several slots. Commands write into this memory until the reads are over, so the memory must not move.
-#[derive(Default)]
-pub(super) struct Readings(pub(super) Vec<Reading>);
-
 /// The slots of ended threads, for reuse.
 type IdleSlots = Mutex<Vec<&'static FaultSlot>>;
 
@@ -170,10 +170,10 @@ pub(super) const MAX_UNREAD_SLOTS: usize = 16;
 
 pub(super) struct FaultSlots {
     /// The slot of threads that cannot have their own slot.
-    shared: &'static FaultSlot,
+    pub(super) shared: &'static FaultSlot,
     idle: &'static IdleSlots,
-    /// The destination of reads whose result is not used.
-    discard_memory: &'static UnsafeCell<FaultWords>,
+    /// The destination of reads whose result is not used. Never released.
+    pub(super) discard_memory: &'static UnsafeCell<FaultWords>,
 }
 
 /// A thread's ownership of a slot. The end of the thread drops this value, which makes the slot idle.
@@ -198,9 +198,6 @@ thread_local! {
     static OWN_FAULTS: OwnFaults = const { OwnFaults { slots: RefCell::new(Vec::new()), reported: Cell::new(0) } };
 }
 
-/// True if all threads use the shared slots.
-static ANY_THREAD: AtomicBool = AtomicBool::new(false);
-
 /// Returns the number of kernel faults (an index out of range, an integer division by zero) that were errors of this thread's
 /// calls. If the number grew during a call that failed, the error may belong to an operation launched before that call; a
 /// fault is reported only once.
@@ -224,7 +221,7 @@ pub fn reported_faults() -> u64 {
 /// claystone::device::report_faults_to_any_thread();
 /// ```
 pub fn report_faults_to_any_thread() {
-    ANY_THREAD.store(true, Release);
+    SHARED.any_thread.store(true, Release);
 }
 
 impl FaultSlots {
@@ -236,9 +233,9 @@ impl FaultSlots {
         })
     }
 
-    /// Returns this thread's slot; the shared slot if the thread has none.
+    /// Returns the slot of this thread; the shared slot if the thread has none.
     pub(super) fn current(&self) -> &'static FaultSlot {
-        if ANY_THREAD.load(Relaxed) {
+        if SHARED.any_thread.load(Relaxed) {
             return self.shared;
         }
         let find =
@@ -248,7 +245,7 @@ impl FaultSlots {
 
     /// True if this thread, whose slot is `current`, may own a slot and has none.
     pub(super) fn needs_slot(&self, current: &FaultSlot) -> bool {
-        ptr::eq(current, self.shared) && !ANY_THREAD.load(Relaxed)
+        ptr::eq(current, self.shared) && !SHARED.any_thread.load(Relaxed)
     }
 
     /// Makes a slot this thread's own. A thread that ends gets the shared slot.
@@ -276,15 +273,6 @@ impl FaultSlots {
             idle.remove(at)
         })
     }
-
-    pub(super) fn shared(&self) -> &'static FaultSlot {
-        self.shared
-    }
-
-    /// Returns the memory into which fault words are read if no code uses them. The memory is never released.
-    pub(super) fn discard_memory(&self) -> *mut c_void {
-        self.discard_memory.get().cast()
-    }
 }
 
 impl FaultSlot {
@@ -302,23 +290,14 @@ impl FaultSlot {
         })))
     }
 
-    pub(super) fn buffer(&self) -> &ClBuffer {
-        &self.buffer
-    }
-
     fn pending(&self) -> MutexGuard<'_, Pending> {
         lock(&self.pending)
     }
 
     /// Returns the progress of the reads of this slot.
     pub(super) fn reads(&self) -> FaultReads {
-        let load = |count: &AtomicU64| count.load(Acquire);
-        FaultReads {
-            slot: ptr::from_ref(self).addr() as u64,
-            begun: load(&self.begun),
-            clean: load(&self.clean),
-            found: load(&self.found),
-        }
+        let [begun, clean, found] = [&self.begun, &self.clean, &self.found].map(|count| count.load(Acquire));
+        FaultReads { slot: ptr::from_ref(self).addr() as u64, begun, clean, found }
     }
 
     /// Calls `reset`, which sets the words to zero, if the words must be reset.
@@ -384,7 +363,9 @@ fn decode(words: FaultWords) -> Option<Error> {
         0 => None,
         code if code == Fault::DivisionByZero as i32 => Some(Error::DivisionByZero { op: "div" }),
         code if code == Fault::Label as i32 => Some(out_of_range("cross_entropy")),
-        code => Some(out_of_range(index_operations().get((code >> 8) as usize).copied().unwrap_or("gather"))),
+        code => {
+            Some(out_of_range(lock(&SHARED.index_operations).get((code >> 8) as usize).copied().unwrap_or("gather")))
+        }
     }
 }
 

@@ -3,13 +3,16 @@
 //! The crate cl3 has such a table as well, but with the type `fn` instead of `unsafe extern "C" fn`. A call through the wrong
 //! function type is undefined behaviour. This table has the types of OpenCL's headers.
 
-use std::env;
 use std::ffi::{CStr, c_void};
 use std::sync::OnceLock;
+use std::{env, mem, ptr};
 
 use dlopen2::raw::Library;
 use opencl_sys::cl_function_types::*;
+use opencl_sys::cl_platform_id;
 
+use super::driver::library;
+use super::errors::ClError;
 use crate::device::system::{OS, opencl_libraries};
 
 macro_rules! functions {
@@ -86,28 +89,38 @@ functions! {
     clWaitForEvents: clWaitForEvents_t,
 }
 
-impl Functions {
-    /// Returns the address that the library exports under this name.
-    pub(super) fn exported(&self, name: &CStr) -> Option<*mut c_void> {
-        // SAFETY: only the address is read.
-        unsafe { self.library.symbol_cstr::<*mut c_void>(name) }.ok()
-    }
-}
-
 /// Loads the library at the first call: the first path in `OPENCL_DYLIB_PATH` (separated by semicolons) that loads, else the first of
 /// the [system's libraries](opencl_libraries). Returns the error of the system's first library.
 pub(super) fn load() -> &'static Result<Functions, dlopen2::Error> {
     static LOADED: OnceLock<Result<Functions, dlopen2::Error>> = OnceLock::new();
     LOADED.get_or_init(|| {
         let paths = env::var("OPENCL_DYLIB_PATH").unwrap_or_default();
-        let chosen = paths.split(';').filter(|path| !path.is_empty());
+        let mut chosen = paths.split(';').filter(|path| !path.is_empty());
         let [first, others @ ..] = opencl_libraries(OS) else { unreachable!("every system has a name for it") };
         // On some devices Mali's OpenGL library exports OpenCL's functions.
         let has_opencl = |path| Functions::load(path).ok().filter(|functions| functions.clGetPlatformIDs.is_some());
         chosen
-            .filter_map(has_opencl)
-            .next()
+            .find_map(has_opencl)
             .map_or_else(|| Functions::load(first), Ok)
             .or_else(|error| others.iter().copied().find_map(has_opencl).ok_or(error))
     })
+}
+
+/// Returns an extension's function from the platform, or else from the library's exports; `None` if both lack the function.
+///
+/// # Safety
+/// `T` is an `Option` of a function, and the function of this name has this type.
+pub(super) unsafe fn extension_function<T: Copy>(platform: cl_platform_id, name: &CStr) -> Result<T, ClError> {
+    const { assert!(size_of::<T>() == size_of::<*mut c_void>()) };
+    let library = library()?;
+    let of_platform = library.clGetExtensionFunctionAddressForPlatform.map(|get| {
+        // SAFETY: the platform is one of the library's, and the name ends with a zero.
+        unsafe { get(platform, name.as_ptr()) }
+    });
+    let address = of_platform.filter(|address| !address.is_null()).or_else(|| {
+        // SAFETY: only the address is read.
+        unsafe { library.library.symbol_cstr::<*mut c_void>(name) }.ok()
+    });
+    // SAFETY: the caller guarantees the function's type; a null address is `None`.
+    Ok(unsafe { mem::transmute_copy(&address.unwrap_or(ptr::null_mut())) })
 }

@@ -1,11 +1,6 @@
 //! Hints to the driver about the work of queues: `cl_khr_priority_hints` and `cl_khr_throttle_hints`.
 
-use opencl_sys::{
-    CL_QUEUE_PRIORITY_HIGH_KHR, CL_QUEUE_PRIORITY_KHR, CL_QUEUE_PRIORITY_LOW_KHR, CL_QUEUE_THROTTLE_HIGH_KHR,
-    CL_QUEUE_THROTTLE_KHR, CL_QUEUE_THROTTLE_LOW_KHR,
-};
-use opencl3::command_queue::CL_QUEUE_PROPERTIES;
-use opencl3::types::cl_command_queue_properties;
+use opencl_sys as cl;
 
 use crate::Device;
 use crate::device::hints::{Priority, StreamHints, Throttle};
@@ -37,24 +32,24 @@ pub(super) fn log_ignored(device: Device, wanted: StreamHints, taken: StreamHint
 
 /// Returns the properties of a queue with these hints for `clCreateCommandQueueWithProperties`. `None` without hints: OpenCL 1.2's
 /// `clCreateCommandQueue` then suffices.
-pub(super) fn properties(hints: StreamHints, properties: cl_command_queue_properties) -> Option<Vec<u64>> {
+pub(super) fn properties(hints: StreamHints, properties: cl::cl_command_queue_properties) -> Option<Vec<u64>> {
     if hints == StreamHints::default() {
         return None;
     }
     let priority = match hints.priority {
-        Priority::High => CL_QUEUE_PRIORITY_HIGH_KHR,
+        Priority::High => cl::CL_QUEUE_PRIORITY_HIGH_KHR,
         Priority::Normal => 0,
-        Priority::Low => CL_QUEUE_PRIORITY_LOW_KHR,
+        Priority::Low => cl::CL_QUEUE_PRIORITY_LOW_KHR,
     };
     let throttle = match hints.throttle {
-        Throttle::High => CL_QUEUE_THROTTLE_HIGH_KHR,
+        Throttle::High => cl::CL_QUEUE_THROTTLE_HIGH_KHR,
         Throttle::Normal => 0,
-        Throttle::Low => CL_QUEUE_THROTTLE_LOW_KHR,
+        Throttle::Low => cl::CL_QUEUE_THROTTLE_LOW_KHR,
     };
     let all = [
-        (u64::from(CL_QUEUE_PROPERTIES), properties),
-        (CL_QUEUE_PRIORITY_KHR, priority.into()),
-        (CL_QUEUE_THROTTLE_KHR, throttle.into()),
+        (u64::from(cl::CL_QUEUE_PROPERTIES), properties),
+        (cl::CL_QUEUE_PRIORITY_KHR, priority.into()),
+        (cl::CL_QUEUE_THROTTLE_KHR, throttle.into()),
     ];
     let told = all.into_iter().filter(|&(_, value)| value != 0).flat_map(|(name, value)| [name, value]);
     Some(told.chain([0]).collect())

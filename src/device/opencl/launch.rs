@@ -50,7 +50,7 @@ pub(super) fn enqueue_kernel(
     let to = if is_checkpoint(queue, 1) { &raw mut raw } else { ptr::null_mut() };
     queue.command((RecordKind::Kernel, kernel.name(), 0), to, |queue, event| {
         let (dims, global, local) = (global.len() as u32, global.as_ptr(), local.as_ptr());
-        call!(clEnqueueNDRangeKernel(queue, kernel.raw(), dims, ptr::null(), global, local, 0, ptr::null(), event))
+        call!(clEnqueueNDRangeKernel(queue, kernel.raw, dims, ptr::null(), global, local, 0, ptr::null(), event))
     })?;
     Ok(flush_if_due(queue, 1, (!raw.is_null()).then(|| ClEvent(raw))))
 }
@@ -78,7 +78,7 @@ pub(super) fn flush_if_due(queue: &mut Queue, launches: u32, checkpoint: Option<
 /// Sets an argument, unless it is a number that is already set. Call under the queues' lock.
 pub(super) fn set_arg(kernel: &ClKernel, index: u32, arg: &Arg<'_>) -> Result<(), ClError> {
     fn value<T>(kernel: &ClKernel, index: u32, x: T) -> Result<(), ClError> {
-        call!(clSetKernelArg(kernel.raw(), index, size_of::<T>(), ptr::from_ref(&x).cast::<c_void>()))
+        call!(clSetKernelArg(kernel.raw, index, size_of::<T>(), ptr::from_ref(&x).cast::<c_void>()))
     }
     fn number<T>(kernel: &ClKernel, index: u32, bits: u64, x: T) -> Result<(), ClError> {
         if kernel.has_number(index, bits) {
@@ -97,7 +97,7 @@ pub(super) fn set_arg(kernel: &ClKernel, index: u32, arg: &Arg<'_>) -> Result<()
         Arg::U64(x) => number(kernel, index, x, x),
         Arg::F32(x) => number(kernel, index, x.to_bits().into(), x),
         Arg::F64(x) => number(kernel, index, x.to_bits(), x),
-        Arg::Bytes(b) => call!(clSetKernelArg(kernel.raw(), index, b.len(), b.as_ptr().cast())),
-        Arg::Local(bytes) => call!(clSetKernelArg(kernel.raw(), index, bytes, ptr::null())),
+        Arg::Bytes(b) => call!(clSetKernelArg(kernel.raw, index, b.len(), b.as_ptr().cast())),
+        Arg::Local(bytes) => call!(clSetKernelArg(kernel.raw, index, bytes, ptr::null())),
     }
 }

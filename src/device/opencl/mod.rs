@@ -26,7 +26,6 @@ mod discovery;
 mod driver;
 mod errors;
 mod exit;
-mod extension;
 mod fault;
 mod functions;
 mod hints;
@@ -39,11 +38,7 @@ mod probe;
 mod program;
 mod queue;
 mod queues;
-#[cfg(test)]
-mod recovery_tests;
 mod retry;
-#[cfg(test)]
-mod stream_tests;
 #[cfg(test)]
 mod tests;
 pub(crate) mod tuning;

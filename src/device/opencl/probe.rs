@@ -69,11 +69,6 @@ fn multiplies_correctly(device: &ClDevice, level: TensorCores) -> Result<bool> {
         (0..16).map(|k| a[matrix * 1024 + i * 16 + k] * b[matrix * 128 + j * 16 + k]).sum()
     };
     let want: Vec<f32> = (0..1024).map(|e| product(e / 512, e / 8 % 64, e % 8)).collect();
-    Ok(run_probe(device, level, &bits(&a), &bits(&b), want.len())? == want)
-}
-
-/// Builds the probe kernel, runs it on the matrices `a` and `b`, and returns the product.
-fn run_probe(device: &ClDevice, level: TensorCores, a: &[u8], b: &[u8], results: usize) -> Result<Vec<f32>> {
     let source = format!("{}#define LOCAL {}\n{PROBE}", if level.wgmma { SM_90A } else { "" }, level.local);
     let kernel = device.build("probe", &source, "probe")?;
     let filled = |bytes: &[u8]| -> Result<ClBuffer> {
@@ -81,22 +76,22 @@ fn run_probe(device: &ClDevice, level: TensorCores, a: &[u8], b: &[u8], results:
         device.write(bytes, (&buffer, 0))?;
         Ok(buffer)
     };
-    let out = vec![0u8; results * size_of::<f32>()];
-    let buffers = [filled(a)?, filled(b)?, filled(&out)?];
+    let out = vec![0u8; size_of_val(&want[..])];
+    let buffers = [filled(&bits(&a))?, filled(&bits(&b))?, filled(&out)?];
     // Not counted as a launch, and without fault reports, because the probe is not an operation of this thread.
     let out = device.submit_and_wait(SERVICE_STREAM, out, |q, out, event| {
         for (i, buffer) in buffers.iter().enumerate() {
             let mem = buffer.mem();
             let value = ptr::from_ref(&mem).cast();
-            call!(clSetKernelArg(kernel.raw(), i as u32, size_of_val(&mem), value))?;
+            call!(clSetKernelArg(kernel.raw, i as u32, size_of_val(&mem), value))?;
         }
         let (size, none, to) = (128usize, ptr::null(), out.as_mut_ptr().cast());
         let (mem, n, unasked) = (buffers[2].mem(), out.len(), ptr::null_mut());
-        call!(clEnqueueNDRangeKernel(q.raw, kernel.raw(), 1, none, &size, &size, 0, ptr::null(), unasked))?;
+        call!(clEnqueueNDRangeKernel(q.raw, kernel.raw, 1, none, &size, &size, 0, ptr::null(), unasked))?;
         call!(clEnqueueReadBuffer(q.raw, mem, 0, 0, n, to, 0, ptr::null(), event))
     });
     let out = out.map_err(|e: ClError| device.error(e))?;
-    Ok(out.chunks_exact(4).map(|v| f32::from_le_bytes([v[0], v[1], v[2], v[3]])).collect())
+    Ok(out.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).eq(want))
 }
 
 #[cfg(test)]

@@ -9,15 +9,13 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use opencl3::device::CL_DEVICE_SINGLE_FP_CONFIG;
-use opencl3::kernel::{CL_KERNEL_COMPILE_WORK_GROUP_SIZE, CL_KERNEL_NUM_ARGS, CL_KERNEL_WORK_GROUP_SIZE};
-use opencl3::program::{CL_PROGRAM_BINARIES, CL_PROGRAM_BINARY_SIZES, CL_PROGRAM_BUILD_LOG};
+use opencl_sys as cl;
 use sha2::{Digest, Sha256};
 
 use super::ClDevice;
 use super::cache::{Cache, Entries, FileKind, Key};
 use super::description::{decode_number, text};
-use super::driver::{ClKernel, Program, call, create, info, value};
+use super::driver::{ClKernel, Program, call, create, info};
 use super::errors::ClError;
 use super::exit;
 use crate::device::lru::Lru;
@@ -44,6 +42,9 @@ const FAST_KERNELS: [&str; 5] = ["attention", "row", "softmax_slices", "cross_en
 /// take 1.4 times as long.
 pub(crate) const FAST_DIVISION: &str = "#define FAST_DIVISION\n";
 
+/// Makes Intel's compiler compute offsets in 64 bits, as required for programs that use a buffer of more than 4 GiB.
+const WIDE_OFFSETS: &str = "-cl-intel-greater-than-4GB-buffer-required ";
+
 /// Declarations of the built-in functions that the crate's own sources call; see the file's comments.
 const BUILTINS: &str = include_str!("../../../kernels/builtins.cl");
 /// Skips clang's header of 18,000 lines, by defining its include guard. PoCL includes the header twice in every program, which
@@ -55,10 +56,7 @@ type ProgramSlot = Arc<Mutex<Option<Arc<Program>>>>;
 
 #[derive(Default)]
 pub(super) struct Programs {
-    /// Programs of this crate, kept for kernels that are created again. A kernel itself keeps its program alive.
-    own: Loaded<MAX_OWN>,
-    /// Programs from users' sources. A [`Kernel`](crate::Kernel) needs two or more programs.
-    of_users: Loaded<MAX_OF_USERS>,
+    loaded: Loaded,
     /// Results of probes of the device, by file name.
     pub(super) probe_results: Mutex<Entries>,
     /// Programs and results of probes that were imported, by file name.
@@ -85,12 +83,13 @@ const MAX_OWN: usize = 1024;
 /// The maximum number of users' programs that stay loaded after their kernels are dropped.
 const MAX_OF_USERS: usize = 32;
 
-/// The loaded programs of this crate or of users, with least-recently-used eviction.
-struct Loaded<const CAPACITY: usize>(Mutex<Lru<Key, ProgramSlot>>);
+/// The loaded programs of each [`Author`], with least-recently-used eviction, kept for kernels that are created again. A kernel
+/// itself keeps its program alive.
+struct Loaded([Mutex<Lru<Key, ProgramSlot>>; 2]);
 
-impl<const CAPACITY: usize> Default for Loaded<CAPACITY> {
+impl Default for Loaded {
     fn default() -> Self {
-        Loaded(Mutex::new(Lru::new(CAPACITY)))
+        Loaded([MAX_OWN, MAX_OF_USERS].map(|capacity| Mutex::new(Lru::new(capacity))))
     }
 }
 
@@ -102,10 +101,7 @@ pub(super) enum Author {
 
 impl Programs {
     fn slot(&self, key: Key, by: Author) -> ProgramSlot {
-        let mut loaded = lock(match by {
-            Author::Crate => &self.own.0,
-            Author::User => &self.of_users.0,
-        });
+        let mut loaded = lock(&self.loaded.0[by as usize]);
         let (slot, evicted) = loaded.get_or_insert(key, ProgramSlot::default);
         let slot = Arc::clone(slot);
         drop(loaded); // releases the lock before the evicted programs are dropped
@@ -118,8 +114,7 @@ impl Programs {
         let all = |loaded: &Mutex<Lru<Key, ProgramSlot>>| -> Vec<(Key, ProgramSlot)> {
             lock(loaded).iter().map(|(&key, slot)| (key, Arc::clone(slot))).collect()
         };
-        let loaded = [all(&self.own.0), all(&self.of_users.0)].concat();
-        let programs = loaded.into_iter().filter_map(|(key, slot)| Some((key, lock(&slot).clone()?)));
+        let programs = self.loaded.0.iter().flat_map(all).filter_map(|(key, slot)| Some((key, lock(&slot).clone()?)));
         programs.map(|(key, program)| Ok((FileKind::Program.name(&key), binary(&program)?))).collect()
     }
 
@@ -142,7 +137,10 @@ pub(crate) fn build(device: &ClDevice, name: &'static str, source: &str, entry: 
     let cache = Cache::of_process().filter(|_| !is_pocl(device));
     let registers = source.lines().find_map(|line| line.strip_prefix(MOST_REGISTERS));
     let fast = FAST_KERNELS.contains(&name) || source.contains(FAST_DIVISION);
-    let division = if !fast && divides_correctly(device) { CORRECT_DIVISION } else { "" };
+    let single =
+        || decode_number(&info!(clGetDeviceInfo(device.id(), cl::CL_DEVICE_SINGLE_FP_CONFIG)).unwrap_or_default());
+    let divides_correctly = || single() & 1 << 7 != 0; // CL_FP_CORRECTLY_ROUNDED_DIVIDE_SQRT
+    let division = if !fast && divides_correctly() { CORRECT_DIVISION } else { "" };
     if let Some(registers) = registers {
         let options = format!("{division}-cl-nv-maxrregcount={registers} ");
         match build_cached(device, Author::Crate, name, source, &options, entry, cache) {
@@ -151,12 +149,6 @@ pub(crate) fn build(device: &ClDevice, name: &'static str, source: &str, entry: 
         }
     }
     build_cached(device, Author::Crate, name, source, division, entry, cache)
-}
-
-/// True if the device supports [`CORRECT_DIVISION`]: CL_FP_CORRECTLY_ROUNDED_DIVIDE_SQRT, bit 7 of its f32 configuration.
-fn divides_correctly(device: &ClDevice) -> bool {
-    let single = info!(clGetDeviceInfo(device.id(), CL_DEVICE_SINGLE_FP_CONFIG)).unwrap_or_default();
-    decode_number(&single) & 1 << 7 != 0
 }
 
 /// Builds a kernel like [`build`] from a user's source, with more options for the compiler.
@@ -196,7 +188,9 @@ pub(super) fn build_cached(
             }
         }
     };
-    exit::call(|| kernel(device, program, name, entry, &key)).map_err(|e| match e.code {
+    let mix = |id: u64, byte| (id.rotate_left(8) ^ u64::from(byte)).wrapping_mul(HASH_MULTIPLIER);
+    let id = entry.bytes().chain(key).fold(0, mix);
+    exit::call(|| ClKernel::create(device.id(), program, name, entry, id)).map_err(|e| match e.code {
         // CL_INVALID_KERNEL_NAME
         -46 => Error::Build {
             device: device.device(),
@@ -225,7 +219,10 @@ fn build_options(device: &ClDevice) -> String {
     if device.imitates_fence_device() {
         options += "-DBUILTIN_FENCE ";
     }
-    options + device.offsets_option()
+    if device.has_wide_offsets() {
+        options += WIDE_OFFSETS;
+    }
+    options
 }
 
 /// Returns the program's key: the hash of everything on which its binary depends.
@@ -355,7 +352,7 @@ fn compile_text(device: &ClDevice, name: &str, source: &str, options: &str) -> R
         Ok(()) => Ok(program),
         // CL_BUILD_PROGRAM_FAILURE, CL_INVALID_BUILD_OPTIONS; some drivers return other codes, with a log.
         Err(e) => {
-            let log = info!(clGetProgramBuildInfo(program.0, device.id(), CL_PROGRAM_BUILD_LOG));
+            let log = info!(clGetProgramBuildInfo(program.0, device.id(), cl::CL_PROGRAM_BUILD_LOG));
             let mut log = text(&log.unwrap_or_default());
             if log.is_empty() {
                 if !matches!(e.code, -11 | -43) {
@@ -390,38 +387,14 @@ fn load_binary(device: &ClDevice, binary: &[u8], options: &str) -> Option<Progra
     (status == 0 && build_program(device, &program, options).is_ok()).then_some(program)
 }
 
-/// Creates a kernel object, and queries its number of arguments and group sizes.
-fn kernel(
-    device: &ClDevice,
-    program: Arc<Program>,
-    name: &'static str,
-    entry: &str,
-    key: &Key,
-) -> Result<ClKernel, ClError> {
-    let id = entry
-        .bytes()
-        .chain(*key)
-        .fold(0, |id: u64, byte| (id.rotate_left(8) ^ u64::from(byte)).wrapping_mul(HASH_MULTIPLIER));
-    let entry = CString::new(entry).map_err(|_| ClError::new("clCreateKernel", -46))?;
-    let raw = create!(clCreateKernel(program.0, entry.as_ptr()))?;
-    // Owned from here on, so that the kernel is released if a query fails.
-    let kernel = ClKernel::new(raw, program, name);
-    let args = value!(clGetKernelInfo(raw, CL_KERNEL_NUM_ARGS) as u32)?;
-    let group = value!(clGetKernelWorkGroupInfo(raw, device.id(), CL_KERNEL_WORK_GROUP_SIZE) as usize)?;
-    // A kernel compiled for one group size can run that size: NVIDIA's driver reports 256 for larger sizes too.
-    let made_for = value!(clGetKernelWorkGroupInfo(raw, device.id(), CL_KERNEL_COMPILE_WORK_GROUP_SIZE) as [usize; 3])?;
-    let made_for = made_for.iter().product();
-    Ok(kernel.with_limits(args as usize, group.max(made_for)).with_identity(id, made_for > 0))
-}
-
 /// Returns the binary of a program built for one device. In an adopted context, the binaries of other devices are empty.
 fn binary(program: &Program) -> Result<Vec<u8>, ClError> {
-    let sizes = info!(clGetProgramInfo(program.0, CL_PROGRAM_BINARY_SIZES))?;
+    let sizes = info!(clGetProgramInfo(program.0, cl::CL_PROGRAM_BINARY_SIZES))?;
     let sizes = sizes.chunks_exact(size_of::<usize>()).map(|size| decode_number(size) as usize);
     let mut binaries: Vec<Vec<u8>> = sizes.map(|size| vec![0; size]).collect();
     let mut starts: Vec<*mut u8> = binaries.iter_mut().map(|bytes| bytes.as_mut_ptr()).collect();
     let (to, size) = (starts.as_mut_ptr().cast(), size_of_val(&starts[..]));
-    call!(clGetProgramInfo(program.0, CL_PROGRAM_BINARIES, size, to, ptr::null_mut()))?;
+    call!(clGetProgramInfo(program.0, cl::CL_PROGRAM_BINARIES, size, to, ptr::null_mut()))?;
     Ok(binaries.into_iter().max_by_key(Vec::len).unwrap_or_default())
 }
 

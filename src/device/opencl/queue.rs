@@ -12,11 +12,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use opencl3::command_queue::CL_QUEUE_PROFILING_ENABLE;
-use opencl3::event::{
-    CL_PROFILING_COMMAND_END, CL_PROFILING_COMMAND_QUEUED, CL_PROFILING_COMMAND_START, CL_PROFILING_COMMAND_SUBMIT,
-};
-use opencl3::types::{cl_command_queue, cl_command_queue_properties, cl_context, cl_device_id, cl_event, cl_mem};
+use opencl_sys::{self as cl, cl_command_queue, cl_context, cl_device_id, cl_event, cl_mem};
 
 use super::driver::{ATTEMPTS, ClEvent, call, create, send_and_sync, value};
 use super::errors::{ClError, Class};
@@ -39,6 +35,8 @@ const RETRY_PAUSE: Duration = Duration::from_millis(1);
 /// A queue, and the counts that the queues' lock protects.
 pub(super) struct Queue {
     pub raw: cl_command_queue,
+    context: cl_context,
+    id: cl_device_id,
     /// True if other code submits to the queue as well, so that no second queue can replace it for profiling.
     is_adopted: bool,
     /// The number of launches since the last flush.
@@ -76,18 +74,26 @@ impl Drop for Queue {
 impl Queue {
     pub(super) fn create(context: cl_context, id: cl_device_id, hints: StreamHints) -> Result<Queue, ClError> {
         let (raw, hints) = Queue::create_raw(context, id, 0, hints)?;
-        Ok(Queue::new(raw, hints, false))
+        Ok(Queue::new(context, id, raw, hints, false))
     }
 
     /// Retains the in-order queue of other code.
-    pub(super) fn adopt(raw: cl_command_queue) -> Result<Queue, ClError> {
+    pub(super) fn adopt(context: cl_context, id: cl_device_id, raw: cl_command_queue) -> Result<Queue, ClError> {
         call!(clRetainCommandQueue(raw))?;
-        Ok(Queue::new(raw, StreamHints::default(), true))
+        Ok(Queue::new(context, id, raw, StreamHints::default(), true))
     }
 
-    fn new(raw: cl_command_queue, hints: StreamHints, is_adopted: bool) -> Queue {
+    fn new(
+        context: cl_context,
+        id: cl_device_id,
+        raw: cl_command_queue,
+        hints: StreamHints,
+        is_adopted: bool,
+    ) -> Queue {
         Queue {
             raw,
+            context,
+            id,
             is_adopted,
             hints,
             unflushed: 0,
@@ -106,7 +112,7 @@ impl Queue {
     fn create_raw(
         context: cl_context,
         id: cl_device_id,
-        properties: cl_command_queue_properties,
+        properties: cl::cl_command_queue_properties,
         hints: StreamHints,
     ) -> Result<(cl_command_queue, StreamHints), ClError> {
         if let Some(all) = hints::properties(hints, properties) {
@@ -199,32 +205,23 @@ impl Queue {
         Err(ClError { unfinished: true, ..failed })
     }
 
-    /// Enqueues a marker, whose event is done when all commands before the marker are done.
-    pub(super) fn marker(&self, event: *mut cl_event) -> Result<(), ClError> {
-        marker(self.raw, event)
-    }
-
     /// Enqueues a marker and flushes: without the flush, another queue's wait for the marker might never end.
     pub(super) fn mark(&mut self) -> Result<ClEvent, ClError> {
         let mut raw = ptr::null_mut();
-        self.marker(&mut raw)?;
+        marker(self.raw, &mut raw)?;
         let event = ClEvent(raw);
         self.flush()?;
         Ok(event)
     }
 
-    pub(super) fn barrier(&self, event: &ClEvent) -> Result<(), ClError> {
-        barrier(self.raw, event)
-    }
-
     /// Enqueues a marker whose event has a time. Unless this queue is known to measure times, the marker is on the second queue,
     /// behind a barrier that waits for a marker on this queue.
-    pub(super) fn mark_timed(&mut self, context: cl_context, id: cl_device_id) -> Result<ClEvent, ClError> {
+    pub(super) fn mark_timed(&mut self) -> Result<ClEvent, ClError> {
         let here = self.mark()?;
         if self.profiled.is_some() && !self.is_adopted {
             return Ok(here);
         }
-        let timing = self.second_queue(true, context, id)?;
+        let timing = self.second_queue(true)?;
         let mut raw = ptr::null_mut();
         barrier(timing, &here)?;
         marker(timing, &mut raw)?;
@@ -234,17 +231,12 @@ impl Queue {
     }
 
     /// Returns the second queue, created if necessary, with profiling if `times`.
-    fn second_queue(
-        &mut self,
-        times: bool,
-        context: cl_context,
-        id: cl_device_id,
-    ) -> Result<cl_command_queue, ClError> {
-        if self.second.is_none() {
-            let properties = if times { CL_QUEUE_PROFILING_ENABLE } else { 0 };
-            self.second = Some(Queue::create_raw(context, id, properties, self.hints)?.0);
+    fn second_queue(&mut self, times: bool) -> Result<cl_command_queue, ClError> {
+        if let Some(second) = self.second {
+            return Ok(second);
         }
-        Ok(self.second.expect("made above"))
+        let properties = if times { cl::CL_QUEUE_PROFILING_ENABLE } else { 0 };
+        Ok(*self.second.insert(Queue::create_raw(self.context, self.id, properties, self.hints)?.0))
     }
 
     /// Enqueues a command with `enqueue`, which receives the queue and a pointer for the command's event. The event goes to
@@ -257,7 +249,7 @@ impl Queue {
         enqueue: impl FnOnce(cl_command_queue, *mut cl_event) -> Result<(), ClError>,
     ) -> Result<(), ClError> {
         let Some(profiled) = &mut self.profiled else { return enqueue(self.raw, event) };
-        let record = Record::begin(kind, name, profiled.device).on_stream(profiled.stream).with_bytes(bytes);
+        let record = Record::begin(kind, name, profiled.device, profiled.stream, bytes as u64);
         let mut raw = ptr::null_mut();
         enqueue(self.raw, &mut raw)?;
         let record = record.ended();
@@ -302,16 +294,11 @@ impl Queue {
 
     /// Switches to the queue with profiling, or back. An adopted queue is never replaced, and has times only if created with
     /// profiling. Waits for all submitted commands.
-    pub(super) fn set_profiling(
-        &mut self,
-        on: bool,
-        (context, id): (cl_context, cl_device_id),
-        (device, stream): (Device, u32),
-    ) -> Result<(), ClError> {
+    pub(super) fn set_profiling(&mut self, on: bool, device: Device, stream: u32) -> Result<(), ClError> {
         if self.profiled.is_some() == on {
             return Ok(());
         }
-        let other = if self.is_adopted { None } else { Some(self.second_queue(on, context, id)?) };
+        let other = if self.is_adopted { None } else { Some(self.second_queue(on)?) };
         self.finish()?;
         self.unflushed = 0;
         self.collect_profiled();
@@ -349,14 +336,16 @@ impl Profiled {
     }
 }
 
-fn marker(queue: cl_command_queue, event: *mut cl_event) -> Result<(), ClError> {
+/// Enqueues a marker, whose event is done when all commands before the marker are done.
+pub(super) fn marker(queue: cl_command_queue, event: *mut cl_event) -> Result<(), ClError> {
     match call!(clEnqueueMarkerWithWaitList(queue, 0, ptr::null(), event)) {
         Err(e) if e.is_missing() => call!(clEnqueueMarker(queue, event)),
         other => other,
     }
 }
 
-fn barrier(queue: cl_command_queue, event: &ClEvent) -> Result<(), ClError> {
+/// Makes commands enqueued from now on wait for the event.
+pub(super) fn barrier(queue: cl_command_queue, event: &ClEvent) -> Result<(), ClError> {
     match call!(clEnqueueBarrierWithWaitList(queue, 1, &event.0, ptr::null_mut())) {
         Err(e) if e.is_missing() => {
             let mut raw = event.0;
@@ -370,9 +359,9 @@ fn barrier(queue: cl_command_queue, event: &ClEvent) -> Result<(), ClError> {
 pub(super) fn command_times(event: &ClEvent) -> Option<[u64; 4]> {
     let time = |which| exit::call(|| value!(clGetEventProfilingInfo(event.0, which) as u64)).ok();
     Some([
-        time(CL_PROFILING_COMMAND_QUEUED)?,
-        time(CL_PROFILING_COMMAND_SUBMIT)?,
-        time(CL_PROFILING_COMMAND_START)?,
-        time(CL_PROFILING_COMMAND_END)?,
+        time(cl::CL_PROFILING_COMMAND_QUEUED)?,
+        time(cl::CL_PROFILING_COMMAND_SUBMIT)?,
+        time(cl::CL_PROFILING_COMMAND_START)?,
+        time(cl::CL_PROFILING_COMMAND_END)?,
     ])
 }

@@ -22,10 +22,10 @@ use super::ClDevice;
 use super::driver::{ClBuffer, ClEvent, call, call_unlocked, retry_now, send_and_sync};
 use super::errors::ClError;
 use super::exit;
-use super::fault::{FaultReads, FaultSlot, FaultWords, MAX_UNREAD_SLOTS, NO_FAULT, Readings};
+use super::fault::{FaultReads, FaultSlot, FaultWords, MAX_UNREAD_SLOTS, NO_FAULT, Reading};
 use super::hints;
 use super::launch::Arg;
-use super::queue::{EARLIER_LAUNCH, FIRST_FLUSH_LAUNCHES, Queue, command_times};
+use super::queue::{FIRST_FLUSH_LAUNCHES, Queue, barrier, command_times, marker};
 use crate::device::hints::StreamHints;
 use crate::device::profiler::{self, RecordKind};
 use crate::device::stream_id::{self, MAX_STREAMS, StreamId, StreamIds};
@@ -52,38 +52,19 @@ struct Progress {
     finished: AtomicU64,
 }
 
-/// A mapped range of a buffer that the driver has refused to unmap.
-struct StillMapped {
-    /// A handle retained for the unmap, because the buffer's owner may release the original.
-    buffer: ClBuffer,
-    at: *mut c_void,
-}
-
-send_and_sync!(StillMapped);
-
 pub(super) struct LockedData {
-    queues: Vec<Queue>,
-    /// Ranges to unmap before a command uses any buffer, because OpenCL leaves commands on a mapped buffer undefined.
-    mapped: Vec<StillMapped>,
+    pub(super) all: Vec<Queue>,
+    /// Mapped ranges that the driver has refused to unmap: a handle retained for the unmap, because the buffer's owner may release
+    /// the original, and the address. Unmapped before a command uses any buffer, because OpenCL leaves commands on a mapped buffer
+    /// undefined.
+    mapped: Vec<(ClBuffer, *mut c_void)>,
 }
 
-impl Deref for LockedData {
-    type Target = Vec<Queue>;
-
-    fn deref(&self) -> &Vec<Queue> {
-        &self.queues
-    }
-}
-
-impl DerefMut for LockedData {
-    fn deref_mut(&mut self) -> &mut Vec<Queue> {
-        &mut self.queues
-    }
-}
+send_and_sync!(LockedData);
 
 /// The queues of one device, indexed by stream.
 pub(super) struct Queues {
-    all: Mutex<LockedData>,
+    locked: Mutex<LockedData>,
     pub(super) ids: Mutex<StreamIds>,
     progress: Box<[Progress]>,
 }
@@ -98,13 +79,13 @@ impl Deref for LockedQueue<'_> {
     type Target = Queue;
 
     fn deref(&self) -> &Queue {
-        &self.queues[self.at]
+        &self.queues.all[self.at]
     }
 }
 
 impl DerefMut for LockedQueue<'_> {
     fn deref_mut(&mut self) -> &mut Queue {
-        &mut self.queues[self.at]
+        &mut self.queues.all[self.at]
     }
 }
 
@@ -112,8 +93,8 @@ impl LockedQueue<'_> {
     /// Orders commands enqueued later behind all commands enqueued to these streams so far.
     pub(super) fn order_behind(&mut self, streams: &[StreamId]) -> Result<(), ClError> {
         for other in streams.iter().map(|s| s.index()).filter(|&other| other != self.at) {
-            let event = self.queues[other].mark()?;
-            self.barrier(&event)?;
+            let event = self.queues.all[other].mark()?;
+            barrier(self.raw, &event)?;
         }
         Ok(())
     }
@@ -127,7 +108,7 @@ impl LockedQueue<'_> {
         match self.try_unmap(buffer.mem(), at) {
             Err(e) if !e.unfinished => {
                 let buffer = retry_now(|| buffer.retain()).map_err(|e| ClError { unfinished: true, ..e })?;
-                self.queues.mapped.push(StillMapped { buffer, at });
+                self.queues.mapped.push((buffer, at));
                 Ok(())
             }
             done => done,
@@ -145,15 +126,15 @@ impl LockedQueue<'_> {
     /// `blocking`, each read waits.
     pub(super) fn read_faults(
         &mut self,
-        readings: &mut Readings,
+        readings: &mut Vec<Reading>,
         slots: &[&'static FaultSlot],
         blocking: bool,
     ) -> Result<(), ClError> {
-        readings.0.extend(slots.iter().filter_map(|slot| slot.begin_reading()));
+        readings.extend(slots.iter().filter_map(|slot| slot.begin_reading()));
         // From here on the words must not move.
-        for reading in &mut readings.0 {
+        for reading in readings {
             self.order_behind(&reading.writers)?;
-            let (mem, to, none) = (reading.slot.buffer().mem(), reading.words.as_mut_ptr().cast(), ptr::null_mut());
+            let (mem, to, none) = (reading.slot.buffer.mem(), reading.words.as_mut_ptr().cast(), ptr::null_mut());
             let bytes = size_of::<FaultWords>();
             call!(clEnqueueReadBuffer(self.raw, mem, blocking.into(), 0, bytes, to, 0, ptr::null(), none))?;
         }
@@ -162,9 +143,9 @@ impl LockedQueue<'_> {
 
     /// Unmaps all ranges that are still mapped. Call before a command that uses a user's buffer.
     pub(super) fn unmap_rest(&mut self) -> Result<(), ClError> {
-        while let Some(rest) = self.queues.mapped.pop() {
-            if let Err(e) = self.try_unmap(rest.buffer.mem(), rest.at) {
-                self.queues.mapped.push(rest);
+        while let Some((buffer, at)) = self.queues.mapped.pop() {
+            if let Err(e) = self.try_unmap(buffer.mem(), at) {
+                self.queues.mapped.push((buffer, at));
                 return Err(e);
             }
         }
@@ -180,26 +161,18 @@ impl Queues {
         adopted: Option<cl_command_queue>,
     ) -> Result<Queues, ClError> {
         let queue = || Queue::create(context, id, StreamHints::default());
-        let all = [adopted.map_or_else(queue, Queue::adopt)?, queue()?];
+        let all = [adopted.map_or_else(queue, |raw| Queue::adopt(context, id, raw))?, queue()?].into();
+        let locked = Mutex::new(LockedData { all, mapped: Vec::new() });
         let progress = (0..MAX_STREAMS).map(|_| Progress::default()).collect();
-        let all = LockedData { queues: all.into(), mapped: Vec::new() };
-        Ok(Queues { all: Mutex::new(all), ids: Mutex::new(StreamIds::from(SERVICE_STREAM.0 + 1)), progress })
+        Ok(Queues { locked, ids: Mutex::new(StreamIds::from(SERVICE_STREAM.0 + 1)), progress })
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, LockedData> {
-        lock(&self.all)
+        lock(&self.locked)
     }
 
     fn progress(&self, stream: StreamId) -> &Progress {
         &self.progress[stream.index()]
-    }
-
-    /// Calls `f` with every queue, under the lock, until an error.
-    pub(super) fn try_for_each(
-        &self,
-        mut f: impl FnMut(StreamId, &mut Queue) -> Result<(), ClError>,
-    ) -> Result<(), ClError> {
-        (0u32..).map(StreamId).zip(self.lock().iter_mut()).try_for_each(|(stream, queue)| f(stream, queue))
     }
 
     /// True if all work submitted to the stream is known to be done.
@@ -238,14 +211,16 @@ impl ClDevice {
         of.map_or((0, 0), |of| (of.submitted.load(Acquire), of.finished.load(Acquire))) // `submitted` first, because both only grow
     }
 
-    pub(crate) fn has_stream(&self, stream: StreamId) -> bool {
-        stream.index() < self.queues.lock().len()
+    /// Returns the number of streams, including unused streams.
+    fn stream_count(&self) -> u32 {
+        self.queues.lock().all.len() as u32
     }
 
-    /// Locks the queue of a stream, to submit commands that may use users' buffers.
-    ///
-    /// # Errors
-    /// A buffer cannot be unmapped.
+    pub(crate) fn has_stream(&self, stream: StreamId) -> bool {
+        stream.index() < self.stream_count() as usize
+    }
+
+    /// Locks the queue of a stream, to submit commands that may use users' buffers. Fails if a buffer cannot be unmapped.
     pub(super) fn lock(&self, stream: StreamId) -> Result<LockedQueue<'_>, ClError> {
         let mut queue = self.lock_for_waits(stream);
         queue.unmap_rest()?;
@@ -271,7 +246,7 @@ impl ClDevice {
         &self,
     ) -> impl FnOnce(&mut LockedQueue<'_>, &mut (), *mut cl_event) -> Result<(), ClError> + use<> {
         let finishes = self.waits_by_finish();
-        move |q, (), event| if finishes { Ok(()) } else { q.marker(event) }
+        move |q, (), event| if finishes { Ok(()) } else { marker(q.raw, event) }
     }
 
     /// Submits commands to a stream under the lock, and waits outside the lock until the commands are done. `submit` sets the event to
@@ -313,18 +288,22 @@ impl ClDevice {
             };
             let over = waited.and_then(|()| event.filter(|_| finishes).map_or(Ok(()), ClEvent::outcome));
             // The last command may have failed while earlier ones still run.
-            over.or_else(|failed| self.queues.lock()[stream.index()].wait_until_over(event, failed))
+            over.or_else(|failed| self.queues.lock().all[stream.index()].wait_until_over(event, failed))
         });
-        if let Err(e) = over {
-            if e.unfinished {
-                mem::forget(memory);
-            }
-            return Err(self.detect_loss(e));
-        }
+        let memory = self.memory_after(over, memory)?;
         exit::note_wait();
         self.description.driver_text.log();
         self.queues.note_finished(stream, count);
         Ok(memory)
+    }
+
+    /// Returns the memory that commands used, once they are over. After an error, drops or leaks the memory.
+    fn memory_after<M>(&self, over: Result<(), ClError>, memory: M) -> Result<M, ClError> {
+        let Err(e) = over else { return Ok(memory) };
+        if e.unfinished {
+            mem::forget(memory);
+        }
+        Err(self.detect_loss(e))
     }
 
     /// Records in the profile that the host waits, until the returned value is dropped.
@@ -332,15 +311,10 @@ impl ClDevice {
         profiler::span(RecordKind::Wait, call, self.device(), stream.0, 0)
     }
 
-    /// Makes the next wait for the stream report a launch that failed with this code.
-    pub(super) fn note_failed(&self, stream: StreamId, code: i32) {
-        self.queues.lock()[stream.index()].note_failed(EARLIER_LAUNCH, Some(code));
-    }
-
     /// Returns the error of a command that failed after submission, if any. Call once the stream's commands are over.
     pub(super) fn take_failed(&self, stream: StreamId) -> Result<()> {
-        let failed = self.queues.lock()[stream.index()].take_failed();
-        failed.map_or(Ok(()), |failed| Err(self.error(self.detect_loss(failed))))
+        let failed = self.queues.lock().all[stream.index()].take_failed();
+        failed.map_or(Ok(()), |failed| Err(self.failed(failed)))
     }
 
     /// Calls `f` with the queue of a stream while the device is idle and no thread can submit to it, then waits for the commands
@@ -357,34 +331,26 @@ impl ClDevice {
         }
         let done = {
             let mut queue = self.lock(stream).map_err(|e| self.detect_loss(e))?;
-            queue.queues.iter_mut().try_for_each(Queue::finish).and_then(|()| {
+            queue.queues.all.iter_mut().try_for_each(Queue::finish).and_then(|()| {
                 let done = f(&mut queue, &mut memory);
                 // Any other error means that all commands are over.
                 queue.finish().or_else(|e| if e.unfinished || e.is_fatal() { Err(e) } else { Ok(()) }).and(done)
             })
         };
-        match done {
-            Ok(()) => Ok(memory),
-            Err(e) => {
-                if e.unfinished {
-                    mem::forget(memory);
-                }
-                Err(self.detect_loss(e))
-            }
-        }
+        self.memory_after(done, memory)
     }
 
     /// Records an event that is done when everything submitted to the stream so far is done. Other streams may wait for it.
     pub(crate) fn record(&self, stream: StreamId) -> Result<ClEvent> {
         self.check_lost()?;
-        let marked = self.queues.lock()[stream.index()].mark();
+        let marked = self.queues.lock().all[stream.index()].mark();
         marked.map_err(|e| self.failed(e))
     }
 
     /// Records an event like [`record`](Self::record), with its time of completion.
     pub(crate) fn record_timed(&self, stream: StreamId) -> Result<ClEvent> {
         self.check_lost()?;
-        let marked = self.queues.lock()[stream.index()].mark_timed(self.context, self.id());
+        let marked = self.queues.lock().all[stream.index()].mark_timed();
         marked.map_err(|e| self.failed(e))
     }
 
@@ -393,7 +359,7 @@ impl ClDevice {
         self.check_lost()?;
         let _waiting = self.waiting("clWaitForEvents", self.current_stream());
         // No memory depends on the event: if its status is unknown, the caller may ask again.
-        event.wait_for_success().map_err(|e| self.error(self.detect_loss(ClError { unfinished: false, ..e })))?;
+        event.wait_for_success().map_err(|e| self.failed(ClError { unfinished: false, ..e }))?;
         exit::note_wait();
         Ok(())
     }
@@ -407,28 +373,31 @@ impl ClDevice {
     /// Makes work submitted to the stream from now on wait for the event. The host does not wait.
     pub(crate) fn stream_waits(&self, stream: StreamId, event: &ClEvent) -> Result<()> {
         self.check_lost()?;
-        let enqueued = self.lock_for_waits(stream).barrier(event);
+        let enqueued = barrier(self.lock_for_waits(stream).raw, event);
         enqueued.map_err(|e| self.failed(e))
     }
 
     /// Waits for all work submitted so far, on every stream.
-    ///
-    /// # Errors
-    /// A fault recorded by a kernel of this thread, or of a thread that has ended; a lost device.
     pub(crate) fn finish(&self) -> Result<()> {
         capture::refuse_while_capturing(self.device(), "synchronize", NO_WAITS_REASON)?;
         let here = self.current_stream();
         let marks = self.mark_busy(here)?;
-        let reported = self.wait_and_report(here, &self.slots_to_finish());
-        let reached = self.wait_for_marks(marks);
-        let streams = self.queues.lock().len() as u32;
-        reported.and(reached).and_then(|()| (0..streams).try_for_each(|stream| self.take_failed(StreamId(stream))))
+        // This thread's slot, and the slots of ended threads that have words to read.
+        let idle = self.faults.idle().clone();
+        let slots: Vec<_> = idle.into_iter().filter(|slot| slot.is_pending()).chain([self.slot()]).collect();
+        let reported = self.wait_and_report(here, &slots);
+        let reached = marks.into_iter().try_for_each(|(stream, submitted, event)| {
+            self.wait(&event)?;
+            self.queues.note_finished(stream, submitted);
+            Ok(())
+        });
+        let take_failed = |stream| self.take_failed(StreamId(stream));
+        reported.and(reached).and_then(|()| (0..self.stream_count()).try_for_each(take_failed))
     }
 
     /// Waits like [`finish`](Self::finish), but leaves faults to the user's next wait.
     pub(crate) fn drain(&self) -> Result<()> {
-        let streams = self.queues.lock().len() as u32;
-        (0..streams).try_for_each(|stream| self.drain_stream(StreamId(stream)))
+        (0..self.stream_count()).try_for_each(|stream| self.drain_stream(StreamId(stream)))
     }
 
     /// Waits like [`drain`](Self::drain) for one stream. On return, all commands are over or the device is lost, even if the driver
@@ -446,34 +415,19 @@ impl ClDevice {
         self.check_lost()?;
         let marks: Result<Vec<_>, ClError> = {
             let mut queues = self.queues.lock();
-            let streams = (0u32..).map(StreamId).zip(queues.iter_mut());
+            let streams = (0u32..).map(StreamId).zip(&mut queues.all);
             let busy = streams.filter(|(stream, _)| *stream != except && !self.queues.is_finished(*stream));
             busy.map(|(stream, queue)| Ok((stream, self.submitted(stream), queue.mark()?))).collect()
         };
         marks.map_err(|e| self.failed(e))
     }
 
-    /// Waits for the markers of [`mark_busy`](Self::mark_busy) and updates the streams' progress.
-    fn wait_for_marks(&self, marks: Vec<(StreamId, u64, ClEvent)>) -> Result<()> {
-        marks.into_iter().try_for_each(|(stream, submitted, event)| {
-            self.wait(&event)?;
-            self.queues.note_finished(stream, submitted);
-            Ok(())
-        })
-    }
-
     /// Waits for all work submitted to one stream.
-    ///
-    /// # Errors
-    /// A fault recorded by a kernel of this thread on this stream; a lost device.
     pub(crate) fn finish_stream(&self, stream: StreamId) -> Result<()> {
         capture::refuse_while_capturing(self.device(), "synchronize", NO_WAITS_REASON)?;
         let slot = self.slot();
-        if slot.is_pending_on(stream) {
-            self.wait_and_report(stream, &[slot])
-        } else {
-            self.wait_and_report(stream, &[])
-        }
+        let slots: &[_] = if slot.is_pending_on(stream) { &[slot] } else { &[] };
+        self.wait_and_report(stream, slots)
     }
 
     /// True if all work submitted to the stream is done.
@@ -483,7 +437,7 @@ impl ClDevice {
             return Ok(true);
         }
         let asked = {
-            let (queue, submitted) = (&mut self.queues.lock()[stream.index()], self.submitted(stream));
+            let (queue, submitted) = (&mut self.queues.lock().all[stream.index()], self.submitted(stream));
             // The marker is kept until the next submission, because a new marker would hardly ever be done at once.
             let known = queue.idle_marker.take().filter(|(at, _)| *at == submitted);
             known.map_or_else(|| queue.mark(), |(_, event)| Ok(event)).and_then(|event| {
@@ -500,9 +454,6 @@ impl ClDevice {
     }
 
     /// Takes an unused stream, with its own queue.
-    ///
-    /// # Errors
-    /// The driver's errors, too many streams, or a lost device.
     pub(crate) fn acquire_stream(&self, wanted: StreamHints) -> Result<StreamId> {
         self.check_lost()?;
         let hints = hints::supported(self.device(), wanted);
@@ -513,7 +464,7 @@ impl ClDevice {
             if queue.hints != hints {
                 hints::log_ignored(self.device(), hints, queue.hints);
             }
-            self.queues.lock().push(queue);
+            self.queues.lock().all.push(queue);
             self.profile_if_on();
             Ok(())
         })
@@ -522,8 +473,7 @@ impl ClDevice {
     /// Releases a stream for reuse. Its submitted work still runs.
     pub(crate) fn release_stream(&self, stream: StreamId) {
         let hints = {
-            let mut queues = self.queues.lock();
-            let queue = &mut queues[stream.index()];
+            let queue = &mut self.queues.lock().all[stream.index()];
             let _ = queue.flush();
             queue.hints
         };
@@ -548,7 +498,7 @@ impl ClDevice {
         submit: impl FnOnce(&mut LockedQueue<'_>, &mut M, *mut cl_event) -> Result<(), ClError>,
     ) -> Result<M> {
         self.check_lost()?;
-        let readings = Readings::default();
+        let readings = Vec::new();
         let done = match self.info().kind {
             // NVIDIA's driver reads the fault words in 9 us once the kernels are done, but in 14 to 40 us behind running kernels.
             DeviceKind::DiscreteGpu => self.submit_and_wait(stream, memory, submit).and_then(|memory| {
@@ -580,12 +530,12 @@ impl ClDevice {
     /// of this thread's next read, blocking copy or finish, and the words are reset. If the thread ends before that, the next
     /// finish on any thread reports the fault.
     pub(crate) fn faults(&self) -> Arg<'_> {
-        Arg::Faults(self.claim_slot().buffer())
+        Arg::Faults(&self.claim_slot().buffer)
     }
 
     /// Returns [`faults`](Self::faults) for a kernel that records no fault, so that no wait reads the words.
     pub(crate) fn no_faults(&self) -> Arg<'_> {
-        Arg::Buffer(self.claim_slot().buffer())
+        Arg::Buffer(&self.claim_slot().buffer)
     }
 
     /// Reports the faults that kernels of this thread recorded; waits only if a kernel that can record a fault was launched.
@@ -605,14 +555,9 @@ impl ClDevice {
         self.faults.current()
     }
 
-    /// Returns this thread's slot, and the slots of ended threads that have words to read.
-    pub(super) fn slots_to_finish(&self) -> Vec<&'static FaultSlot> {
-        self.faults.idle().iter().copied().filter(|s| s.is_pending()).chain([self.slot()]).collect()
-    }
-
     /// Reports the first fault among the reads. Later slots, and words that have not arrived, are left to the next read.
-    pub(super) fn report(&self, readings: Readings) -> Result<()> {
-        for mut reading in readings.0 {
+    pub(super) fn report(&self, readings: Vec<Reading>) -> Result<()> {
+        for mut reading in readings {
             if let Some(fault) = reading.examine().map_err(|e| self.failed(e))? {
                 // A failed reset is repeated before the next kernel that can record a fault.
                 let _ = self.clear(reading.slot);
@@ -625,7 +570,7 @@ impl ClDevice {
     /// Resets a slot's words to zero if necessary, before a kernel uses them.
     pub(super) fn clear(&self, slot: &FaultSlot) -> Result<()> {
         slot.clear(|| {
-            let (mem, from, bytes) = (slot.buffer().mem(), NO_FAULT.as_ptr().cast(), size_of::<FaultWords>());
+            let (mem, from, bytes) = (slot.buffer.mem(), NO_FAULT.as_ptr().cast(), size_of::<FaultWords>());
             let reset = self.submit_and_wait(self.current_stream(), (), |q, (), event| {
                 call!(clEnqueueWriteBuffer(q.raw, mem, 0, 0, bytes, from, 0, ptr::null(), event))
             });
@@ -647,11 +592,11 @@ impl ClDevice {
     /// If many slots are idle, reads one idle slot and takes that slot. A slot with a fault is left, for the next finish to report.
     fn take_slot_by_reading(&self) -> Option<&'static FaultSlot> {
         let slot = self.faults.take_unread(|stream| self.queues.is_finished(stream))?;
-        let read = self.submit_and_wait(SERVICE_STREAM, Readings::default(), |q, readings, event| {
+        let read = self.submit_and_wait(SERVICE_STREAM, Vec::new(), |q, readings, event| {
             q.read_faults(readings, &[slot], false)?;
-            q.marker(event)
+            marker(q.raw, event)
         });
-        if read.is_ok_and(|mut readings| readings.0.len() == 1 && readings.0[0].is_clean()) {
+        if read.is_ok_and(|mut readings| readings.len() == 1 && readings[0].is_clean()) {
             return Some(slot);
         }
         self.faults.idle().push(slot);
@@ -662,10 +607,10 @@ impl ClDevice {
     pub(super) fn close(&'static self) -> Box<dyn Any> {
         let mut queues = self.queues.lock();
         if !self.is_lost() {
-            let all: Vec<_> = queues.iter().map(|queue| queue.raw).collect();
+            let all: Vec<_> = queues.all.iter().map(|queue| queue.raw).collect();
             all.iter().for_each(|&queue| _ = call!(clFlush(queue)));
             all.iter().for_each(|&queue| _ = call!(clFinish(queue)));
-            queues.iter_mut().for_each(Queue::collect_profiled);
+            queues.all.iter_mut().for_each(Queue::collect_profiled);
             self.mark_lost_silently("the process ends");
         }
         Box::new(queues)
@@ -683,9 +628,9 @@ impl ClDevice {
         if self.is_lost() {
             return Ok(());
         }
-        let set = self.queues.try_for_each(|stream, queue| {
-            queue.set_profiling(profiler::is_on(), (self.context, self.id()), (self.device(), stream.0))
-        });
+        let set = (0u32..)
+            .zip(&mut self.queues.lock().all)
+            .try_for_each(|(stream, queue)| queue.set_profiling(profiler::is_on(), self.device(), stream));
         set.map_err(|e| self.error(self.detect_loss(e)))
     }
 
@@ -700,9 +645,6 @@ impl ClDevice {
 
     /// Returns the time at which an event of [`record_timed`](Self::record_timed) was done, in nanoseconds of the device's clock. Call
     /// after waiting for the event.
-    ///
-    /// # Errors
-    /// The driver reports no times.
     pub(crate) fn done_at(&self, event: &ClEvent) -> Result<u64> {
         let [.., end] = command_times(event).ok_or_else(|| {
             Error::invalid("elapsed_time", format!("the driver of {} reports no times of events", self.device()))
@@ -712,9 +654,6 @@ impl ClDevice {
 
     /// Measures the rate of copies between two buffers of the device: bytes read plus bytes written, per second. The copies are not
     /// captured by a graph of this thread, and earlier faults of kernels are not reported here.
-    ///
-    /// # Errors
-    /// The driver's errors.
     pub(crate) fn copy_rate(&self) -> Result<f64> {
         let (memory, largest) = (self.info().memory as usize, self.info().largest_buffer as usize);
         let bytes = MAX_COPIED_BYTES.min(memory / 16).min(largest).max(1 << 20);

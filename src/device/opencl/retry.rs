@@ -69,16 +69,10 @@ impl Backoff {
 }
 
 /// A lazily probed property of a device. A probe that fails leaves the property unknown, and is repeated later.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Probed<T> {
     known: OnceLock<T>,
     backoff: Backoff,
-}
-
-impl<T> Default for Probed<T> {
-    fn default() -> Probed<T> {
-        Probed { known: OnceLock::new(), backoff: Backoff::default() }
-    }
 }
 
 impl<T> Probed<T> {

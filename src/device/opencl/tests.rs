@@ -1,5 +1,8 @@
 //! Tests of the runtime with real drivers, on every device. On a machine without OpenCL they test nothing.
 
+mod recovery;
+mod streams;
+
 use std::sync::Barrier;
 
 use super::*;

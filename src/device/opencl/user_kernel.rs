@@ -4,11 +4,7 @@ use std::collections::HashMap;
 use std::fmt::{self, Write};
 use std::sync::{Arc, Mutex};
 
-use opencl3::kernel::{
-    CL_KERNEL_ARG_ADDRESS_CONSTANT, CL_KERNEL_ARG_ADDRESS_GLOBAL, CL_KERNEL_ARG_ADDRESS_LOCAL,
-    CL_KERNEL_ARG_ADDRESS_QUALIFIER, CL_KERNEL_ARG_NAME, CL_KERNEL_ARG_TYPE_CONST, CL_KERNEL_ARG_TYPE_NAME,
-    CL_KERNEL_ARG_TYPE_QUALIFIER, CL_KERNEL_COMPILE_WORK_GROUP_SIZE,
-};
+use opencl3::kernel as cl;
 
 use super::description::text;
 use super::driver::{ClKernel, info, value};
@@ -17,6 +13,7 @@ use super::program::build_with;
 use super::{Arg, ClDevice, open_device};
 use crate::device::Device;
 use crate::device::lru::Lru;
+use crate::error::invalid;
 use crate::sync::lock;
 use crate::{DType, Error, Result};
 
@@ -69,21 +66,13 @@ struct KernelSignature {
     group: [usize; 3],
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum AddressSpace {
-    Global,
-    Constant,
-    Local,
-    /// A parameter that is a value rather than a pointer.
-    Private,
-}
-
 #[derive(Debug)]
 struct Parameter {
     name: String,
     /// The type as written in the source: `float4*`, `uint`.
     type_name: String,
-    space: AddressSpace,
+    /// `CL_KERNEL_ARG_ADDRESS_GLOBAL`, for example. Values, rather than pointers, are private.
+    space: u32,
     /// True if the parameter points to const data.
     constant: bool,
 }
@@ -104,9 +93,8 @@ impl Kernel {
     /// [`Error::Invalid`] for a name that is not an identifier in C.
     pub fn from_source(name: &'static str, source: impl Into<String>, options: &str) -> Result<Kernel> {
         let letter = |c: char| c.is_ascii_alphanumeric() || c == '_';
-        if name.is_empty() || !name.chars().all(letter) || name.starts_with(|c: char| c.is_ascii_digit()) {
-            return Err(Error::invalid("Kernel::from_source", format!("\"{name}\" is not a valid kernel name")));
-        }
+        let is_wrong = name.is_empty() || !name.chars().all(letter) || name.starts_with(|c: char| c.is_ascii_digit());
+        invalid!("Kernel::from_source" if is_wrong, "\"{name}\" is not a valid kernel name");
         let compiled = Mutex::new(Lru::new(MAX_COMPILED));
         Ok(Kernel { name, source: source.into(), options: options.into(), signatures: Mutex::default(), compiled })
     }
@@ -132,8 +120,8 @@ impl Kernel {
             return Ok(entry.clone());
         }
         let kernel = build_with(device, self.name, &self.source, &self.build_options(), self.name)?;
-        let what = CL_KERNEL_COMPILE_WORK_GROUP_SIZE;
-        let required = value!(clGetKernelWorkGroupInfo(kernel.raw(), device.id(), what) as [usize; 3]);
+        let what = cl::CL_KERNEL_COMPILE_WORK_GROUP_SIZE;
+        let required = value!(clGetKernelWorkGroupInfo(kernel.raw, device.id(), what) as [usize; 3]);
         let entry = Arc::new(KernelSignature {
             count: kernel.arg_count(),
             parameters: parameters(&kernel),
@@ -153,23 +141,14 @@ impl Kernel {
         if let Some(kernel) = lock(&self.compiled).get(&key) {
             return Ok(kernel.clone());
         }
-        let (mut parameters, mut arguments) = (Vec::new(), Vec::new());
-        for (i, kind) in key.2.iter().enumerate() {
-            match kind {
-                ArgumentKind::Tensor => {
-                    parameters.push(format!("__global uchar *a{i}, ulong o{i}"));
-                    arguments.push(format!("(__global void *)(a{i} + o{i})"));
-                }
-                ArgumentKind::Local => {
-                    parameters.push(format!("__local uchar *a{i}"));
-                    arguments.push(format!("(__local void *)a{i}"));
-                }
-                ArgumentKind::Scalar(t) => {
-                    parameters.push(format!("{t} a{i}"));
-                    arguments.push(format!("a{i}"));
-                }
+        let text = |(i, kind): (usize, &ArgumentKind)| match kind {
+            ArgumentKind::Tensor => {
+                (format!("__global uchar *a{i}, ulong o{i}"), format!("(__global void *)(a{i} + o{i})"))
             }
-        }
+            ArgumentKind::Local => (format!("__local uchar *a{i}"), format!("(__local void *)a{i}")),
+            ArgumentKind::Scalar(t) => (format!("{t} a{i}"), format!("a{i}")),
+        };
+        let (parameters, arguments): (Vec<_>, Vec<_>) = key.2.iter().enumerate().map(text).unzip();
         let mut source = self.source.clone();
         let (name, parameters, arguments) = (self.name, parameters.join(", "), arguments.join(", "));
         let [x, y, z] = entry.group;
@@ -309,18 +288,14 @@ impl<'a> KernelCall<'a> {
             if tensor.device() != first.device() {
                 return Err(Error::DeviceMismatch { op: name, lhs: first.device(), rhs: tensor.device() });
             }
-            if tensor.device().is_cpu() {
-                let reason =
-                    "kernels run on OpenCL devices and this tensor is on the CPU: bring it over with .to_device()";
-                return Err(Error::invalid(name, reason));
-            }
+            invalid!(name if tensor.device().is_cpu(),
+                "kernels run on OpenCL devices and this tensor is on the CPU: bring it over with .to_device()");
             tensor.check(name, *written)?;
             let shared = |(j, (t, _)): (usize, &(&dyn KernelTensor, bool))| {
                 j != i && t.storage_address() == tensor.storage_address()
             };
-            if *written && tensors.iter().enumerate().any(shared) {
-                return Err(Error::invalid(name, "an `out` shares its storage with another argument"));
-            }
+            invalid!(name if *written && tensors.iter().enumerate().any(shared),
+                "an `out` shares its storage with another argument");
         }
         let device = open_device(first.device())?;
         let entry = self.kernel.entry(device)?;
@@ -349,18 +324,16 @@ impl<'a> KernelCall<'a> {
     /// Checks the number of arguments, and their types if the driver reports the parameters.
     fn check_arguments(&self, entry: &KernelSignature) -> Result<()> {
         let name = self.kernel.name;
-        if self.arguments.len() != entry.count {
-            let reason = format!("the kernel takes {} arguments, {} are given", entry.count, self.arguments.len());
-            return Err(Error::invalid(name, reason));
-        }
+        let given = self.arguments.len();
+        invalid!(name if given != entry.count, "the kernel takes {} arguments, {given} are given", entry.count);
         for (i, (argument, parameter)) in self.arguments.iter().zip(entry.parameters.iter().flatten()).enumerate() {
             if let Some(given) = argument.mismatch(parameter) {
                 let (t, p) = (&parameter.type_name, &parameter.name);
                 let space = match parameter.space {
-                    AddressSpace::Global => "__global ",
-                    AddressSpace::Local => "__local ",
-                    AddressSpace::Constant => "__constant ",
-                    AddressSpace::Private => "",
+                    cl::CL_KERNEL_ARG_ADDRESS_GLOBAL => "__global ",
+                    cl::CL_KERNEL_ARG_ADDRESS_LOCAL => "__local ",
+                    cl::CL_KERNEL_ARG_ADDRESS_CONSTANT => "__constant ",
+                    _ => "",
                 };
                 let constant = if parameter.constant { "const " } else { "" };
                 let reason = format!("argument {i} of the kernel is `{space}{constant}{t} {p}`, {given} is given");
@@ -373,33 +346,23 @@ impl<'a> KernelCall<'a> {
     /// Returns the work-group size, after checking the sizes.
     fn group(&self, entry: &KernelSignature) -> Result<Vec<usize>> {
         let (name, global) = (self.kernel.name, &self.global);
-        if !(1..=3).contains(&global.len()) {
-            return Err(Error::invalid(name, format!("global sizes are one to three numbers, not {global:?}")));
-        }
+        invalid!(name if !(1..=3).contains(&global.len()), "global sizes are one to three numbers, not {global:?}");
         let required = &entry.group[..global.len()];
         let fixed = entry.group[0] > 0;
         let local = match &self.local {
             Some(local) => local.clone(),
             None if fixed => required.to_vec(),
-            None => (0..global.len()).map(|d| if d == 0 { power_of_two_divisor(global[0], 64) } else { 1 }).collect(),
+            None => {
+                let most = if global[0] == 0 { 1 } else { 1 << global[0].trailing_zeros().min(6) };
+                [most, 1, 1][..global.len()].to_vec()
+            }
         };
         let divides = |(g, l): (&usize, &usize)| *l > 0 && g.is_multiple_of(*l);
-        if local.len() != global.len() || !global.iter().zip(&local).all(divides) {
-            let reason = format!(
-                "{global:?} work-items are not whole groups of {local:?}: round them up and let the kernel check its bounds"
-            );
-            return Err(Error::invalid(name, reason));
-        }
-        if fixed && local != required {
-            return Err(Error::invalid(name, format!("the kernel requires groups of {required:?}, not {local:?}")));
-        }
+        invalid!(name if local.len() != global.len() || !global.iter().zip(&local).all(divides),
+            "{global:?} work-items are not whole groups of {local:?}: round them up and let the kernel check its bounds");
+        invalid!(name if fixed && local != required, "the kernel requires groups of {required:?}, not {local:?}");
         Ok(local)
     }
-}
-
-/// Returns the largest power of two that divides `n` and is at most `most`.
-fn power_of_two_divisor(n: usize, most: usize) -> usize {
-    if n == 0 { 1 } else { (1 << n.trailing_zeros().min(62)).min(most) }
 }
 
 impl Argument<'_> {
@@ -416,14 +379,14 @@ impl Argument<'_> {
         let pointer = parameter.type_name.strip_suffix('*').map(str::trim_end);
         let fits = match self {
             Argument::Tensor { tensor, written } => {
-                matches!(parameter.space, AddressSpace::Global)
+                parameter.space == cl::CL_KERNEL_ARG_ADDRESS_GLOBAL
                     && !(*written && parameter.constant)
                     && pointer.is_some_and(|t| pointer_matches(t, tensor.dtype()))
             }
-            Argument::Local(_) => matches!(parameter.space, AddressSpace::Local) && pointer.is_some(),
+            Argument::Local(_) => parameter.space == cl::CL_KERNEL_ARG_ADDRESS_LOCAL && pointer.is_some(),
             // Only the compiler knows a typedef of the source.
             Argument::Scalar { kind, .. } => {
-                matches!(parameter.space, AddressSpace::Private)
+                !(cl::CL_KERNEL_ARG_ADDRESS_GLOBAL..=cl::CL_KERNEL_ARG_ADDRESS_CONSTANT).contains(&parameter.space)
                     && pointer.is_none()
                     && (parameter.type_name == *kind || c_type_size(&parameter.type_name).is_none())
             }
@@ -463,22 +426,14 @@ fn c_type_size(t: &str) -> Option<(usize, bool)> {
 /// Returns the kernel's parameters, if the driver reports them: the program must be built with `-cl-kernel-arg-info`, and a
 /// driver may lose the parameters of programs built from binaries.
 fn parameters(kernel: &ClKernel) -> Option<Vec<Parameter>> {
-    (0..kernel.arg_count() as u32).map(|i| parameter(kernel, i).ok()).collect()
-}
-
-fn parameter(kernel: &ClKernel, i: u32) -> Result<Parameter, ClError> {
-    let kernel = kernel.raw();
-    let space = match value!(clGetKernelArgInfo(kernel, i, CL_KERNEL_ARG_ADDRESS_QUALIFIER) as u32)? {
-        CL_KERNEL_ARG_ADDRESS_GLOBAL => AddressSpace::Global,
-        CL_KERNEL_ARG_ADDRESS_CONSTANT => AddressSpace::Constant,
-        CL_KERNEL_ARG_ADDRESS_LOCAL => AddressSpace::Local,
-        _ => AddressSpace::Private,
+    let raw = kernel.raw;
+    let parameter = |i| {
+        let space = value!(clGetKernelArgInfo(raw, i, cl::CL_KERNEL_ARG_ADDRESS_QUALIFIER) as u32)?;
+        let qualifiers = value!(clGetKernelArgInfo(raw, i, cl::CL_KERNEL_ARG_TYPE_QUALIFIER) as u64)?;
+        let constant = qualifiers & u64::from(cl::CL_KERNEL_ARG_TYPE_CONST) != 0;
+        let name = text(&info!(clGetKernelArgInfo(raw, i, cl::CL_KERNEL_ARG_NAME))?);
+        let type_name = text(&info!(clGetKernelArgInfo(raw, i, cl::CL_KERNEL_ARG_TYPE_NAME))?);
+        Ok::<_, ClError>(Parameter { name, type_name, space, constant })
     };
-    let qualifiers = value!(clGetKernelArgInfo(kernel, i, CL_KERNEL_ARG_TYPE_QUALIFIER) as u64)?;
-    Ok(Parameter {
-        name: text(&info!(clGetKernelArgInfo(kernel, i, CL_KERNEL_ARG_NAME))?),
-        type_name: text(&info!(clGetKernelArgInfo(kernel, i, CL_KERNEL_ARG_TYPE_NAME))?),
-        space,
-        constant: qualifiers & u64::from(CL_KERNEL_ARG_TYPE_CONST) != 0,
-    })
+    (0..kernel.arg_count() as u32).map(|i| parameter(i).ok()).collect()
 }

@@ -14,72 +14,96 @@ use smallvec::SmallVec;
 
 use crate::sync::lock;
 use crate::{DType, Device};
-use ring::Ring;
-pub(crate) use ring::{MemoryBefore, MemoryChange, MemoryRecord};
+use ring::{MemoryBefore, MemoryRecord};
+pub(crate) use ring::{MemoryChange, Ring};
 
-static ON: AtomicBool = AtomicBool::new(false);
+/// The recorder of the process.
+struct Recorder {
+    is_on: AtomicBool,
+    /// The current recording; `None` while nothing is recorded.
+    ring: Mutex<Option<Ring>>,
+    /// The number of recordings so far. A thread registers its name once per recording.
+    generation: AtomicU32,
+    /// The number of threads and of executions that have got a number.
+    threads: AtomicU32,
+    executions: AtomicU32,
+    /// The number of segments that drivers have made, changed or released.
+    segment_changes: AtomicU32,
+    /// The time of the first call of [`now`].
+    first: OnceLock<Instant>,
+    /// Returns the names of an annotation by its number, the innermost first.
+    names_of: OnceLock<NamesOf>,
+}
+
+type NamesOf = fn(u32) -> Vec<String>;
+
+static RECORDER: Recorder = Recorder {
+    is_on: AtomicBool::new(false),
+    ring: Mutex::new(None),
+    generation: AtomicU32::new(0),
+    threads: AtomicU32::new(0),
+    executions: AtomicU32::new(0),
+    segment_changes: AtomicU32::new(0),
+    first: OnceLock::new(),
+    names_of: OnceLock::new(),
+};
 
 #[inline(always)]
 pub(crate) fn is_on() -> bool {
-    ON.load(Relaxed)
+    RECORDER.is_on.load(Relaxed)
 }
 
-/// The kind of an [`Event`](crate::profiler::Event), its category in a trace.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum RecordKind {
+/// Defines [`RecordKind`] from rows of a kind and its name in a trace.
+macro_rules! record_kinds {
+    ($($(#[$doc:meta])* $kind:ident $name:literal,)*) => {
+        /// The kind of an [`Event`](crate::profiler::Event), its category in a trace.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[non_exhaustive]
+        pub enum RecordKind {
+            $($(#[$doc])* $kind,)*
+        }
+
+        impl RecordKind {
+            /// The kinds with their names in a trace.
+            pub(crate) const NAMES: [(RecordKind, &str); [$($name),*].len()] = [$((RecordKind::$kind, $name)),*];
+        }
+    };
+}
+
+record_kinds! {
     /// An operation on the host: its submission to an OpenCL device, or its computation by the CPU device.
-    Operation,
+    Operation "operation",
     /// The computation of an operation's gradient, on the host.
-    Backward,
+    Backward "backward",
     /// A span named by [`annotate`](crate::storage::annotate).
-    Annotation,
+    Annotation "annotation",
     /// A driver call that submits a command.
-    Launch,
+    Launch "launch",
     /// The host waits for a device.
-    Wait,
+    Wait "wait",
     /// The first use of a device: the driver creates a context and a queue.
-    Open,
+    Open "open",
     /// The driver allocates or releases memory.
-    Segment,
+    Segment "segment",
     /// The compilation of a program.
-    Compile,
+    Compile "compile",
     /// The load of a compiled program from the cache.
-    Load,
+    Load "load",
     /// A kernel that runs on a device.
-    Kernel,
+    Kernel "kernel",
     /// A copy within a device.
-    Copy,
+    Copy "copy",
     /// A fill on a device.
-    Fill,
+    Fill "fill",
     /// A transfer from a device to the host.
-    Read,
+    Read "read",
     /// A transfer from the host to a device.
-    Write,
+    Write "write",
     /// Any other category in a trace of another program.
-    Other,
+    Other "other",
 }
 
 impl RecordKind {
-    /// The kinds with their names in a trace.
-    pub(crate) const NAMES: [(RecordKind, &str); 15] = [
-        (RecordKind::Operation, "operation"),
-        (RecordKind::Backward, "backward"),
-        (RecordKind::Annotation, "annotation"),
-        (RecordKind::Launch, "launch"),
-        (RecordKind::Wait, "wait"),
-        (RecordKind::Open, "open"),
-        (RecordKind::Segment, "segment"),
-        (RecordKind::Compile, "compile"),
-        (RecordKind::Load, "load"),
-        (RecordKind::Kernel, "kernel"),
-        (RecordKind::Copy, "copy"),
-        (RecordKind::Fill, "fill"),
-        (RecordKind::Read, "read"),
-        (RecordKind::Write, "write"),
-        (RecordKind::Other, "other"),
-    ];
-
     /// Returns the name that a trace uses for this kind.
     pub fn name(self) -> &'static str {
         RecordKind::NAMES[self as usize].1
@@ -137,36 +161,22 @@ pub(crate) struct Execution {
     pub operation: Arc<Operation>,
 }
 
-/// The current recording; `None` while nothing is recorded.
-static RING: Mutex<Option<Ring>> = Mutex::new(None);
-
-#[derive(Default)]
-pub(crate) struct Recorded {
-    pub records: Vec<Record>,
-    /// The number of older records that were dropped because the ring was full.
-    pub dropped: u64,
-    /// Numbers and names of the threads that recorded.
-    pub threads: Vec<(u32, String)>,
-    pub memory: Vec<MemoryRecord>,
-    pub devices: Vec<MemoryBefore>,
-}
-
 /// Starts to record, keeping the latest `capacity` records; false if a recording is running already.
 pub(crate) fn begin(capacity: usize) -> bool {
-    let mut ring = lock(&RING);
+    let mut ring = lock(&RECORDER.ring);
     if ring.is_some() {
         return false;
     }
     *ring = Some(Ring { capacity: capacity.max(1), began: now(), ..Ring::default() });
-    GENERATION.fetch_add(1, SeqCst);
-    ON.store(true, SeqCst);
+    RECORDER.generation.fetch_add(1, SeqCst);
+    RECORDER.is_on.store(true, SeqCst);
     true
 }
 
 /// Discards the records made so far and returns the current time, at which the recording restarts.
 pub(crate) fn restart() -> u64 {
     let began = now();
-    if let Some(ring) = &mut *lock(&RING) {
+    if let Some(ring) = &mut *lock(&RECORDER.ring) {
         ring.records.clear();
         while !ring.memory.is_empty() {
             ring.forget_oldest_memory();
@@ -178,30 +188,19 @@ pub(crate) fn restart() -> u64 {
 
 /// Stops recording. Records passed to [`push`] are still kept until [`take`].
 pub(crate) fn pause() {
-    ON.store(false, SeqCst);
+    RECORDER.is_on.store(false, SeqCst);
 }
 
 /// Ends the recording and returns the records.
-pub(crate) fn take() -> Recorded {
+pub(crate) fn take() -> Ring {
     pause();
-    let Some(ring) = lock(&RING).take() else { return Recorded::default() };
-    Recorded {
-        records: ring.records.into(),
-        dropped: ring.dropped,
-        threads: ring.threads,
-        memory: ring.memory.into(),
-        devices: ring.devices,
-    }
+    lock(&RECORDER.ring).take().unwrap_or_default()
 }
 
 /// Returns the nanoseconds since the first call.
 pub(crate) fn now() -> u64 {
-    static FIRST: OnceLock<Instant> = OnceLock::new();
-    FIRST.get_or_init(Instant::now).elapsed().as_nanos() as u64
+    RECORDER.first.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
-
-/// The number of recordings so far. A thread registers its name once per recording.
-static GENERATION: AtomicU32 = AtomicU32::new(0);
 
 /// The recorder's state of a thread.
 struct Thread {
@@ -240,23 +239,18 @@ pub(crate) fn without_recording<R>(f: impl FnOnce() -> R) -> R {
     result
 }
 
-fn is_unrecorded() -> bool {
-    THREAD.with(|thread| thread.is_unrecorded.get())
-}
-
 /// Returns this thread's number, and the thread's name if the current recording does not have it yet.
 fn thread() -> (u32, Option<String>) {
-    if is_unrecorded() {
-        return (UNRECORDED_THREAD, None);
-    }
-    static NEXT: AtomicU32 = AtomicU32::new(1);
-    let generation = GENERATION.load(Relaxed);
+    let generation = RECORDER.generation.load(Relaxed);
     THREAD.with(|thread| {
+        if thread.is_unrecorded.get() {
+            return (UNRECORDED_THREAD, None);
+        }
         if thread.generation.replace(generation) == generation {
             return (thread.number.get(), None);
         }
         if thread.number.get() == 0 {
-            thread.number.set(NEXT.fetch_add(1, Relaxed));
+            thread.number.set(RECORDER.threads.fetch_add(1, Relaxed) + 1);
         }
         let number = thread.number.get();
         let name = std::thread::current().name().map_or_else(|| format!("thread {number}"), str::to_owned);
@@ -266,10 +260,16 @@ fn thread() -> (u32, Option<String>) {
 
 impl Record {
     /// Creates a record by this thread that starts now and has no end yet.
-    pub(crate) fn begin(kind: RecordKind, name: &'static str, device: impl Into<Option<Device>>) -> Record {
+    pub(crate) fn begin(
+        kind: RecordKind,
+        name: &'static str,
+        device: impl Into<Option<Device>>,
+        stream: u32,
+        bytes: u64,
+    ) -> Record {
         let (thread, introduction) = thread();
         if let Some(name) = introduction
-            && let Some(ring) = &mut *lock(&RING)
+            && let Some(ring) = &mut *lock(&RECORDER.ring)
         {
             ring.threads.push((thread, name));
         }
@@ -277,24 +277,14 @@ impl Record {
             kind,
             name,
             device: device.into(),
-            stream: 0,
+            stream,
             thread,
             annotation: annotation(),
             host: [now(), 0],
             device_times: None,
-            bytes: 0,
+            bytes,
             operation: OPERATION.try_with(|operation| operation.borrow().clone()).ok().flatten(),
         }
-    }
-
-    pub(crate) fn on_stream(mut self, stream: u32) -> Record {
-        self.stream = stream;
-        self
-    }
-
-    pub(crate) fn with_bytes(mut self, bytes: usize) -> Record {
-        self.bytes = bytes as u64;
-        self
     }
 
     pub(crate) fn ended(mut self) -> Record {
@@ -308,7 +298,7 @@ pub(crate) fn push(record: Record) {
     if record.thread == UNRECORDED_THREAD {
         return;
     }
-    if let Some(ring) = &mut *lock(&RING) {
+    if let Some(ring) = &mut *lock(&RECORDER.ring) {
         ring.push(record);
     }
 }
@@ -322,17 +312,11 @@ pub(crate) fn span(
     stream: u32,
     bytes: usize,
 ) -> Option<Span> {
-    is_on().then(|| Span::new(Record::begin(kind, name, device).on_stream(stream).with_bytes(bytes)))
+    is_on().then(|| Span(Some(Record::begin(kind, name, device, stream, bytes as u64))))
 }
 
 /// A record of an event that ends when this value is dropped.
 pub(crate) struct Span(Option<Record>);
-
-impl Span {
-    pub(crate) fn new(record: Record) -> Span {
-        Span(Some(record))
-    }
-}
 
 impl Span {
     /// Discards the record, because another event happened instead.
@@ -358,22 +342,20 @@ pub(crate) struct OperationSpan {
 /// Records an operation until the returned value is dropped; `None` if not profiling.
 #[inline(always)]
 pub(crate) fn operation(describe: impl FnOnce() -> Operation) -> Option<OperationSpan> {
-    if is_on() { Some(start_operation(describe())) } else { None }
+    is_on().then(|| start_operation(describe()))
 }
 
 #[cold]
 fn start_operation(operation: Operation) -> OperationSpan {
-    static EXECUTIONS: AtomicU32 = AtomicU32::new(0);
-    let mut record = Record::begin(RecordKind::Operation, operation.name, operation.device);
-    record.bytes = operation.bytes;
-    let operation = match &mut *lock(&RING) {
+    let mut record = Record::begin(RecordKind::Operation, operation.name, operation.device, 0, operation.bytes);
+    let operation = match &mut *lock(&RECORDER.ring) {
         Some(ring) => ring.share(operation),
         None => Arc::new(operation), // the recording has just ended
     };
-    let execution = Execution { number: EXECUTIONS.fetch_add(1, Relaxed), operation };
+    let execution = Execution { number: RECORDER.executions.fetch_add(1, Relaxed), operation };
     record.operation = Some(execution.clone());
     let outer = OPERATION.try_with(|current| current.replace(Some(execution))).ok().flatten();
-    OperationSpan { outer, span: Span::new(record) }
+    OperationSpan { outer, span: Span(Some(record)) }
 }
 
 impl OperationSpan {
@@ -390,16 +372,13 @@ impl Drop for OperationSpan {
     }
 }
 
-/// The number of segments that drivers have made, changed or released.
-static SEGMENT_CHANGES: AtomicU32 = AtomicU32::new(0);
-
 /// Records a driver call that makes, changes or releases a segment, until the returned value is dropped; `None` if not profiling.
 #[inline]
 pub(crate) fn segment_span(name: &'static str, device: Option<Device>, bytes: usize) -> Option<Span> {
     if !is_on() {
         return None;
     }
-    SEGMENT_CHANGES.fetch_add(1, Relaxed);
+    RECORDER.segment_changes.fetch_add(1, Relaxed);
     THREAD.with(|thread| thread.changed_segments.set(true));
     span(RecordKind::Segment, name, device, 0, bytes)
 }
@@ -408,12 +387,12 @@ pub(crate) fn segment_span(name: &'static str, device: Option<Device>, bytes: us
 /// reserved bytes; it is called for the device's first record, and after a change of segments.
 #[cold]
 pub(crate) fn record_memory(device: Device, bytes: i64, now: impl FnOnce() -> [u64; 2]) {
-    if is_unrecorded() {
+    if THREAD.with(|thread| thread.is_unrecorded.get()) {
         return;
     }
-    let changes = SEGMENT_CHANGES.load(Relaxed);
+    let changes = RECORDER.segment_changes.load(Relaxed);
     let own = THREAD.with(|thread| thread.changed_segments.replace(false));
-    match &mut *lock(&RING) {
+    match &mut *lock(&RECORDER.ring) {
         Some(ring) => {
             ring.push_memory(MemoryRecord { time: self::now(), device, change: MemoryChange::Allocated(bytes) });
             if !own && ring.devices.iter().any(|known| known.device == device && known.changes == changes) {
@@ -423,7 +402,7 @@ pub(crate) fn record_memory(device: Device, bytes: i64, now: impl FnOnce() -> [u
         None => return,
     }
     let [allocated, reserved] = now(); // outside the ring's lock, because this takes the allocator's locks
-    if let Some(ring) = &mut *lock(&RING) {
+    if let Some(ring) = &mut *lock(&RECORDER.ring) {
         match ring.devices.iter_mut().find(|known| known.device == device) {
             Some(known) => known.changes = changes,
             None => {
@@ -435,15 +414,10 @@ pub(crate) fn record_memory(device: Device, bytes: i64, now: impl FnOnce() -> [u
     }
 }
 
-/// Returns the names of an annotation by its number, the innermost first.
-type NamesOf = fn(u32) -> Vec<String>;
-
-static NAMES: OnceLock<NamesOf> = OnceLock::new();
-
 /// Makes this number the thread's current annotation, and returns the previous number. `names_of` must be the same function in
 /// every call.
 pub(crate) fn set_annotation(number: u32, names_of: NamesOf) -> u32 {
-    NAMES.get_or_init(|| names_of);
+    RECORDER.names_of.get_or_init(|| names_of);
     THREAD.with(|thread| thread.annotation.replace(number))
 }
 
@@ -454,7 +428,7 @@ pub(crate) fn annotation() -> u32 {
 
 /// Returns the names of an annotation, the innermost first; empty for number 0.
 pub(crate) fn annotation_names(number: u32) -> Vec<String> {
-    match NAMES.get() {
+    match RECORDER.names_of.get() {
         Some(names_of) if number != 0 => names_of(number),
         _ => Vec::new(),
     }

@@ -23,15 +23,17 @@ pub(crate) enum MemoryChange {
 }
 
 #[derive(Default)]
-pub(super) struct Ring {
-    pub(super) records: VecDeque<Record>,
-    pub(super) memory: VecDeque<MemoryRecord>,
+pub(crate) struct Ring {
+    pub(crate) records: VecDeque<Record>,
+    pub(crate) memory: VecDeque<MemoryRecord>,
     pub(super) capacity: usize,
-    pub(super) dropped: u64,
+    /// The number of older records that were dropped because the ring was full.
+    pub(crate) dropped: u64,
     /// The start of the recording, in nanoseconds of the host's clock: records that began earlier are discarded.
     pub(super) began: u64,
-    pub(super) threads: Vec<(u32, String)>,
-    pub(super) devices: Vec<MemoryBefore>,
+    /// Numbers and names of the threads that recorded.
+    pub(crate) threads: Vec<(u32, String)>,
+    pub(crate) devices: Vec<MemoryBefore>,
     /// Operations by hash, which records of repeated steps share, because most of the cost of recording is touching new pages.
     pub(super) operations: Vec<Option<Arc<Operation>>>,
 }

@@ -8,20 +8,14 @@ use std::ffi::c_void;
 use std::ptr;
 
 use opencl_sys::{
-    CL_COMMAND_BUFFER_CAPABILITY_SIMULTANEOUS_USE_KHR, CL_COMMAND_BUFFER_FLAGS_KHR,
-    CL_COMMAND_BUFFER_SIMULTANEOUS_USE_KHR, CL_DEVICE_COMMAND_BUFFER_CAPABILITIES_KHR,
-    CL_DEVICE_COMMAND_BUFFER_REQUIRED_QUEUE_PROPERTIES_KHR, CL_DEVICE_EXTENSIONS_WITH_VERSION, cl_command_buffer_khr,
-    cl_mutable_command_khr, cl_sync_point_khr, clCommandCopyBufferKHR_t, clCommandFillBufferKHR_t,
-    clCommandNDRangeKernelKHR_t, clCreateCommandBufferKHR_t, clEnqueueCommandBufferKHR_t, clFinalizeCommandBufferKHR_t,
-    clReleaseCommandBufferKHR_t,
+    self as cl, cl_command_buffer_khr, cl_command_queue, cl_event, cl_mem, cl_mutable_command_khr, cl_sync_point_khr,
 };
-use opencl3::types::{cl_command_queue, cl_event, cl_mem};
 
 use super::Command;
 use crate::device::opencl::ClDevice;
-use crate::device::opencl::driver::{call, call_unlocked, create, info, value};
+use crate::device::opencl::driver::{call, call_unlocked, create, info, send_and_sync, value};
 use crate::device::opencl::errors::ClError;
-use crate::device::opencl::extension::extension_function;
+use crate::device::opencl::functions::extension_function;
 
 const NAME: &str = "cl_khr_command_buffer";
 
@@ -29,13 +23,13 @@ const NAME: &str = "cl_khr_command_buffer";
 type SyncArguments = (u32, *const cl_sync_point_khr, *mut cl_sync_point_khr, *mut cl_mutable_command_khr);
 const NO_SYNC: SyncArguments = (0, ptr::null(), ptr::null_mut(), ptr::null_mut());
 
-/// `clCommandCopyBufferKHR` before version 0.9.5.
-type Copy090 = Option<
+/// `clCommandCopyBufferKHR` from a `cl_mem`, or `clCommandFillBufferKHR` from a pattern, before version 0.9.5.
+type Transfer090<From> = Option<
     unsafe extern "C" fn(
         cl_command_buffer_khr,
         cl_command_queue,
         cl_mem,
-        cl_mem,
+        From,
         usize,
         usize,
         usize,
@@ -46,57 +40,33 @@ type Copy090 = Option<
     ) -> i32,
 >;
 
-/// `clCommandFillBufferKHR` before version 0.9.5.
-type Fill090 = Option<
-    unsafe extern "C" fn(
-        cl_command_buffer_khr,
-        cl_command_queue,
-        cl_mem,
-        *const c_void,
-        usize,
-        usize,
-        usize,
-        u32,
-        *const cl_sync_point_khr,
-        *mut cl_sync_point_khr,
-        *mut cl_mutable_command_khr,
-    ) -> i32,
->;
-
-/// The functions that record transfers, before version 0.9.5.
+/// The functions that record transfers.
 #[derive(Clone, Copy)]
 #[allow(non_snake_case, reason = "OpenCL's names")]
-struct Signatures090 {
-    clCommandCopyBufferKHR: Copy090,
-    clCommandFillBufferKHR: Fill090,
+struct Transfers<Copy, Fill> {
+    clCommandCopyBufferKHR: Copy,
+    clCommandFillBufferKHR: Fill,
 }
 
-/// The functions that record transfers from version 0.9.5 on, which also take properties.
+/// The functions that record transfers. From version 0.9.5 on, the functions also take properties.
 #[derive(Clone, Copy)]
-#[allow(non_snake_case, reason = "OpenCL's names")]
-struct Signatures095 {
-    clCommandCopyBufferKHR: clCommandCopyBufferKHR_t,
-    clCommandFillBufferKHR: clCommandFillBufferKHR_t,
-}
-
-#[derive(Clone, Copy)]
-enum Transfers {
-    Signatures090(Signatures090),
-    Signatures095(Signatures095),
+enum TransferFunctions {
+    Version090(Transfers<Transfer090<cl_mem>, Transfer090<*const c_void>>),
+    Version095(Transfers<cl::clCommandCopyBufferKHR_t, cl::clCommandFillBufferKHR_t>),
 }
 
 #[derive(Clone, Copy)]
 #[allow(non_snake_case, reason = "OpenCL's names")]
 pub(super) struct CommandBuffers {
-    clCreateCommandBufferKHR: clCreateCommandBufferKHR_t,
-    clCommandNDRangeKernelKHR: clCommandNDRangeKernelKHR_t,
-    transfers: Transfers,
-    clFinalizeCommandBufferKHR: clFinalizeCommandBufferKHR_t,
-    clEnqueueCommandBufferKHR: clEnqueueCommandBufferKHR_t,
-    clReleaseCommandBufferKHR: clReleaseCommandBufferKHR_t,
+    clCreateCommandBufferKHR: cl::clCreateCommandBufferKHR_t,
+    clCommandNDRangeKernelKHR: cl::clCommandNDRangeKernelKHR_t,
+    transfers: TransferFunctions,
+    clFinalizeCommandBufferKHR: cl::clFinalizeCommandBufferKHR_t,
+    clEnqueueCommandBufferKHR: cl::clEnqueueCommandBufferKHR_t,
+    clReleaseCommandBufferKHR: cl::clReleaseCommandBufferKHR_t,
     properties: Option<[u64; 3]>,
     /// True if the command buffer may be enqueued again before its previous execution is over.
-    may_be_pending: bool,
+    pub(super) may_be_pending: bool,
 }
 
 /// The properties in which versions of the extension differ.
@@ -125,31 +95,28 @@ fn version_traits(version: (u32, u32, u32)) -> Option<VersionTraits> {
 
 impl CommandBuffers {
     /// Returns the extension's functions, if the device has a known version that supports the queues created here.
-    ///
-    /// # Errors
-    /// The driver's errors.
     pub(super) fn for_device(device: &ClDevice) -> Result<Option<CommandBuffers>, ClError> {
         let (id, platform) = (device.id(), device.description.platform);
         // If the driver reports no versions, the version is unknown and the extension is not used.
-        let versions = info!(clGetDeviceInfo(id, CL_DEVICE_EXTENSIONS_WITH_VERSION)).unwrap_or_default();
+        let versions = info!(clGetDeviceInfo(id, cl::CL_DEVICE_EXTENSIONS_WITH_VERSION)).unwrap_or_default();
         let Some(version_traits) = version_of(&versions, NAME).and_then(version_traits) else { return Ok(None) };
-        if value!(clGetDeviceInfo(id, CL_DEVICE_COMMAND_BUFFER_REQUIRED_QUEUE_PROPERTIES_KHR) as u64)? != 0 {
+        if value!(clGetDeviceInfo(id, cl::CL_DEVICE_COMMAND_BUFFER_REQUIRED_QUEUE_PROPERTIES_KHR) as u64)? != 0 {
             return Ok(None);
         }
-        let capabilities = value!(clGetDeviceInfo(id, CL_DEVICE_COMMAND_BUFFER_CAPABILITIES_KHR) as u64)?;
-        let simultaneous = capabilities & CL_COMMAND_BUFFER_CAPABILITY_SIMULTANEOUS_USE_KHR != 0;
-        let flags = [CL_COMMAND_BUFFER_FLAGS_KHR, CL_COMMAND_BUFFER_SIMULTANEOUS_USE_KHR, 0];
+        let capabilities = value!(clGetDeviceInfo(id, cl::CL_DEVICE_COMMAND_BUFFER_CAPABILITIES_KHR) as u64)?;
+        let simultaneous = capabilities & cl::CL_COMMAND_BUFFER_CAPABILITY_SIMULTANEOUS_USE_KHR != 0;
+        let flags = [cl::CL_COMMAND_BUFFER_FLAGS_KHR, cl::CL_COMMAND_BUFFER_SIMULTANEOUS_USE_KHR, 0];
         // SAFETY: the device's version of the extension has functions of these types under these names.
         let found = unsafe {
             CommandBuffers {
                 clCreateCommandBufferKHR: extension_function(platform, c"clCreateCommandBufferKHR")?,
                 clCommandNDRangeKernelKHR: extension_function(platform, c"clCommandNDRangeKernelKHR")?,
                 transfers: match version_traits.with_properties {
-                    false => Transfers::Signatures090(Signatures090 {
+                    false => TransferFunctions::Version090(Transfers {
                         clCommandCopyBufferKHR: extension_function(platform, c"clCommandCopyBufferKHR")?,
                         clCommandFillBufferKHR: extension_function(platform, c"clCommandFillBufferKHR")?,
                     }),
-                    true => Transfers::Signatures095(Signatures095 {
+                    true => TransferFunctions::Version095(Transfers {
                         clCommandCopyBufferKHR: extension_function(platform, c"clCommandCopyBufferKHR")?,
                         clCommandFillBufferKHR: extension_function(platform, c"clCommandFillBufferKHR")?,
                     }),
@@ -182,10 +149,7 @@ pub(super) struct CommandBuffer {
     functions: CommandBuffers,
 }
 
-// SAFETY: OpenCL objects belong to the process; a command buffer is recorded and enqueued under the queues' lock.
-unsafe impl Send for CommandBuffer {}
-// SAFETY: as above.
-unsafe impl Sync for CommandBuffer {}
+send_and_sync!(CommandBuffer);
 
 impl CommandBuffer {
     /// Records one more command. A null queue means the command buffer's queue, which is in order.
@@ -193,7 +157,7 @@ impl CommandBuffer {
         let (to, queue, none, (n, waits, point, handle)) = (self.raw, ptr::null_mut(), ptr::null(), NO_SYNC);
         match *command {
             Command::Kernel { ref kernel, dims, ref global, ref local } => {
-                let (kernel, dims, at) = (kernel.raw(), dims as u32, ptr::null());
+                let (kernel, dims, at) = (kernel.raw, dims as u32, ptr::null());
                 let (global, local) = (global.as_ptr(), local.as_ptr());
                 call!(in self.functions, clCommandNDRangeKernelKHR(
                     to, queue, none, kernel, dims, at, global, local, n, waits, point, handle
@@ -202,20 +166,20 @@ impl CommandBuffer {
             Command::Fill { to: mem, offset, bytes, ref pattern, length } => {
                 let with = pattern.as_ptr().cast();
                 match self.functions.transfers {
-                    Transfers::Signatures090(earlier) => call!(in earlier, clCommandFillBufferKHR(
+                    TransferFunctions::Version090(earlier) => call!(in earlier, clCommandFillBufferKHR(
                         to, queue, mem, with, length, offset, bytes, n, waits, point, handle
                     )),
-                    Transfers::Signatures095(later) => call!(in later, clCommandFillBufferKHR(
+                    TransferFunctions::Version095(later) => call!(in later, clCommandFillBufferKHR(
                         to, queue, none, mem, with, length, offset, bytes, n, waits, point, handle
                     )),
                 }
             }
-            Command::Copy { from, to: mem, from_offset, to_offset, bytes } => match self.functions.transfers {
-                Transfers::Signatures090(earlier) => call!(in earlier, clCommandCopyBufferKHR(
-                    to, queue, from, mem, from_offset, to_offset, bytes, n, waits, point, handle
+            Command::Copy { from: (from, start), to: (mem, offset), bytes } => match self.functions.transfers {
+                TransferFunctions::Version090(earlier) => call!(in earlier, clCommandCopyBufferKHR(
+                    to, queue, from, mem, start, offset, bytes, n, waits, point, handle
                 )),
-                Transfers::Signatures095(later) => call!(in later, clCommandCopyBufferKHR(
-                    to, queue, none, from, mem, from_offset, to_offset, bytes, n, waits, point, handle
+                TransferFunctions::Version095(later) => call!(in later, clCommandCopyBufferKHR(
+                    to, queue, none, from, mem, start, offset, bytes, n, waits, point, handle
                 )),
             },
         }
@@ -224,11 +188,6 @@ impl CommandBuffer {
     /// Enqueues the command buffer. `event`, unless null, gets the event of the last command. Call under the queues' lock.
     pub(super) fn enqueue(&self, mut queue: cl_command_queue, event: *mut cl_event) -> Result<(), ClError> {
         call!(in self.functions, clEnqueueCommandBufferKHR(1, &mut queue, self.raw, 0, ptr::null(), event))
-    }
-
-    /// True if the command buffer may be enqueued again before its previous execution is over.
-    pub(super) fn may_be_pending(&self) -> bool {
-        self.functions.may_be_pending
     }
 }
 

@@ -9,19 +9,16 @@ mod recordable_queue;
 pub(crate) mod replay;
 
 use std::cell::RefCell;
-use std::ffi::CString;
-use std::sync::Arc;
 
-use opencl3::kernel::CL_KERNEL_FUNCTION_NAME;
 use opencl3::types::cl_mem;
 
 use super::ClDevice;
-use super::driver::{ClAt, ClKernel, create, info};
-use super::errors::ClError;
+use super::driver::{ClKernel, send_and_sync};
 use super::fault::FaultSlot;
 use super::launch::{Arg, records_faults, set_arg};
+use crate::Result;
 use crate::device::{Device, StreamId, capture};
-use crate::{Error, Result};
+use crate::error::invalid;
 
 /// The recorded commands. The owner of a recording must keep the commands' buffers alive.
 pub(crate) struct Recording {
@@ -46,14 +43,10 @@ pub(crate) struct Changes {
 pub(crate) enum Command {
     Kernel { kernel: ClKernel, dims: usize, global: [usize; 3], local: [usize; 3] },
     Fill { to: cl_mem, offset: usize, bytes: usize, pattern: [u8; 16], length: usize },
-    Copy { from: cl_mem, to: cl_mem, from_offset: usize, to_offset: usize, bytes: usize },
+    Copy { from: (cl_mem, usize), to: (cl_mem, usize), bytes: usize },
 }
 
-// SAFETY: OpenCL objects belong to the process; the kernels' arguments are not set again, and the kernels are enqueued under
-// the queues' lock.
-unsafe impl Send for Recording {}
-// SAFETY: as above.
-unsafe impl Sync for Recording {}
+send_and_sync!(Recording);
 
 impl Command {
     fn is_kernel(&self) -> bool {
@@ -70,9 +63,6 @@ pub(crate) struct Recorder(());
 
 impl Recorder {
     /// Starts to record the commands that this thread submits to the device.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if this thread is recording already.
     pub(crate) fn start(device: &'static ClDevice) -> Result<Recorder> {
         capture::begin(device.device())?;
         let stream = device.current_stream();
@@ -125,12 +115,12 @@ pub(super) fn count_launch(device: Device) -> bool {
     recording
 }
 
-fn record_command(device: &ClDevice, command: impl FnOnce(&mut Recording) -> Result<Command>) -> Result<()> {
+/// Records a command with the arguments that `command` returns.
+pub(super) fn record_command(device: &ClDevice, command: impl FnOnce(&mut Recording) -> Result<Command>) -> Result<()> {
     RECORDER.with_borrow_mut(|recorder| {
         let recording = recorder.as_mut().expect("asked before");
-        if recording.stream != device.current_stream() {
-            return Err(Error::invalid("Graph::capture", "work on another stream cannot be captured"));
-        }
+        let is_other = recording.stream != device.current_stream();
+        invalid!("Graph::capture" if is_other, "work on another stream cannot be captured");
         let command = command(recording)?;
         recording.commands.push(command);
         capture::count_command();
@@ -150,35 +140,11 @@ pub(super) fn record_kernel(
         if records_faults(args) {
             recording.faults = Some(device.slot());
         }
-        let kernel = duplicate(kernel).map_err(|e| device.error(e))?;
+        let kernel = kernel.duplicate().map_err(|e| device.error(e))?;
         for (i, arg) in args.iter().enumerate() {
             set_arg(&kernel, i as u32, arg).map_err(|e| device.error(e))?;
         }
         let whole = |sizes: &[usize]| std::array::from_fn(|d| sizes.get(d).copied().unwrap_or(1));
         Ok(Command::Kernel { kernel, dims: global.len(), global: whole(global), local: whole(local) })
     })
-}
-
-pub(super) fn record_fill(
-    device: &ClDevice,
-    dst: ClAt<'_>,
-    bytes: usize,
-    pattern: [u8; 16],
-    length: usize,
-) -> Result<()> {
-    record_command(device, |_| Ok(Command::Fill { to: dst.0.mem(), offset: dst.1, bytes, pattern, length }))
-}
-
-pub(super) fn record_copy(device: &ClDevice, src: ClAt<'_>, dst: ClAt<'_>, bytes: usize) -> Result<()> {
-    let ((from, from_offset), (to, to_offset)) = ((src.0.mem(), src.1), (dst.0.mem(), dst.1));
-    record_command(device, |_| Ok(Command::Copy { from, to, from_offset, to_offset, bytes }))
-}
-
-/// Creates another kernel object of the same function, with its own arguments.
-fn duplicate(kernel: &ClKernel) -> Result<ClKernel, ClError> {
-    let name = info!(clGetKernelInfo(kernel.raw(), CL_KERNEL_FUNCTION_NAME))?;
-    let entry = name.split(|&b| b == 0).next().and_then(|n| CString::new(n).ok()).unwrap_or_default();
-    let raw = create!(clCreateKernel(kernel.program().0, entry.as_ptr()))?;
-    Ok(ClKernel::new(raw, Arc::clone(kernel.program()), kernel.name())
-        .with_limits(kernel.arg_count(), kernel.max_work_group()))
 }

@@ -10,9 +10,9 @@ use opencl3::types::{cl_command_queue, cl_event};
 
 use super::Command;
 use crate::device::opencl::ClDevice;
-use crate::device::opencl::driver::{call, call_unlocked, create, info, value};
+use crate::device::opencl::driver::{call, call_unlocked, create, info, send_and_sync, value};
 use crate::device::opencl::errors::ClError;
-use crate::device::opencl::extension::extension_function;
+use crate::device::opencl::functions::extension_function;
 
 const NAME: &str = "cl_qcom_recordable_queues";
 const CL_QUEUE_RECORDABLE_QCOM: u64 = 1 << 30;
@@ -55,9 +55,6 @@ pub(super) struct RecordableQueues {
 
 impl RecordableQueues {
     /// Returns the extension's functions, if the device has the extension.
-    ///
-    /// # Errors
-    /// The driver's errors.
     pub(super) fn for_device(device: &ClDevice) -> Result<Option<RecordableQueues>, ClError> {
         let (id, platform) = (device.id(), device.description.platform);
         let extensions = info!(clGetDeviceInfo(id, opencl3::device::CL_DEVICE_EXTENSIONS))?;
@@ -92,7 +89,7 @@ impl RecordableQueues {
             let Command::Kernel { kernel, dims, global, local } = command else {
                 return Err(ClError::new("clNewRecordingQCOM", CL_INVALID_OPERATION));
             };
-            let (kernel, dims, global, local) = (kernel.raw(), *dims as u32, global.as_ptr(), local.as_ptr());
+            let (kernel, dims, global, local) = (kernel.raw, *dims as u32, global.as_ptr(), local.as_ptr());
             let (none, unasked) = (ptr::null(), ptr::null_mut());
             call!(clEnqueueNDRangeKernel(queue, kernel, dims, none, global, local, 0, ptr::null(), unasked))?;
         }
@@ -108,10 +105,7 @@ pub(super) struct QueueRecording {
     functions: RecordableQueues,
 }
 
-// SAFETY: OpenCL objects belong to the process; a recording is made and enqueued under the queues' lock.
-unsafe impl Send for QueueRecording {}
-// SAFETY: as above.
-unsafe impl Sync for QueueRecording {}
+send_and_sync!(QueueRecording);
 
 impl QueueRecording {
     /// Enqueues the recording. `event`, unless null, gets the event of the whole recording. Call under the queues' lock.

@@ -17,6 +17,7 @@ use crate::device::opencl::launch::{enqueue_kernel, flush_if_due, is_checkpoint}
 use crate::device::opencl::queue::{EARLIER_LAUNCH, Queue};
 use crate::device::opencl::{ClDevice, ClEvent};
 use crate::device::{self, lock, log};
+use crate::error::invalid;
 use crate::{Error, Result};
 
 /// The maximum number of commands in a part, so that the queue's length stays bounded as for single commands.
@@ -47,6 +48,8 @@ struct Part {
     commands: Range<usize>,
     launches: u32,
     prepared: PreparedCommands,
+    /// True if the part may be enqueued again before an earlier replay of the part is over.
+    may_be_pending: bool,
     /// The event of the last replay, if the next replay must wait for it.
     last: Mutex<Option<ClEvent>>,
 }
@@ -62,14 +65,6 @@ impl PreparedCommands {
         match self {
             PreparedCommands::Buffer(buffer) => buffer.enqueue(queue.raw, event),
             PreparedCommands::Recording(recording) => recording.enqueue(queue.raw, event),
-        }
-    }
-
-    /// True if the part may be enqueued again before an earlier replay of the part is over.
-    fn may_be_pending(&self) -> bool {
-        match self {
-            PreparedCommands::Buffer(buffer) => buffer.may_be_pending(),
-            PreparedCommands::Recording(_) => true,
         }
     }
 }
@@ -103,9 +98,8 @@ impl Submission<'_> {
                 Command::Fill { to, offset, bytes, pattern, length } => {
                     self.queue.fill(*to, &pattern[..*length], *offset, *bytes).map(|()| None)?
                 }
-                Command::Copy { from, to, from_offset, to_offset, bytes } => {
-                    let (from, to) = ((*from, *from_offset), (*to, *to_offset));
-                    self.queue.copy(from, to, *bytes, ptr::null_mut()).map(|()| None)?
+                Command::Copy { from, to, bytes } => {
+                    self.queue.copy(*from, *to, *bytes, ptr::null_mut()).map(|()| None)?
                 }
             };
             self.note_submitted(launch);
@@ -115,7 +109,7 @@ impl Submission<'_> {
 
     /// Enqueues a part. Returns false if the driver refuses the part, for now or for good, and has enqueued nothing.
     fn part(&mut self, part: &Part, refused: &AtomicBool) -> Result<bool, ClError> {
-        let once = !part.prepared.may_be_pending();
+        let once = !part.may_be_pending;
         let mut last = lock(&part.last);
         if last.as_ref().is_some_and(|last| !last.is_over().unwrap_or(false)) {
             return Ok(false);
@@ -125,7 +119,9 @@ impl Submission<'_> {
         // Always passes an event pointer: PoCL 3.0 writes an event even if the pointer is null.
         if let Err(e) = part.prepared.enqueue(self.queue, &raw mut raw) {
             self.queue.since_checkpoint -= part.launches;
-            if !is_refusal(&e) {
+            // Nothing was enqueued if the command buffer is pending (-59) or invalid (-1138), the queue is of another kind (-1140),
+            // or the function is missing.
+            if !(e.is_missing() || matches!(e.code, -1138 | -1140)) {
                 self.begun = true; // a driver that enqueues the commands one by one may have enqueued some of them
                 return Err(e);
             }
@@ -145,12 +141,6 @@ impl Submission<'_> {
         self.note_submitted(launch);
         Ok(true)
     }
-}
-
-/// True for codes after which nothing was enqueued: the command buffer is pending (-59) or invalid (-1138), the queue is of another
-/// kind (-1140), or the function is missing.
-fn is_refusal(e: &ClError) -> bool {
-    e.is_missing() || matches!(e.code, -1138 | -1140)
 }
 
 fn log_host_replay(e: ClError) {
@@ -188,7 +178,8 @@ impl ReplayStrategy {
             };
             let launches = commands.iter().filter(|command| command.is_kernel()).count() as u32;
             let range = i * most..i * most + commands.len();
-            Ok(Some(Part { commands: range, launches, prepared, last: Mutex::default() }))
+            let may_be_pending = !matches!(self, ReplayStrategy::Buffers(buffers) if !buffers.may_be_pending);
+            Ok(Some(Part { commands: range, launches, prepared, may_be_pending, last: Mutex::default() }))
         };
         commands.chunks(most).enumerate().map(part).filter_map(Result::transpose).collect()
     }
@@ -217,19 +208,15 @@ impl Replayer {
     }
 
     /// Sets the replay mode.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if the device does not support the mode, or the mode does not support a command of the recording.
     pub(crate) fn set_mode(&mut self, mode: ReplayMode) -> Result<()> {
         let device = self.recording.device;
-        let invalid = |reason: String| Err(Error::invalid("Graph::set_replay_mode", reason));
-        let Some(replay_strategy) = ReplayStrategy::for_device(device, mode) else {
-            return invalid(format!("{} does not support the replay mode {mode}", device.device()));
-        };
+        let op = "Graph::set_replay_mode";
+        let replay_strategy = ReplayStrategy::for_device(device, mode).ok_or_else(|| {
+            Error::invalid(op, format!("{} does not support the replay mode {mode}", device.device()))
+        })?;
         let transfers = self.recording.commands.iter().filter(|command| !command.is_kernel()).count();
-        if mode == ReplayMode::RecordableQueue && transfers > 0 {
-            return invalid(format!("the graph has {transfers} copies and fills, which a {mode} does not record"));
-        }
+        invalid!(op if mode == ReplayMode::RecordableQueue && transfers > 0,
+            "the graph has {transfers} copies and fills, which a {mode} does not record");
         if self.parts.get().is_some_and(|parts| !parts.is_empty()) {
             device.drain_stream(self.recording.stream)?; // parts must not be released while they run
         }
@@ -254,9 +241,6 @@ impl Replayer {
 
     /// Submits the recording to its stream, and returns. To bound the queue, a replay of thousands of launches submits the last launches
     /// only when the first have run.
-    ///
-    /// # Errors
-    /// The driver's errors, as [`Error::Partial`] if commands were submitted before or may have been, or a lost device.
     pub(crate) fn replay(&self) -> Result<()> {
         let Recording { device, stream, commands, launches, faults } = &self.recording;
         device.check_lost()?;

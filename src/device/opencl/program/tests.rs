@@ -8,7 +8,7 @@ use super::super::{Arg, count, discovery};
 use super::*;
 
 fn programs(of: &Programs) -> usize {
-    lock(&of.own.0).iter().count() + lock(&of.of_users.0).iter().count()
+    of.loaded.0.iter().map(|loaded| lock(loaded).iter().count()).sum()
 }
 
 #[test]
@@ -158,7 +158,7 @@ fn programs_of_dropped_kernels_are_released() {
             build_cached(&device, Author::User, "number", &source, "", "number", None).unwrap()
         };
         let held = build(0);
-        let first = Arc::downgrade(build(1).program());
+        let first = Arc::downgrade(&build(1).program);
         for n in [1, 0] {
             build(n);
         }

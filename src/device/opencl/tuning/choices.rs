@@ -15,7 +15,7 @@ use super::level::{Level, MAX_TIME_RATIO};
 use super::parameters::{Family, PARAMETERS, ParameterRow};
 use crate::Error;
 use crate::device::lru::Lru;
-use crate::device::{lock, log};
+use crate::device::{OnDrop, lock, log};
 use crate::error::Excerpt;
 
 /// The number of timed launches of each candidate. A candidate's first launch does not count, because drivers may compile then.
@@ -89,11 +89,11 @@ struct Trial {
 
 /// A launch that runs with one of a trial's candidates.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) struct TrialLaunch {
+pub(crate) struct TrialLaunch {
     key: (Subject, SizeClass),
     value: usize,
     /// True if the launch is timed. A launch recorded by a graph is not timed: it uses the default, and the trial goes on later.
-    pub(super) is_timed: bool,
+    pub(crate) is_timed: bool,
 }
 
 /// The kind of launch that this thread prepares: none, a launch that may put a choice on trial, or a launch with a choice on trial.
@@ -111,14 +111,9 @@ thread_local! {
 
 /// Prepares a launch, which may put one choice on trial. A launch on trial must not be cached, and must be timed if
 /// [`TrialLaunch::is_timed`].
-pub(super) fn prepare_with_trials<T>(prepare: impl FnOnce() -> T) -> (T, Option<TrialLaunch>) {
-    struct Restored(LaunchPreparation);
-    impl Drop for Restored {
-        fn drop(&mut self) {
-            LAUNCH_PREPARATION.set(self.0);
-        }
-    }
-    let _restored = Restored(LAUNCH_PREPARATION.replace(LaunchPreparation::Launch));
+pub(crate) fn prepare_with_trials<T>(prepare: impl FnOnce() -> T) -> (T, Option<TrialLaunch>) {
+    let outer = LAUNCH_PREPARATION.replace(LaunchPreparation::Launch);
+    let _restore = OnDrop(|| LAUNCH_PREPARATION.set(outer));
     let prepared = prepare();
     match LAUNCH_PREPARATION.get() {
         LaunchPreparation::Trial(trial) => (prepared, Some(trial)),
@@ -177,15 +172,15 @@ fn median(times: &[f64]) -> f64 {
 }
 
 impl Choices {
-    pub(super) fn new(level: Level, chosen: Chosen) -> Choices {
+    pub(super) fn new(level: Level) -> Choices {
         let choices = Choices { level: AtomicU8::new(level as u8), ..Choices::default() };
-        choices.extend(chosen);
+        choices.update_is_on();
         choices
     }
 
     /// Returns the choice that was made; else the candidate on trial in this thread's launch, starting a trial if possible; else the
     /// default.
-    pub(super) fn choice(
+    pub(crate) fn choice(
         &self,
         key: (Subject, SizeClass),
         default: usize,
@@ -221,7 +216,7 @@ impl Choices {
 
     /// Adds the time of a launch on trial; returns true if the time decides the choice. While choices are ignored, times are
     /// dropped: launches then run with other parameters.
-    pub(super) fn record_time(&self, TrialLaunch { key, value, .. }: TrialLaunch, micros: f64) -> bool {
+    pub(crate) fn record_time(&self, TrialLaunch { key, value, .. }: TrialLaunch, micros: f64) -> bool {
         if self.is_ignored.load(Relaxed) {
             return false;
         }
@@ -276,7 +271,7 @@ impl Choices {
 }
 
 /// Returns the work-group sizes to try besides the default.
-pub(super) fn group_candidates(level: Level, default: usize) -> Vec<usize> {
+pub(crate) fn group_candidates(level: Level, default: usize) -> Vec<usize> {
     let powers = |from: u32| (from..=MAX_TUNED_GROUP_ITEMS.ilog2()).map(|log| 1 << log);
     let mut groups: Vec<usize> = match level {
         Level::None => Vec::new(),

@@ -9,19 +9,15 @@ mod parameters;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
-use std::time::Instant;
 
 use sha2::{Digest, Sha256};
 
-use super::ClDevice;
 use super::cache::{Cache, FileKind};
-use crate::Result;
-use crate::device::capture::is_capturing;
-use crate::device::opencl::ClKernel;
-use crate::device::{DeviceKind, log};
+use crate::device::{DeviceInfo, DeviceKind, log};
 use crate::error::Excerpt;
-use choices::{Choices, Chosen, group_candidates, level_from_environment, prepare_with_trials};
+use choices::{Choices, Chosen, level_from_environment};
 pub(crate) use choices::{MAX_TUNED_GROUP_ITEMS, SizeClass, Subject};
+pub(super) use choices::{group_candidates, prepare_with_trials};
 pub use level::Level;
 pub(crate) use level::MAX_TIME_RATIO;
 use parameters::{ALL, Family, Values, defaults, rows};
@@ -40,8 +36,14 @@ pub(super) fn kernels_changed() {
     TIMES_TUNED.fetch_add(1, Release);
 }
 
+/// The values of a device's parameters, and the file that stores the values for later processes.
 pub(crate) struct Tuning {
-    values: [AtomicUsize; PARAMETERS.len()],
+    pub(crate) family: Family,
+    /// The device, driver and version for which the measurements hold.
+    identity: String,
+    /// The name of the file. The name does not depend on the driver, so that a changed driver can be reported.
+    pub(super) file: String,
+    pub(super) values: [AtomicUsize; PARAMETERS.len()],
     /// True if the values were set or loaded for this device, even if they equal the defaults.
     is_chosen: AtomicBool,
     pub(crate) choices: Choices,
@@ -50,6 +52,33 @@ pub(crate) struct Tuning {
 pub(super) type Stored = (Values, Chosen);
 
 impl Tuning {
+    /// Creates the values of a device, and loads the stored values.
+    pub(super) fn load(info: &DeviceInfo) -> Tuning {
+        let family = match info.kind {
+            DeviceKind::Cpu if has_32_wide_registers() => Family::WideProcessor,
+            DeviceKind::Cpu => Family::Processor,
+            _ => Family::Gpu,
+        };
+        let tuning = Tuning {
+            family,
+            identity: identity(info),
+            file: FileKind::Tuning.name(&Sha256::digest(format!("{}\n{}\n{family:?}", info.name, info.vendor)).into()),
+            values: defaults(family).map(AtomicUsize::new),
+            is_chosen: AtomicBool::new(false),
+            choices: Choices::new(level_from_environment()),
+        };
+        if let Some(stored) = Cache::of_process().and_then(|cache| tuning.stored(cache)) {
+            tuning.apply(stored);
+        }
+        tuning
+    }
+
+    fn apply(&self, (values, chosen): Stored) {
+        self.values.iter().zip(values).for_each(|(at, value)| at.store(value, Relaxed));
+        self.choices.extend(chosen);
+        self.is_chosen.store(true, Relaxed);
+    }
+
     /// Makes every launch look up its parameters again.
     fn invalidate_launches(&self) {
         self.choices.update_is_on();
@@ -64,10 +93,8 @@ impl Tuning {
     }
 
     /// Sets all parameters in this process, and adds choices.
-    pub(super) fn set_all(&self, (values, chosen): Stored) {
-        self.values.iter().zip(values).for_each(|(at, value)| at.store(value, Relaxed));
-        self.choices.extend(chosen);
-        self.is_chosen.store(true, Relaxed);
+    pub(super) fn set_all(&self, stored: Stored) {
+        self.apply(stored);
         self.invalidate_launches();
     }
 
@@ -92,162 +119,57 @@ impl Tuning {
         self.choices.clear();
         self.invalidate_launches();
     }
-}
-
-impl ClDevice {
-    pub(crate) fn family(&self) -> Family {
-        match self.info().kind {
-            DeviceKind::Cpu if has_32_wide_registers() => Family::WideProcessor,
-            DeviceKind::Cpu => Family::Processor,
-            _ => Family::Gpu,
-        }
-    }
-
-    pub(crate) fn tuned(&self, knob: TuningParameter) -> usize {
-        self.tuning().values[knob as usize].load(Relaxed)
-    }
 
     /// Returns the parameters of the device's kernels.
-    pub(crate) fn tuning_rows(&self) -> impl Iterator<Item = &'static ParameterRow> + use<> {
-        rows(self.family()).map(|(_, row)| row)
+    pub(crate) fn rows(&self) -> impl Iterator<Item = &'static ParameterRow> + use<> {
+        rows(self.family).map(|(_, row)| row)
     }
 
     /// Stores the values for other processes. Returns the file's path, or `None` if the cache is off.
-    pub(crate) fn save_tuning(&self) -> io::Result<Option<PathBuf>> {
+    pub(crate) fn save(&self) -> io::Result<Option<PathBuf>> {
         let Some(cache) = Cache::of_process() else { return Ok(None) };
-        cache.store(&self.tuning_file(), self.tuning_text().as_bytes()).map(Some)
+        cache.store(&self.file, self.text().as_bytes()).map(Some)
     }
 
     /// Stores a new choice, together with choices that other processes have stored meanwhile.
     pub(super) fn store_new_choices(&self) {
-        self.tuning().is_chosen.store(true, Relaxed);
+        self.is_chosen.store(true, Relaxed);
         let Some(cache) = Cache::of_process() else { return };
-        let (values, mut chosen) = self.stored_tuning(cache).unwrap_or_else(|| (self.values(), Chosen::new()));
-        chosen.extend(self.tuning().choices.chosen());
-        let text = write(&self.identity(), self.family(), &values, &chosen);
-        if let Err(error) = cache.store(&self.tuning_file(), text.as_bytes()) {
+        let (values, mut chosen) = self.stored(cache).unwrap_or_else(|| (self.values(), Chosen::new()));
+        chosen.extend(self.choices.chosen());
+        if let Err(error) = cache.store(&self.file, write(&self.identity, self.family, &values, &chosen).as_bytes()) {
             log::emit(move || tracing::debug!(%error, "a tuned choice could not be stored"));
         }
     }
 
-    /// Returns the contents of the tuning file with the current values.
-    pub(super) fn tuning_text(&self) -> String {
-        write(&self.identity(), self.family(), &self.values(), &self.tuning().choices.chosen())
+    /// Returns the contents of the file with the current values.
+    pub(super) fn text(&self) -> String {
+        write(&self.identity, self.family, &self.values(), &self.choices.chosen())
     }
 
     fn values(&self) -> Values {
-        std::array::from_fn(|i| self.tuning().values[i].load(Relaxed))
+        std::array::from_fn(|i| self.values[i].load(Relaxed))
     }
 
-    /// Parses [`tuning_text`](Self::tuning_text). The error says that the text is invalid, or of another device, driver or version.
-    pub(super) fn read_tuning(&self, text: &str) -> Result<Stored, String> {
-        read(text, &self.identity(), self.family())
+    /// Parses [`text`](Self::text). The error says that the text is invalid, or of another device, driver or version.
+    pub(super) fn read(&self, text: &str) -> Result<Stored, String> {
+        read(text, &self.identity, self.family)
     }
 
-    /// Returns the device's values, loaded at the first call.
-    pub(crate) fn tuning(&self) -> &Tuning {
-        self.tuning.get_or_init(|| {
-            let stored = Cache::of_process().and_then(|cache| self.stored_tuning(cache));
-            let is_chosen = AtomicBool::new(stored.is_some());
-            let (values, chosen) = stored.unwrap_or_else(|| (defaults(self.family()), Chosen::new()));
-            let choices = Choices::new(level_from_environment(), chosen);
-            Tuning { values: values.map(AtomicUsize::new), is_chosen, choices }
-        })
-    }
-
-    /// Loads the tuning file, if there is one from this driver and version.
-    fn stored_tuning(&self, cache: &Cache) -> Option<Stored> {
-        let read = match cache.load(&self.tuning_file()) {
+    /// Loads the file, if there is one from this driver and version.
+    fn stored(&self, cache: &Cache) -> Option<Stored> {
+        let read = match cache.load(&self.file) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
             Err(error) => Err(error.to_string()),
-            Ok(text) => self.read_tuning(&String::from_utf8_lossy(&text)),
+            Ok(text) => self.read(&String::from_utf8_lossy(&text)),
         };
         read.inspect_err(|why| tracing::warn!(why, "stored tuning not used: run `claystone tune` again")).ok()
     }
-
-    /// Returns the name of the tuning file. The name does not depend on the driver, so that a changed driver can be reported.
-    pub(super) fn tuning_file(&self) -> String {
-        let device = format!("{}\n{}\n{:?}", self.info().name, self.info().vendor, self.family());
-        FileKind::Tuning.name(&Sha256::digest(device).into())
-    }
-
-    /// Returns the device, driver and version for which the measurements hold.
-    pub(super) fn identity(&self) -> String {
-        let info = self.info();
-        format!("{}, driver {}, claystone {}", info.name, info.driver, env!("CARGO_PKG_VERSION"))
-    }
 }
 
-/// Launches with choices on trial.
-impl ClDevice {
-    /// Returns the value of a parameter for this size class: the choice for the class, or else the device's value.
-    pub(crate) fn tuned_for(&self, knob: TuningParameter, class: SizeClass) -> usize {
-        let default = self.tuned(knob);
-        self.choice(Subject::TuningParameter(knob as usize), class, default, |level| {
-            let choices = PARAMETERS[knob as usize].choices;
-            let at = choices.iter().position(|&choice| choice == default).unwrap_or(0);
-            match level {
-                Level::Fast => choices[at.saturating_sub(1)..choices.len().min(at + 2)].to_vec(),
-                _ => choices.to_vec(),
-            }
-        })
-    }
-
-    /// Returns the work-group size for a launch over `items` work-items: the choice for the size class, or else `default`. For kernels
-    /// that run in groups of any size and check bounds.
-    pub(crate) fn group_for(&self, kernel: &ClKernel, items: usize, default: usize) -> usize {
-        let most = kernel.max_work_group().min(MAX_TUNED_GROUP_ITEMS);
-        if kernel.has_fixed_group_size() || default > most {
-            return default;
-        }
-        let most_useful = most.min(items.next_power_of_two());
-        let candidates =
-            |level| group_candidates(level, default).into_iter().filter(|&group| group <= most_useful).collect();
-        self.choice(Subject::Group(kernel.id()), SizeClass::from_sizes([items]), default, candidates).min(most)
-    }
-
-    /// Returns the value of a choice for the launch that this thread prepares.
-    fn choice(
-        &self,
-        subject: Subject,
-        class: SizeClass,
-        default: usize,
-        candidates: impl FnOnce(Level) -> Vec<usize>,
-    ) -> usize {
-        // A recorded launch does not run, and so cannot be timed.
-        let may_try = || !is_capturing(self.device());
-        self.tuning().choices.choice((subject, class), default, may_try, candidates)
-    }
-
-    /// Prepares a launch and runs it, timed between idle streams if a choice is on trial. A launch that fails with a candidate, for
-    /// example because the kernel needs too many resources, is repeated with the default. Returns the prepared launch, and whether
-    /// it may be cached for similar launches.
-    ///
-    /// # Errors
-    /// The errors of the launch with the default, or a lost device.
-    pub(crate) fn launch_on_trial<P>(
-        &self,
-        prepare: impl Fn() -> Result<P>,
-        launch: impl Fn(&P) -> Result<()>,
-    ) -> Result<(P, bool)> {
-        let (prepared, trial) = prepare_with_trials(&prepare);
-        let run = |prepared: Result<P>| prepared.and_then(|prepared| launch(&prepared).map(|()| prepared));
-        let Some(timed) = trial.filter(|trial| trial.is_timed) else {
-            return Ok((run(prepared)?, trial.is_none()));
-        };
-        let stream = self.current_stream();
-        self.drain_stream(stream)?;
-        let from = Instant::now();
-        let launched = run(prepared);
-        let done =
-            launched.as_ref().map_or(Ok(()), |_| self.drain_stream(stream).and_then(|()| self.take_failed(stream)));
-        let micros = if launched.is_ok() && done.is_ok() { from.elapsed().as_secs_f64() * 1e6 } else { f64::INFINITY };
-        if self.tuning().choices.record_time(timed, micros) {
-            self.store_new_choices();
-        }
-        done?;
-        Ok((launched.or_else(|_| run(prepare()))?, false))
-    }
+/// Returns the device, driver and version for which measurements hold.
+pub(super) fn identity(info: &DeviceInfo) -> String {
+    format!("{}, driver {}, claystone {}", info.name, info.driver, env!("CARGO_PKG_VERSION"))
 }
 
 /// Formats a tuning file: `identity`, one line per parameter, and the choices.
@@ -359,27 +281,28 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::new(dir.path(), 1 << 20);
         for device in devices() {
-            let file = device.tuning_file();
-            assert_eq!(device.stored_tuning(&cache), None);
-            let mut values = defaults(device.family());
-            rows(device.family()).for_each(|(i, p)| values[i] = p.choices[0]);
-            let chosen = choices::tests::sample_choices(device.family());
-            let text = write(&device.identity(), device.family(), &values, &chosen);
-            let path = cache.store(&file, text.as_bytes()).unwrap();
-            assert_eq!(device.stored_tuning(&cache), Some((values, chosen)));
+            let Tuning { family, ref identity, ref file, .. } = *device.tuning();
+            let stored = || device.tuning().stored(&cache);
+            assert_eq!(stored(), None);
+            let mut values = defaults(family);
+            rows(family).for_each(|(i, p)| values[i] = p.choices[0]);
+            let chosen = choices::tests::sample_choices(family);
+            let text = write(identity, family, &values, &chosen);
+            let path = cache.store(file, text.as_bytes()).unwrap();
+            assert_eq!(stored(), Some((values, chosen)));
             let whole = fs::read(&path).unwrap();
             for broken in [&b""[..], b"\xff\xfe", text.as_bytes(), &whole[..whole.len() - 1]] {
                 fs::write(&path, broken).unwrap();
-                assert_eq!(device.stored_tuning(&cache), None);
+                assert_eq!(stored(), None);
             }
             for other in [&b"\xff\xfe"[..], &text.as_bytes()[..text.len() / 2], &text.as_bytes()[1..]] {
-                cache.store(&file, other).unwrap();
-                assert_eq!(device.stored_tuning(&cache), None);
+                cache.store(file, other).unwrap();
+                assert_eq!(stored(), None);
             }
             // The tuning file of another device, under this device's name.
             cache.store(&FileKind::Tuning.name(&[7; 32]), text.as_bytes()).unwrap();
             fs::rename(dir.path().join(FileKind::Tuning.name(&[7; 32])), &path).unwrap();
-            assert_eq!(device.stored_tuning(&cache), None);
+            assert_eq!(stored(), None);
         }
     }
 }

@@ -33,7 +33,7 @@ macro_rules! parameters {
             $($knob,)*
         }
 
-        pub(crate) static PARAMETERS: [ParameterRow; [$(TuningParameter::$knob),*].len()] = [$(ParameterRow {
+        pub(crate) const PARAMETERS: &[ParameterRow; [$(TuningParameter::$knob),*].len()] = &[$(ParameterRow {
             knob: TuningParameter::$knob,
             name: $name,
             doc: $doc,

@@ -71,7 +71,7 @@ fn the_fastest_candidate_wins_if_clearly_faster() {
 /// A launch recorded by a graph must use the default without a time and without caching, and the trial goes on later.
 #[test]
 fn a_launch_without_trials_uses_the_default() {
-    let choices = Choices::new(Level::Fast, Chosen::new());
+    let choices = Choices::new(Level::Fast);
     let of = (Subject::Group(1), SizeClass::from_sizes([1000]));
     let choice = |may_try| prepare_with_trials(|| choices.choice(of, 64, || may_try, |_| vec![128]));
     let (value, trial) = choice(false);

@@ -1,18 +1,18 @@
 //! Tests of recovery from transient failures, with a library that replaces libOpenCL and fails calls on demand.
 
-#[path = "../../../tests/stand_in/mod.rs"]
+#[path = "../../../../tests/stand_in/mod.rs"]
 mod stand_in;
 
 use stand_in::{ALWAYS, Faults, Kind};
 
-use super::discovery::{self, Entry};
-use super::{ClBuffer, ClDevice};
+use crate::device::opencl::discovery::{self, Entry};
+use crate::device::opencl::{ClBuffer, ClDevice, open};
 use crate::{Device, Error};
 
 const CODES: [i32; 8] = [-4, -5, -6, -11, -14, -36, -58, -61];
 
 fn install(test: &str) -> Option<Faults> {
-    Faults::install(&format!("device::opencl::recovery_tests::{test}"), Kind::Real)
+    Faults::install(&format!("device::opencl::tests::recovery::{test}"), Kind::Real)
 }
 
 /// Returns the index, `platform:index` and name of each device.
@@ -152,7 +152,7 @@ fn a_device_opens_despite_failed_calls_and_leaks_nothing() {
 #[test]
 fn two_failures_in_a_row_do_not_lose_the_device() {
     let Some(faults) = install("two_failures_in_a_row_do_not_lose_the_device") else { return };
-    let device = super::open(0).unwrap();
+    let device = open(0).unwrap();
     let buffer: &'static ClBuffer = Box::leak(Box::new(device.create_buffer(64).unwrap()));
     // Leaked host memory, because failed calls may leave commands that still use it.
     let (ones, read): (&[u8], &mut [u8]) = (Box::leak(Box::new([1; 64])), Box::leak(Box::new([0; 64])));

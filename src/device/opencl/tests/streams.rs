@@ -1,12 +1,9 @@
 //! Tests of streams, events, faults across streams and pinned memory, on every device.
 
-use std::sync::Barrier;
-
-use super::tests::{FAULTY, axb, axb_kernel, buffer, contents, devices, pattern};
 use super::*;
+use crate::Result;
 use crate::device::stream::{Stream, with_stream};
 use crate::device::stream_id::StreamId;
-use crate::{Error, Result};
 
 /// Launches a kernel `times` times that adds one to every element.
 fn add_ones(device: &ClDevice, x: &ClBuffer, times: i32) {
