@@ -27,12 +27,6 @@ const LN2_HI: f32 = 0.693_145_75;
 /// The low part of ln 2: ln 2 minus `LN2_HI`.
 const LN2_LO: f32 = 1.428_606_8e-6;
 
-/// Returns 2^n, for n in -126..=127.
-#[inline(always)]
-fn power_of_two(n: i32) -> f32 {
-    f32::from_bits((n.wrapping_add(127) as u32) << 23)
-}
-
 /// Clamps x to the bounds; NaN stays NaN.
 #[inline(always)]
 fn clamp_keeping_nan(x: f32, low: f32, high: f32) -> f32 {
@@ -56,7 +50,7 @@ pub(crate) fn expm1(x: f32) -> f32 {
     let n = n.wrapping_sub(ROUND.to_bits()) as i32;
     let p = r * r * poly(r, C) + r; // e^r - 1
     // 2^n p + (2^n - 1), computed at half scale to avoid overflow
-    let scale = power_of_two(n.wrapping_sub(1));
+    let scale = f32::from_bits((n.wrapping_add(126) as u32) << 23);
     let y = (scale * p + (scale - 0.5)) * 2.0;
     if x.abs() < 1e-7 { x } else { y } // keeps -0 and subnormals
 }

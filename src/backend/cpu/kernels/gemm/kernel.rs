@@ -10,7 +10,8 @@ use std::arch::x86_64::*;
 use std::mem::transmute;
 use std::sync::OnceLock;
 
-use super::{KernelEpilogue, amx};
+use super::amx;
+use super::epilogue::KernelEpilogue;
 
 /// The operands and the destination of a tile.
 pub(super) struct Tile {
@@ -73,29 +74,48 @@ pub(super) struct Kernels {
     tiles: &'static [[[TileKernel; 2]; 2]],
 }
 
+/// The kernels that this processor has: of f32, and of pairs of bf16 without and with AMX.
+struct AvailableKernels {
+    single: Option<&'static Kernels>,
+    pair: Option<&'static Kernels>,
+    /// Whether there are kernels with AMX. Asked when a product needs them, because the operating system has to permit AMX.
+    amx: OnceLock<bool>,
+}
+
 impl Kernels {
     /// Returns kernels of pairs for products with `k` elements along k, if they are faster than the f32 kernels, else `None`.
     pub(super) fn for_pairs(k: usize) -> Option<&'static Kernels> {
-        Kernels::amx(k).or_else(|| Kernels::get(true).filter(|_| !amx::is_available()))
+        Kernels::amx(k).or_else(|| Kernels::get(true).filter(|_| !Kernels::has_amx()))
     }
 
     /// Returns the AMX kernels for products of bf16 with `k` elements along k, if the processor has AMX and `k` is a suitable multiple.
     pub(super) fn amx(k: usize) -> Option<&'static Kernels> {
-        (k > 0 && k.is_multiple_of(2 * amx::PAIRS_PER_ROW) && amx::is_available()).then_some(&AMX)
+        (k > 0 && k.is_multiple_of(2 * amx::PAIRS_PER_ROW) && Kernels::has_amx()).then_some(AMX)
     }
 
     /// Returns the kernels for this processor, of bf16 pairs if `pairs` and otherwise of f32, or `None`. With AMX, the kernels of pairs
     /// returned here are slower than f32.
     pub(super) fn get(pairs: bool) -> Option<&'static Kernels> {
-        static KERNELS: OnceLock<[Option<&'static Kernels>; 2]> = OnceLock::new();
-        let kernels = KERNELS.get_or_init(|| {
+        let available = Kernels::available();
+        if pairs { available.pair } else { available.single }
+    }
+
+    fn has_amx() -> bool {
+        *Kernels::available().amx.get_or_init(amx::is_available)
+    }
+
+    fn available() -> &'static AvailableKernels {
+        static AVAILABLE: OnceLock<AvailableKernels> = OnceLock::new();
+        AVAILABLE.get_or_init(|| {
             let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
             let avx512 = avx2 && crate::device::cpu::has_avx512();
             let fma = avx2 && is_x86_feature_detected!("fma");
-            let single = if avx512 { Some(&AVX512) } else { fma.then_some(&AVX2) };
-            [single, (avx512 && is_x86_feature_detected!("avx512bf16")).then_some(&PAIRS)]
-        });
-        kernels[usize::from(pairs)]
+            AvailableKernels {
+                single: if avx512 { Some(AVX512) } else { fma.then_some(AVX2) },
+                pair: (avx512 && is_x86_feature_detected!("avx512bf16")).then_some(PAIRS),
+                amx: OnceLock::new(),
+            }
+        })
     }
 
     /// Returns the kernel for tiles of `rows` rows and `vectors` (1 or 2) vectors. `direct` kernels read rows of the left matrix in
@@ -315,7 +335,7 @@ pub(super) unsafe fn write_row<V: Vector, const N: usize>(t: &Tile, i: usize, su
 
 macro_rules! kernels {
     ($name:ident, $feature:literal, $type:ty, $pairs:literal: $($rows:literal)*) => {
-        static $name: Kernels = {
+        const $name: &Kernels = {
             /// # Safety
             /// The requirements of [`TileKernel`].
             #[target_feature(enable = $feature)]
@@ -323,7 +343,7 @@ macro_rules! kernels {
                 // SAFETY: the caller guarantees the requirements of this function.
                 unsafe { compute_tile::<$type, R, N, DIRECT>(t) }
             }
-            Kernels {
+            &Kernels {
                 rows: [$($rows),*].len(),
                 lanes: <$type>::LANES,
                 pairs: $pairs,
@@ -341,7 +361,7 @@ kernels!(PAIRS, "avx512f,avx512bf16", V16Pairs, true: 1 2 3 4 5 6 7 8 9 10 11 12
 
 macro_rules! amx_kernels {
     ($($rows:literal)*) => {
-        static AMX: Kernels = Kernels {
+        const AMX: &Kernels = &Kernels {
             rows: [$($rows),*].len(),
             lanes: V16::LANES,
             pairs: true,
