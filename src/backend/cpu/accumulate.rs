@@ -4,8 +4,8 @@
 use pulp::Simd;
 
 use crate::Compute;
+use crate::backend::cpu::dispatch::vectorised;
 use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::vectorised::vectorised;
 
 /// The number of vectors accumulated side by side, so that an addition does not have to wait for the previous addition.
 const ACCUMULATORS: usize = 8;

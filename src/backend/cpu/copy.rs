@@ -28,15 +28,6 @@ const MIN_TRANSPOSED_ELEMENTS: usize = 1 << 12;
 /// another cache line.
 const FAR_STRIDE: usize = 8;
 
-/// A row to copy that is strided in the source or the destination: the start and the stride in each.
-struct StridedRow {
-    from: usize,
-    step: isize,
-    to: usize,
-    to_step: isize,
-    len: usize,
-}
-
 /// True if the launch copies between tensors of the same dtype and different storages.
 pub(crate) fn is_copy(launch: &Launch) -> bool {
     let ([input], [output]) = (launch.inputs, launch.outputs) else { return false };
@@ -73,8 +64,7 @@ pub(crate) fn copy<T: Pod + Send + Sync>(launch: &Launch, from: &[u8], to: &mut 
             let source = input.layout.offset.wrapping_add_signed(offsets[0]);
             let target = if partition == Partition::Elements { at } else { (base + offsets[1]) as usize };
             if (step, to_step) != (1, 1) {
-                let row = StridedRow { from: source, step, to: target, to_step, len };
-                return row.copy(from, to, streaming.as_ref());
+                return strided_row(from, (source, step), to, (target, to_step), len, streaming.as_ref());
             }
             let (from, to) = (&from[source..][..len], &mut to[target..][..len]);
             match &streaming {
@@ -85,28 +75,33 @@ pub(crate) fn copy<T: Pod + Send + Sync>(launch: &Launch, from: &[u8], to: &mut 
     });
 }
 
-impl StridedRow {
-    fn copy<T: Pod>(&self, from: &[T], to: &mut [T], streaming: Option<&Streaming>) {
-        let StridedRow { from: start, step, to: target, to_step, len } = *self;
-        if to_step != 1 {
-            let (mut i, mut o) = (start, target);
-            for _ in 0..len {
-                to[o] = from[i];
-                i = i.wrapping_add_signed(step); // wrapping, because the step after the last element may leave the slice
-                o = o.wrapping_add_signed(to_step);
-            }
-            return;
+/// Copies a row that is strided in the source or the destination, given its start and its stride in each.
+fn strided_row<T: Pod>(
+    from: &[T],
+    (start, step): (usize, isize),
+    to: &mut [T],
+    (target, to_step): (usize, isize),
+    len: usize,
+    streaming: Option<&Streaming>,
+) {
+    if to_step != 1 {
+        let (mut i, mut o) = (start, target);
+        for _ in 0..len {
+            to[o] = from[i];
+            i = i.wrapping_add_signed(step); // wrapping, because the step after the last element may leave the slice
+            o = o.wrapping_add_signed(to_step);
         }
-        let to = &mut to[target..][..len];
-        match streaming {
-            None => gather(from, start, step, to),
-            Some(streaming) => {
-                let mut gathered = [T::zeroed(); GATHER_BUFFER_LEN];
-                for (i, to) in to.chunks_mut(GATHER_BUFFER_LEN).enumerate() {
-                    let part = &mut gathered[..to.len()];
-                    gather(from, start.wrapping_add_signed((i * GATHER_BUFFER_LEN) as isize * step), step, part);
-                    streaming.copy(to, part);
-                }
+        return;
+    }
+    let to = &mut to[target..][..len];
+    match streaming {
+        None => gather(from, start, step, to),
+        Some(streaming) => {
+            let mut gathered = [T::zeroed(); GATHER_BUFFER_LEN];
+            for (i, to) in to.chunks_mut(GATHER_BUFFER_LEN).enumerate() {
+                let part = &mut gathered[..to.len()];
+                gather(from, start.wrapping_add_signed((i * GATHER_BUFFER_LEN) as isize * step), step, part);
+                streaming.copy(to, part);
             }
         }
     }

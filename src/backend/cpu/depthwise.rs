@@ -14,8 +14,7 @@ use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::depthwise::vectors::{
     VectorFloat, channel_block, copy_row, copy_strided, correlate, deinterleave, dots, interleave, lanes, pack_weights,
 };
-use crate::backend::cpu::dispatch::for_float;
-use crate::backend::cpu::vectorised::vectorised;
+use crate::backend::cpu::dispatch::{for_float, vectorised};
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::device::cpu::parallel;

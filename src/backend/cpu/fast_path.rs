@@ -11,12 +11,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use smallvec::SmallVec;
 
+use crate::backend::cpu::dispatch::{Function, function, vectorised};
 use crate::backend::cpu::interpreter::{Scratch, Tile, TileIn, compute, is_cheap};
 use crate::backend::cpu::kernels::convert::{HalfOperand, map_bf16, map_f16};
 use crate::backend::cpu::partition::job_len;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::steps::{Action, Value};
-use crate::backend::cpu::vectorised::{Function, function, vectorised};
 use crate::backend::problem::map::{Formulas, compute_type};
 use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::parallel;

@@ -194,17 +194,12 @@ impl Epilogue<'_> {
     /// Returns the epilogue that the kernels apply in registers if the formula is a bias, a bias with relu, or the gradient of relu; else
     /// `None`.
     fn finish(&self, formula: &[Expr], plan: &GemmPlan) -> Option<KernelEpilogue<&[f32]>> {
+        use ExtraOperand::{Contiguous, RowBroadcast};
         let ([formula], [extra], DType::F32) = (formula, &self.extras[..], self.dtype) else { return None };
         match extra {
-            ExtraOperand::RowBroadcast(repeated, row) if *row == plan.n && *formula == *BIASED => {
-                Some(KernelEpilogue::Add(&repeated[..*row]))
-            }
-            ExtraOperand::RowBroadcast(repeated, row) if *row == plan.n && *formula == RELU[1] => {
-                Some(KernelEpilogue::AddRelu(&repeated[..*row]))
-            }
-            ExtraOperand::Contiguous(elements) if *formula == *RELU_GRAD => {
-                Some(KernelEpilogue::ReluGrad(&elements[..plan.m * plan.n]))
-            }
+            RowBroadcast(row, n) if *n == plan.n && *formula == *BIASED => Some(KernelEpilogue::Add(&row[..*n])),
+            RowBroadcast(row, n) if *n == plan.n && *formula == RELU[1] => Some(KernelEpilogue::AddRelu(&row[..*n])),
+            Contiguous(x) if *formula == *RELU_GRAD => Some(KernelEpilogue::ReluGrad(&x[..plan.m * plan.n])),
             _ => None,
         }
     }

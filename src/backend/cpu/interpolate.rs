@@ -3,9 +3,9 @@
 
 use bytemuck::Pod;
 
-use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::convert::{read_or_convert, store_tile};
+use crate::backend::cpu::dispatch::vectorised;
 use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::interpolation::{Interpolate, Resize, Samples};
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{Streaming, should_stream};
@@ -67,14 +67,8 @@ impl<'a> PlaneRows<'a> {
     }
 
     /// Returns a row, in place or converted into `buffer`.
-    fn read<'b, C: Number>(&self, row: usize, buffer: &'b mut [C]) -> &'b [C]
-    where
-        'a: 'b,
-    {
-        self.in_place(row).unwrap_or_else(|| {
-            load_tile(self.x.dtype, self.bytes, self.start(row), self.x.strides()[3], buffer);
-            buffer
-        })
+    fn read<'b, C: Number>(&'b self, row: usize, buffer: &'b mut Vec<C>) -> &'b [C] {
+        read_or_convert((self.x.dtype, self.bytes), self.start(row), self.x.strides()[3], self.len(), buffer)
     }
 }
 

@@ -27,7 +27,6 @@ pub(crate) mod softmax;
 pub(crate) mod sort;
 pub(crate) mod steps;
 pub(crate) mod triangle;
-pub(crate) mod vectorised;
 pub(crate) mod window;
 
 use crate::backend::Backend;

@@ -6,11 +6,10 @@ use smallvec::SmallVec;
 
 use crate::backend::cpu::accumulate::{Add, fold_map, fold_simd, sum_deviations};
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::dispatch::for_float;
+use crate::backend::cpu::dispatch::{for_float, vectorised};
 use crate::backend::cpu::interpreter::TILE;
 use crate::backend::cpu::map;
 use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::map::{Formulas, Params};
 use crate::backend::problem::norm::{Channels, Normalisation, RowGrouping, broadcast_view, unbind};
 use crate::backend::problem::reduction::SafeRange;

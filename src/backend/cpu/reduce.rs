@@ -8,9 +8,9 @@ use smallvec::SmallVec;
 
 use crate::backend::cpu::accumulate::{Add, CombineOp, Max, Min, Mul, combine_all, fold, fold_rows, map_rows};
 use crate::backend::cpu::convert::{load_tile, read_or_convert, store_tile};
+use crate::backend::cpu::dispatch::vectorised;
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
 use crate::backend::cpu::scalar::{Number, is_nan};
-use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::reduction::{Combination, Element, Reduction, ReductionPlan, Rescaled, Rule, SafeRange};
 use crate::device::cpu::{parallel, threads};
 use crate::expr::Expr;

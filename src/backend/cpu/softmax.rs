@@ -13,9 +13,8 @@ use smallvec::SmallVec;
 
 use crate::backend::cpu::accumulate::{Add, Max, fold, fold_map, fold_simd};
 use crate::backend::cpu::convert::{load_tile, read_or_convert, store_tile};
-use crate::backend::cpu::dispatch::for_float;
+use crate::backend::cpu::dispatch::{for_float, vectorised};
 use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossReduction};
 use crate::backend::problem::softmax::{MaskKind, RowOp, Softmax, SoftmaxRows};
 use crate::device::cpu::parallel;

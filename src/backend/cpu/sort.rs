@@ -4,10 +4,9 @@
 use std::ops::Range;
 
 use crate::backend::cpu::convert::{load_tile, read_or_convert};
-use crate::backend::cpu::dispatch::{for_compute, for_size};
+use crate::backend::cpu::dispatch::{for_compute, for_size, vectorised};
 use crate::backend::cpu::lines::for_each_line;
 use crate::backend::cpu::scalar::{Number, is_nan};
-use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::lines::Lines;
 use crate::backend::problem::select::{RankedElement, Search, Selected, Sorting, TopK, dims_with, key_bits};
 use crate::device::cpu::{parallel, threads};

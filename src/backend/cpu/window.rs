@@ -3,10 +3,9 @@
 //! order.
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::dispatch::{for_compute, for_float, for_size};
+use crate::backend::cpu::dispatch::{for_compute, for_float, for_size, vectorised};
 use crate::backend::cpu::map;
 use crate::backend::cpu::scalar::{Number, is_nan};
-use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::map::{Formulas, Params};
 use crate::backend::problem::windows::{Im2col, PoolTask, Pooling, Windows};
 use crate::device::cpu::parallel;

@@ -14,8 +14,8 @@ use bytemuck::Pod;
 
 use crate::Tensor;
 use crate::backend::cpu::convert::load_tile;
+use crate::backend::cpu::dispatch::vectorised;
 use crate::backend::cpu::kernels::gemm::serial::LeftMatrix;
-use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::windows::Windows;
 use crate::device::cpu::parallel;
 

@@ -4,7 +4,7 @@
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
-use crate::backend::cpu::vectorised::{Function, vectorised};
+use crate::backend::cpu::dispatch::{Function, vectorised};
 
 /// Defines a conversion of slices of equal length, in vectors of 16 or 8 elements if the processor supports them. The remaining elements
 /// are converted one by one.

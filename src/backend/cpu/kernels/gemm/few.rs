@@ -165,23 +165,10 @@ where
     V8: Widen<T>,
     V16: Widen<T>,
 {
-    let kernel = select_kernel::<T>(m, operands.b.col != 1);
-    let pieces = if is_serial((m, n, operands.k)) { 1 } else { threads() };
-    for_each_piece((m, n), (1, pieces), |_, columns| {
-        // SAFETY: the right matrix and the result have these columns, and each column is written by one thread.
-        unsafe { kernel(operands, columns) };
-    });
-}
-
-/// Returns the kernel for `m` rows, and a right matrix with contiguous columns (`by_columns`) or contiguous rows.
-fn select_kernel<T: Copy + Into<f32>>(m: usize, by_columns: bool) -> ColumnsKernel<T>
-where
-    V8: Widen<T>,
-    V16: Widen<T>,
-{
     macro_rules! kernel_table {
         ($($m:literal)*) => {
-            match (m, by_columns, crate::device::cpu::has_avx512()) {
+            // A right matrix with contiguous columns needs dot products.
+            match (m, operands.b.col != 1, crate::device::cpu::has_avx512()) {
                 $(($m, true, true) => dots_16::<T, $m>,
                 ($m, true, false) => dots_8::<T, $m>,
                 ($m, false, true) => rows_16::<T, $m>,
@@ -190,7 +177,12 @@ where
             }
         };
     }
-    kernel_table!(1 2 3 4 5 6 7)
+    let kernel: ColumnsKernel<T> = kernel_table!(1 2 3 4 5 6 7);
+    let pieces = if is_serial((m, n, operands.k)) { 1 } else { threads() };
+    for_each_piece((m, n), (1, pieces), |_, columns| {
+        // SAFETY: the right matrix and the result have these columns, and each column is written by one thread.
+        unsafe { kernel(operands, columns) };
+    });
 }
 
 macro_rules! kernels {

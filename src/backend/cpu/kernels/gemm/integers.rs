@@ -7,7 +7,7 @@ use bytemuck::{Pod, Zeroable};
 
 use super::{MatrixLayout, check_layouts, for_each_piece, partition};
 use crate::Result;
-use crate::backend::cpu::vectorised::vectorised;
+use crate::backend::cpu::dispatch::vectorised;
 use crate::device::cpu::parallel::SharedPtr;
 
 /// Maximum number of rows or columns of the result for which an operand is read in place, because packing would cost more.

@@ -146,7 +146,8 @@ pub(super) trait Vector: Copy {
 }
 
 macro_rules! vector {
-    ($name:ident($type:ty), $lanes:literal: $zero:ident $load:ident $set1:ident $store:ident $add:ident $mul:ident $where_above:ident $add_product:ident) => {
+    ($name:ident($type:ty), $lanes:literal: $zero:ident $load:ident $set1:ident $store:ident $add:ident $mul:ident;
+     |$a:ident, $b:ident| $keep_where_positive:expr, |$x:ident, $y:ident, $sum:ident| $add_product:expr) => {
         #[derive(Clone, Copy)]
         pub(super) struct $name(pub(super) $type);
 
@@ -160,46 +161,27 @@ macro_rules! vector {
                 store(self, at: *mut f32) -> () = $store(at, self.0);
                 add(self, other: Self) -> Self = $name($add(self.0, other.0));
                 mul(self, other: Self) -> Self = $name($mul(self.0, other.0));
-                keep_where_positive(self, x: Self) -> Self = $name($where_above(self.0, x.0));
-                add_product(self, x: Self, y: Self) -> Self = $name($add_product(x.0, y.0, self.0));
+                keep_where_positive(self, x: Self) -> Self = {
+                    let ($a, $b) = (self.0, x.0);
+                    $name($keep_where_positive)
+                };
+                add_product(self, x: Self, y: Self) -> Self = {
+                    let ($x, $y, $sum) = (x.0, y.0, self.0);
+                    $name($add_product)
+                };
             }
         }
     };
 }
 
-/// Adds the products of pairs to `sum`.
-///
-/// # Safety
-/// The processor has AVX512-BF16.
-#[inline(always)]
-unsafe fn add_pairs(x: __m512, y: __m512, sum: __m512) -> __m512 {
-    // SAFETY: the caller's promise; both types are 64 bytes, for which any bits are valid.
-    unsafe { _mm512_dpbf16_ps(sum, transmute::<__m512, __m512bh>(x), transmute::<__m512, __m512bh>(y)) }
-}
-
-/// Returns `y`, or 0 in the lanes where `x` is at most 0.
-///
-/// # Safety
-/// The processor has AVX.
-#[inline(always)]
-unsafe fn keep_where_positive_8(y: __m256, x: __m256) -> __m256 {
-    // SAFETY: the caller guarantees the requirements of this function.
-    unsafe { _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LE_OQ>(x, _mm256_setzero_ps()), y) }
-}
-
-/// Returns `y`, or 0 in the lanes where `x` is at most 0.
-///
-/// # Safety
-/// The processor has AVX-512.
-#[inline(always)]
-unsafe fn keep_where_positive_16(y: __m512, x: __m512) -> __m512 {
-    // SAFETY: the caller guarantees the requirements of this function.
-    unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLE_UQ>(x, _mm512_setzero_ps()), y) }
-}
-
-vector!(V8(__m256), 8: _mm256_setzero_ps _mm256_loadu_ps _mm256_set1_ps _mm256_storeu_ps _mm256_add_ps _mm256_mul_ps keep_where_positive_8 _mm256_fmadd_ps);
-vector!(V16(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps keep_where_positive_16 _mm512_fmadd_ps);
-vector!(V16Pairs(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps keep_where_positive_16 add_pairs);
+vector!(V8(__m256), 8: _mm256_setzero_ps _mm256_loadu_ps _mm256_set1_ps _mm256_storeu_ps _mm256_add_ps _mm256_mul_ps;
+    |y, x| _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LE_OQ>(x, _mm256_setzero_ps()), y), |x, y, sum| _mm256_fmadd_ps(x, y, sum));
+vector!(V16(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps;
+    |y, x| _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLE_UQ>(x, _mm512_setzero_ps()), y), |x, y, sum| _mm512_fmadd_ps(x, y, sum));
+// Pairs have another type of the same 64 bytes, for which any bits are valid.
+vector!(V16Pairs(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps;
+    |y, x| _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLE_UQ>(x, _mm512_setzero_ps()), y),
+    |x, y, sum| _mm512_dpbf16_ps(sum, transmute::<__m512, __m512bh>(x), transmute::<__m512, __m512bh>(y)));
 
 /// The number of columns of the widest tile.
 const MAX_TILE_COLUMNS: usize = 32;
