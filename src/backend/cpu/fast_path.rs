@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 
 use crate::backend::cpu::dispatch::{Function, function, vectorised};
 use crate::backend::cpu::interpreter::{Scratch, Tile, TileIn, compute, is_cheap};
-use crate::backend::cpu::kernels::convert::{HalfOperand, map_bf16, map_f16};
+use crate::backend::cpu::kernels::convert::{HalfOperand, map_halves};
 use crate::backend::cpu::partition::job_len;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::steps::{Action, Value};
@@ -353,10 +353,7 @@ fn compute_halves(op: Binary, dtype: DType, a: HalfSource, b: HalfSource, mut fi
     macro_rules! each {
         ($a:expr, $b:expr, $to:expr, $method:ident) => {{
             function!(F, (x, y): (C, C) => x.$method(y));
-            match dtype {
-                DType::F16 => map_f16::<F>($a, $b, $to),
-                _ => map_bf16::<F>($a, $b, $to),
-            }
+            map_halves::<F>(dtype, $a, $b, $to)
         }};
     }
     while !to.is_empty() {

@@ -4,6 +4,7 @@
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
+use crate::DType;
 use crate::backend::cpu::dispatch::{Function, vectorised};
 
 /// Defines a conversion of slices of equal length, in vectors of 16 or 8 elements if the processor supports them. The remaining elements
@@ -96,27 +97,22 @@ forms! {
     Right: _x, y, number => (number, y);
 }
 
-macro_rules! map_halves {
-    ($(#[$doc:meta])* $name:ident, $form:ident, $round:expr) => {
-        $(#[$doc])*
-        pub(crate) fn $name<F: Function<(f32, f32), f32>>(a: HalfOperand, b: HalfOperand, to: &mut [u16]) {
+/// Applies the function elementwise to operands of f16 or bf16.
+pub(crate) fn map_halves<F: Function<(f32, f32), f32>>(dtype: DType, a: HalfOperand, b: HalfOperand, to: &mut [u16]) {
+    macro_rules! map {
+        ($form:ident, $round:expr) => {
             match (a, b) {
                 (HalfOperand::Each(a), HalfOperand::Each(b)) => $form::<F, Both>(a, b, 0.0, to),
                 (HalfOperand::Each(a), HalfOperand::One(y)) => $form::<F, Left>(a, a, y, to),
                 (HalfOperand::One(x), HalfOperand::Each(b)) => $form::<F, Right>(b, b, x, to),
                 (HalfOperand::One(x), HalfOperand::One(y)) => to.fill($round(F::call((x, y)))),
             }
-        }
-    };
-}
-
-map_halves! {
-    /// Applies the function elementwise to f16 operands.
-    map_f16, map_f16_form, |y: f32| f16::from_f32(y).to_bits()
-}
-map_halves! {
-    /// Applies the function elementwise to bf16 operands.
-    map_bf16, map_bf16_form, bf16_bits
+        };
+    }
+    match dtype {
+        DType::F16 => map!(map_f16_form, |y: f32| f16::from_f32(y).to_bits()),
+        _ => map!(map_bf16_form, bf16_bits),
+    }
 }
 
 vectorised! {
@@ -333,13 +329,13 @@ mod tests_of_functions {
                     HalfOperand::One(x) => x,
                 };
                 let mut to = vec![7; n];
-                map_f16::<Less>(left, right, &mut to);
+                map_halves::<Less>(DType::F16, left, right, &mut to);
                 let wide = |bits| f16::from_bits(bits).to_f32();
                 for (i, &got) in to.iter().enumerate() {
                     let want = f16::from_f32(Less::call((at(left, i, wide), at(right, i, wide)))).to_bits();
                     assert!(same(got, want, |x| f16::from_bits(x).is_nan()), "{form} {i}: {got:x} {want:x}");
                 }
-                map_bf16::<Less>(left, right, &mut to);
+                map_halves::<Less>(DType::BF16, left, right, &mut to);
                 let wide = |bits| bf16::from_bits(bits).to_f32();
                 for (i, &got) in to.iter().enumerate() {
                     let want = bf16::from_f32(Less::call((at(left, i, wide), at(right, i, wide)))).to_bits();
