@@ -4,8 +4,8 @@
 use pulp::Simd;
 
 use crate::Compute;
+use crate::backend::cpu::dispatch::vectorised;
 use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::vectorised::vectorised;
 
 /// The number of vectors accumulated side by side, so that an addition does not have to wait for the previous addition.
 const ACCUMULATORS: usize = 8;
@@ -60,8 +60,7 @@ combines! {
 }
 
 macro_rules! in_vectors {
-    ($name:ident, $map:ident, $total:ident, $above:ident, $t:ident, $vectors:ident, $splat:ident, $join:ident,
-     $sub:ident, $mul_add:ident) => {
+    ($($t:ident: $name:ident $map:ident $total:ident $above:ident, $vectors:ident $splat:ident $join:ident $sub:ident $mul_add:ident;)*) => { $(
         #[inline(always)]
         fn $name<K: CombineOp, V: Simd>(simd: V, elements: &[$t]) -> $t {
             let (vectors, rest) = V::$vectors(elements);
@@ -153,33 +152,13 @@ macro_rules! in_vectors {
             }
             lanes[0]
         }
-    };
+    )* };
 }
 
-in_vectors!(
-    fold_f32,
-    map_f32,
-    lanes_f32,
-    sum_deviations_f32,
-    f32,
-    as_simd_f32s,
-    splat_f32s,
-    f32s,
-    sub_f32s,
-    mul_add_f32s
-);
-in_vectors!(
-    fold_f64,
-    map_f64,
-    lanes_f64,
-    sum_deviations_f64,
-    f64,
-    as_simd_f64s,
-    splat_f64s,
-    f64s,
-    sub_f64s,
-    mul_add_f64s
-);
+in_vectors! {
+    f32: fold_f32 map_f32 lanes_f32 sum_deviations_f32, as_simd_f32s splat_f32s f32s sub_f32s mul_add_f32s;
+    f64: fold_f64 map_f64 lanes_f64 sum_deviations_f64, as_simd_f64s splat_f64s f64s sub_f64s mul_add_f64s;
+}
 
 /// Folds all elements. For vectors of four lanes, the error of a sum of n f32 is at most that of n / 32 + 20 roundings of the sum of
 /// magnitudes; wider vectors have smaller errors. The caller must be compiled for the instructions of `V`.

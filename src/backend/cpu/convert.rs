@@ -6,9 +6,9 @@
 use bytemuck::Pod;
 use half::f16;
 
+use crate::backend::cpu::dispatch::{Function, function, vectorised};
 use crate::backend::cpu::kernels::convert::{bf16_bits, narrow, truncate, widen};
 use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::vectorised::{Function, function, vectorised};
 use crate::{Compute, DType};
 
 /// The number of f16 elements converted at a time if the elements are strided, or are not computed in f32.

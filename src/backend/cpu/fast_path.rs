@@ -11,12 +11,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use smallvec::SmallVec;
 
+use crate::backend::cpu::dispatch::{Function, function, vectorised};
 use crate::backend::cpu::interpreter::{Scratch, Tile, TileIn, compute, is_cheap};
-use crate::backend::cpu::kernels::halves::{HalfOperand, map_bf16, map_f16};
+use crate::backend::cpu::kernels::convert::{HalfOperand, map_halves};
 use crate::backend::cpu::partition::job_len;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::steps::{Action, Value};
-use crate::backend::cpu::vectorised::{Function, function, vectorised};
 use crate::backend::problem::map::{Formulas, compute_type};
 use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::parallel;
@@ -74,15 +74,15 @@ fn try_run_primitive(formulas: &Formulas, out: &Tensor) -> Result<bool> {
     {
         return Ok(false);
     }
+    let mut launch = FlatLaunch { program, inputs, kinds: &kinds, scalars, out, streamed: false };
     if matches!(out.dtype, DType::F16 | DType::BF16) {
-        return try_run_halves(program, inputs, &kinds, scalars, out);
+        return launch.try_run_halves();
     }
     let bytes = inputs.iter().map(|t| t.numel()).sum::<usize>().saturating_add(count) * out.dtype.size();
-    let streamed = !kinds.contains(&None) && program.should_bypass_cache(count * out.dtype.size(), bytes);
-    if (streamed && !program.can_bypass_cache()) || compute_type(program, inputs, outputs).dtype() != out.dtype {
+    launch.streamed = !kinds.contains(&None) && program.should_bypass_cache(count * out.dtype.size(), bytes);
+    if (launch.streamed && !program.can_bypass_cache()) || compute_type(program, inputs, outputs).dtype() != out.dtype {
         return Ok(false);
     }
-    let launch = FlatLaunch { program, inputs, kinds: &kinds, scalars, out, streamed };
     let zero = match out.dtype {
         DType::F32 => launch.run::<f32>()?,
         DType::F64 => launch.run::<f64>()?,
@@ -235,8 +235,6 @@ impl FlatLaunch<'_> {
 
     /// Computes `out`, whose first element has index `first` in the result. Returns whether an integer was divided by zero.
     fn compute_range<C: Number>(&self, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
-        let mut scratch = Scratch::new();
-        scratch.streamed = self.streamed;
         // A cheap binary primitive can overwrite one operand without a copy.
         let other = matches!(
             self.kinds,
@@ -245,28 +243,26 @@ impl FlatLaunch<'_> {
         );
         let in_place =
             other && matches!(self.program.steps().list[0].action, Action::Compute(Op::Binary(op)) if is_cheap(op));
-        match self.kinds.contains(&None) && !in_place {
-            true => self.compute_through_copy(&mut scratch, reads, first, out),
-            false => self.compute_tile(&mut scratch, reads, TileIn::Output(0), first, out),
+        if self.kinds.contains(&None) && !in_place {
+            return self.compute_through_copy(reads, first, out);
         }
+        let mut scratch = Scratch::new();
+        scratch.streamed = self.streamed;
+        self.compute_tile(&mut scratch, reads, TileIn::Output(0), first, out)
     }
 
     /// Computes a range like [`compute_range`](Self::compute_range), for a result that is also an operand: the old values are copied
     /// first.
     #[inline(never)] // keeps the buffer off the caller's stack frame
-    fn compute_through_copy<C: Number>(
-        &self,
-        scratch: &mut Scratch<C>,
-        reads: &[&[u8]],
-        first: usize,
-        out: &mut [C],
-    ) -> bool {
+    fn compute_through_copy<C: Number>(&self, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
+        let mut scratch = Scratch::new();
         let mut before: SmallVec<[C; IN_PLACE_CHUNK_LEN]> = SmallVec::new();
         let mut zero = false;
         for (i, piece) in out.chunks_mut(IN_PLACE_CHUNK_LEN).enumerate() {
             before.clear();
             before.extend_from_slice(piece);
-            zero |= self.compute_tile(scratch, reads, TileIn::Slice(&before), first + i * IN_PLACE_CHUNK_LEN, piece);
+            zero |=
+                self.compute_tile(&mut scratch, reads, TileIn::Slice(&before), first + i * IN_PLACE_CHUNK_LEN, piece);
         }
         zero
     }
@@ -298,6 +294,50 @@ impl FlatLaunch<'_> {
         let tile = Tile { inputs: &inputs, scalars: self.scalars, seeds: &[], first: first as u64, len };
         self.program.eval_tile(&tile, scratch, &mut [out])
     }
+
+    /// Computes one cheap binary primitive of f16 or bf16. Returns false, without computing anything, for any other launch.
+    fn try_run_halves(&self) -> Result<bool> {
+        let FlatLaunch { program, inputs, kinds, scalars, out, .. } = *self;
+        let [step] = &program.steps().list[..] else { return Ok(false) };
+        let Action::Compute(Op::Binary(op)) = step.action else { return Ok(false) };
+        let fits = |kind: &Option<OperandKind>| match *kind {
+            Some(OperandKind::RowBroadcast(n)) => n >= MIN_HALF_ROW_LEN,
+            Some(_) => true,
+            None => false,
+        };
+        let has_loop = is_cheap(op) || op == Binary::Div;
+        if !has_loop || !kinds.iter().all(fits) || !kinds.contains(&Some(OperandKind::Contiguous)) {
+            return Ok(false);
+        }
+        let reads: SmallVec<[&Storage; 2]> = inputs.iter().map(|t| &t.storage).collect();
+        with_host(&reads, &[&out.storage], |reads, writes| {
+            let operand = |value: Value| match value {
+                Value::Input(k) => {
+                    let elements: &[u16] = &bytemuck::cast_slice(reads[k])[inputs[k].layout.offset..];
+                    match kinds[k] {
+                        Some(OperandKind::RowBroadcast(n)) => HalfSource::Elements(elements, n),
+                        Some(OperandKind::Contiguous) => HalfSource::Elements(elements, usize::MAX),
+                        _ => HalfSource::Scalar(match out.dtype {
+                            DType::F16 => half::f16::from_bits(elements[0]).to_f32(),
+                            _ => half::bf16::from_bits(elements[0]).to_f32(),
+                        }),
+                    }
+                }
+                Value::Scalar(k) => HalfSource::Scalar(f32::from_scalar(scalars[k])),
+                Value::Const(c) => HalfSource::Scalar(f32::from_f64(c)),
+                Value::Register(_) | Value::Output(_) => unreachable!("the one step reads operands"),
+            };
+            let (a, b) = (operand(step.args[0]), operand(step.args[1]));
+            let (count, first) = (out.numel(), out.layout.offset);
+            let to = &mut bytemuck::cast_slice_mut(writes[0])[first..first + count];
+            let size = job_len(count);
+            match count <= size {
+                true => compute_halves(op, out.dtype, a, b, 0, to),
+                false => parallel::for_each_chunk(to, size, |i, to| compute_halves(op, out.dtype, a, b, i * size, to)),
+            }
+        })?;
+        Ok(true)
+    }
 }
 
 /// An operand of a launch whose elements are f16 or bf16.
@@ -308,65 +348,12 @@ enum HalfSource<'a> {
     Scalar(f32),
 }
 
-/// Computes one cheap binary primitive of f16 or bf16. Operands have the result's dtype; `kinds` says how each operand is indexed.
-/// Returns false, without computing anything, for any other launch.
-fn try_run_halves(
-    program: &Program,
-    inputs: &[&Tensor],
-    kinds: &[Option<OperandKind>],
-    scalars: &[Scalar],
-    out: &Tensor,
-) -> Result<bool> {
-    let [step] = &program.steps().list[..] else { return Ok(false) };
-    let Action::Compute(Op::Binary(op)) = step.action else { return Ok(false) };
-    let fits = |kind: &Option<OperandKind>| match *kind {
-        Some(OperandKind::RowBroadcast(n)) => n >= MIN_HALF_ROW_LEN,
-        Some(_) => true,
-        None => false,
-    };
-    let has_loop = is_cheap(op) || op == Binary::Div;
-    if !has_loop || !kinds.iter().all(fits) || !kinds.contains(&Some(OperandKind::Contiguous)) {
-        return Ok(false);
-    }
-    let reads: SmallVec<[&Storage; 2]> = inputs.iter().map(|t| &t.storage).collect();
-    with_host(&reads, &[&out.storage], |reads, writes| {
-        let operand = |value: Value| match value {
-            Value::Input(k) => {
-                let elements: &[u16] = &bytemuck::cast_slice(reads[k])[inputs[k].layout.offset..];
-                match kinds[k] {
-                    Some(OperandKind::RowBroadcast(n)) => HalfSource::Elements(elements, n),
-                    Some(OperandKind::Contiguous) => HalfSource::Elements(elements, usize::MAX),
-                    _ => HalfSource::Scalar(match out.dtype {
-                        DType::F16 => half::f16::from_bits(elements[0]).to_f32(),
-                        _ => half::bf16::from_bits(elements[0]).to_f32(),
-                    }),
-                }
-            }
-            Value::Scalar(k) => HalfSource::Scalar(f32::from_scalar(scalars[k])),
-            Value::Const(c) => HalfSource::Scalar(f32::from_f64(c)),
-            Value::Register(_) | Value::Output(_) => unreachable!("the one step reads operands"),
-        };
-        let (a, b) = (operand(step.args[0]), operand(step.args[1]));
-        let (count, first) = (out.numel(), out.layout.offset);
-        let to = &mut bytemuck::cast_slice_mut(writes[0])[first..first + count];
-        let size = job_len(count);
-        match count <= size {
-            true => compute_halves(op, out.dtype, a, b, 0, to),
-            false => parallel::for_each_chunk(to, size, |i, to| compute_halves(op, out.dtype, a, b, i * size, to)),
-        }
-    })?;
-    Ok(true)
-}
-
 /// Computes `to`, whose first element has index `first` in the result. The range is split at the ends of broadcast rows.
 fn compute_halves(op: Binary, dtype: DType, a: HalfSource, b: HalfSource, mut first: usize, mut to: &mut [u16]) {
     macro_rules! each {
         ($a:expr, $b:expr, $to:expr, $method:ident) => {{
             function!(F, (x, y): (C, C) => x.$method(y));
-            match dtype {
-                DType::F16 => map_f16::<F>($a, $b, $to),
-                _ => map_bf16::<F>($a, $b, $to),
-            }
+            map_halves::<F>(dtype, $a, $b, $to)
         }};
     }
     while !to.is_empty() {

@@ -3,10 +3,10 @@
 
 use bytemuck::Pod;
 
-use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::convert::{read_or_convert, store_tile};
+use crate::backend::cpu::dispatch::vectorised;
 use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::vectorised::vectorised;
-use crate::backend::problem::interpolation::{Resize, Samples};
+use crate::backend::problem::interpolation::{Interpolate, Resize, Samples};
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{Streaming, should_stream};
 use crate::storage::with_host;
@@ -20,7 +20,8 @@ const BUFFER_LEN: usize = 2048;
 
 /// Resizes the images of `x`. If `transposed`, applies the transposed linear map: each element of `x` is distributed, by its weights, to
 /// the elements of `out` from which it was interpolated.
-pub(crate) fn resize_images(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
+pub(crate) fn resize_images(i: &Interpolate) -> Result<()> {
+    let &Interpolate { resize, x, out, transposed } = i;
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
         let rows = PlaneRows { x, bytes: reads[0], origin: 0 };
         let to = &mut writes[0][..out.numel() * out.dtype.size()];
@@ -37,7 +38,7 @@ pub(crate) fn resize_images(resize: &Resize, x: &Tensor, out: &Tensor, transpose
 /// The rows of one plane of a tensor `[N, C, H, W]`.
 #[derive(Clone, Copy)]
 struct PlaneRows<'a> {
-    pub(crate) x: &'a Tensor,
+    x: &'a Tensor,
     bytes: &'a [u8],
     /// The offset of the plane's first element.
     origin: isize,
@@ -66,14 +67,8 @@ impl<'a> PlaneRows<'a> {
     }
 
     /// Returns a row, in place or converted into `buffer`.
-    fn read<'b, C: Number>(&self, row: usize, buffer: &'b mut [C]) -> &'b [C]
-    where
-        'a: 'b,
-    {
-        self.in_place(row).unwrap_or_else(|| {
-            load_tile(self.x.dtype, self.bytes, self.start(row), self.x.strides()[3], buffer);
-            buffer
-        })
+    fn read<'b, C: Number>(&'b self, row: usize, buffer: &'b mut Vec<C>) -> &'b [C] {
+        read_or_convert((self.x.dtype, self.bytes), self.start(row), self.x.strides()[3], self.len(), buffer)
     }
 }
 
@@ -163,20 +158,9 @@ fn linear<C: Number>(resize: &Resize, rows: PlaneRows, out: &Tensor, to: &mut [u
     } else {
         let [down, across] = [resize.rows, resize.columns].map(|samples| samples.map(|samples| LerpTap::all(&samples)));
         partition_rows(rows.x, out, to, |first, to| {
-            let held = [0; 2].map(|_| (None, vec![zero; width]));
-            pieces(
-                first,
-                to,
-                InterpolationJob::Forward(ForwardJob {
-                    rows,
-                    height,
-                    down: &down,
-                    across: &across,
-                    line: line(),
-                    plane: None,
-                    held,
-                }),
-            );
+            let (line, held) = (line(), [0; 2].map(|_| (None, vec![zero; width])));
+            let job = ForwardJob { rows, height, down: &down, across: &across, line, plane: None, held };
+            pieces(first, to, InterpolationJob::Forward(job));
         });
     }
 }

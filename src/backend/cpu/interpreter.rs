@@ -8,9 +8,9 @@ mod tests;
 
 use std::ops::Range;
 
+use crate::backend::cpu::dispatch::{Function, function, vectorised};
 use crate::backend::cpu::scalar::{Number, VectorFunction};
 use crate::backend::cpu::steps::{Action, ProductSum, Step, Value};
-use crate::backend::cpu::vectorised::{Function, function, vectorised};
 use crate::device::cpu::streaming::{LINE, Streaming, should_stream};
 use crate::expr::philox::{Bits, Normal, Seed, Uniform};
 use crate::expr::program::Program;

@@ -8,13 +8,11 @@ use crate::backend::cpu::scalar::Number;
 use crate::backend::problem::lines::Lines;
 use crate::device::cpu::parallel;
 use crate::storage::{Storage, with_host};
-use crate::{DType, Result, Tensor};
+use crate::{Result, Tensor};
 
 /// The number of elements in a job of the thread pool: enough to hide the cost of handing the job over.
 const JOB_ELEMENTS: usize = 1 << 13;
 
-/// The number of elements of a long line that are read at a time.
-pub(crate) const PIECE_LEN: usize = 1 << 14;
 /// The number of elements of short lines that are loaded and stored at a time.
 const TILE_LEN: usize = 1 << 10;
 
@@ -85,35 +83,4 @@ pub(crate) fn for_each_line<C: Number>(
             }
         });
     })
-}
-
-/// One line of a tensor, given by the bytes of the tensor's storage.
-#[derive(Clone, Copy)]
-pub(crate) struct Line<'a> {
-    pub(crate) dtype: DType,
-    pub(crate) bytes: &'a [u8],
-    pub(crate) start: isize,
-    pub(crate) step: isize,
-    pub(crate) n: usize,
-}
-
-impl Line<'_> {
-    /// Calls `f(elements, index of the first element)` for consecutive pieces of the elements `from..to`, until `f` returns true.
-    pub(crate) fn for_each_piece<C: Number>(&self, from: usize, to: usize, mut f: impl FnMut(&[C], usize) -> bool) {
-        let in_place = self.step == 1 && self.dtype == C::COMPUTE.dtype();
-        let mut buffer = vec![C::from_i32(0); if in_place { 0 } else { PIECE_LEN.min(to - from) }];
-        for first in (from..to).step_by(PIECE_LEN) {
-            let n = PIECE_LEN.min(to - first);
-            let stops = if in_place {
-                f(&bytemuck::cast_slice(self.bytes)[self.start as usize + first..][..n], first)
-            } else {
-                let at = (self.start + first as isize * self.step) as usize;
-                load_tile(self.dtype, self.bytes, at, self.step, &mut buffer[..n]);
-                f(&buffer[..n], first)
-            };
-            if stops {
-                return;
-            }
-        }
-    }
 }

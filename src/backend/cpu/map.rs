@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::dispatch::for_compute;
+use crate::backend::cpu::copy::{Transpose, copy_transposed_operands};
+use crate::backend::cpu::dispatch::{for_compute, for_size};
 use crate::backend::cpu::interpreter::{MAX_ALIGN_SKIP, Scratch, TILE, Tile, TileIn, aligned_range};
 use crate::backend::cpu::partition::{Partition, partition};
 use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::transpose::{Transpose, copy_transposed_operands};
 use crate::backend::cpu::{copy, fast_path};
 use crate::backend::problem::map::{Formulas, Launch};
 use crate::backend::problem::operand::OperandKind;
@@ -87,7 +87,7 @@ fn run_in_order(launch: &Launch) -> Result<()> {
             Some(transpose) => {
                 transpose.run(reads[0], &mut writes[0][out.layout.offset * size..][..out.numel() * size]);
             }
-            None => copy::run_copy(launch, reads[0], writes[0]),
+            None => for_size!(size, T => copy::copy::<T>(launch, reads[0], writes[0])),
         });
     }
     let divided_by_zero = with_host(
@@ -165,13 +165,9 @@ impl MapJob<'_> {
 
     /// Computes elements like [`run`](MapJob::run), for operands and results of the compute type that need no buffers. Each row along the
     /// last dim is a tile.
-    fn run_rows<C: Number>(
-        &self,
-        first: usize,
-        count: usize,
-        outs: &mut [&mut [u8]],
-        scratch: &mut Scratch<C>,
-    ) -> bool {
+    fn run_rows<C: Number>(&self, first: usize, count: usize, outs: &mut [&mut [u8]], streamed: bool) -> bool {
+        let mut scratch = Scratch::new();
+        scratch.streamed = streamed;
         let Launch { inputs, program, strided, scalars, seeds, .. } = self.launch;
         // For each operand: its elements, whether they differ along a row, and the offset of the first element.
         let operands: SmallVec<[(&[C], bool, usize); 4]> = inputs
@@ -229,7 +225,7 @@ impl MapJob<'_> {
                 let tile = Tile { inputs: &tile_inputs, scalars, seeds, first: start as u64, len };
                 let mut targets: SmallVec<[&mut [C]; 2]> = SmallVec::new();
                 outs.iter_mut().for_each(|out| targets.push(&mut out[at..at + len]));
-                divided_by_zero |= program.eval_tile(&tile, scratch, &mut targets);
+                divided_by_zero |= program.eval_tile(&tile, &mut scratch, &mut targets);
             }
             return divided_by_zero;
         }
@@ -250,7 +246,7 @@ impl MapJob<'_> {
             for (j, out) in outs.iter_mut().enumerate() {
                 targets.push(&mut out[self.result_start(j, at, &bases, offsets)..][..len]);
             }
-            divided_by_zero |= program.eval_tile(&tile, scratch, &mut targets);
+            divided_by_zero |= program.eval_tile(&tile, &mut scratch, &mut targets);
         });
         divided_by_zero
     }
@@ -297,7 +293,7 @@ impl MapJob<'_> {
 
     /// Computes elements `first..first + count`; returns whether an integer was divided by zero.
     fn run<C: Number>(&self, first: usize, count: usize, outs: &mut [&mut [u8]]) -> bool {
-        let Launch { inputs, outputs, program, strided, .. } = self.launch;
+        let Launch { inputs, outputs, program, strided, scalars, seeds, .. } = self.launch;
         let zero = C::from_f64(0.0);
         let mut scratch = Scratch::<C>::new();
         let step = |k: usize| strided.strides[k].last().copied().unwrap_or(0);
@@ -329,8 +325,7 @@ impl MapJob<'_> {
         if (plain && (past || all_direct) && self.reads_in_place())
             || (unconverted && all_direct && self.repeated_row_len().is_some())
         {
-            scratch.streamed = past;
-            return self.run_rows::<C>(first, count, outs, &mut scratch);
+            return self.run_rows::<C>(first, count, outs, past);
         }
         let longest = match plain {
             true if all_direct && elements => count,
@@ -394,13 +389,7 @@ impl MapJob<'_> {
                     _ => TileIn::Slice(&loaded[k][aligned_range(&loaded[k], len)]),
                 })
                 .collect();
-            let tile = Tile {
-                inputs: &tile_inputs,
-                scalars: self.launch.scalars,
-                seeds: self.launch.seeds,
-                first: start as u64,
-                len,
-            };
+            let tile = Tile { inputs: &tile_inputs, scalars, seeds, first: start as u64, len };
             {
                 let mut targets: SmallVec<[&mut [C]; 2]> = SmallVec::new();
                 for (j, (bytes, result)) in outs.iter_mut().zip(&mut results).enumerate() {

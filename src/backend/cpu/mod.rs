@@ -1,7 +1,6 @@
 //! The CPU backend: computes problems with vectorised loops on a thread pool.
 
 pub(crate) mod accumulate;
-mod arg;
 #[cfg(target_arch = "x86_64")] // uses product kernels, which exist on x86-64 only
 pub(crate) mod conv;
 pub(crate) mod convert;
@@ -9,9 +8,8 @@ pub(crate) mod copy;
 pub(crate) mod depthwise;
 pub(crate) mod dispatch;
 pub(crate) mod fast_path;
-pub(crate) mod gather;
 pub(crate) mod gemm;
-pub(crate) mod gemm_epilogue;
+pub(crate) mod index;
 pub(crate) mod interpolate;
 pub(crate) mod interpreter;
 pub(crate) mod join;
@@ -21,23 +19,14 @@ pub(crate) mod lines;
 pub(crate) mod map;
 pub(crate) mod nonzero;
 pub(crate) mod norm;
-pub(crate) mod norm_channels;
 pub(crate) mod partition;
-pub(crate) mod pool_taps;
 pub(crate) mod reduce;
-pub(crate) mod running;
 pub(crate) mod scalar;
 pub(crate) mod scan;
-pub(crate) mod scatter;
-pub(crate) mod select;
-pub(crate) mod short_rows;
 pub(crate) mod softmax;
 pub(crate) mod sort;
 pub(crate) mod steps;
-pub(crate) mod strided_rows;
-pub(crate) mod transpose;
 pub(crate) mod triangle;
-pub(crate) mod vectorised;
 pub(crate) mod window;
 
 use crate::backend::Backend;
@@ -78,22 +67,19 @@ impl Backend for Cpu {
         tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> =
             counted(triangle::tril_triu(x, from, to).map(Some));
         gemm(product: &Gemm, outs: &[Tensor]) -> Result<bool> = counted(gemm::multiply(product, outs[0].shape(), outs));
-        reduce(reduction: &Reduction) -> Result<()> =
-            counted(reduce::run_reduction(reduction));
-        scan(s: &RunningReduction) -> Result<()> = counted(scan::run_scan(s.scan, s.x, s.d, s.values, s.indices));
-        sort(s: &Sorting) -> Result<()> = counted(sort::run_sort(s.x, s.d, s.descending, s.values, s.indices));
-        searchsorted(s: &Search) -> Result<()> =
-            counted(sort::searchsorted(s.sorted, s.lines, s.step, s.values, s.right, s.out));
+        reduce(reduction: &Reduction) -> Result<()> = counted(reduce::run_reduction(reduction));
+        scan(s: &RunningReduction) -> Result<()> = counted(scan::run_scan(s));
+        sort(s: &Sorting) -> Result<()> = counted(sort::run_sort(s));
+        searchsorted(s: &Search) -> Result<()> = counted(sort::searchsorted(s));
         topk(t: TopK) -> Result<Option<Selected>> =
-            counted_if(select::topk(t.x, t.d, t.k, t.descending), |first| first.indices.numel() > 0).map(Some);
+            counted_if(sort::topk(&t), |first| first.indices.numel() > 0).map(Some);
         kth(r: RankedElement) -> Result<Option<Selected>> =
-            counted_if(select::kth(r.x, r.d, r.rank), |nth| nth.indices.numel() > 0).map(Some);
-        gather(g: &Indexed, out: &Tensor) -> Result<()> = counted(gather::gather(g, out));
-        scatter(s: &Scatter) -> Result<()> = counted(scatter::scatter(s.moved, s.combine, s.target, s.layout));
-        linear_index(t: &IndexTerm) -> Result<()> =
-            counted(gather::linear_index(t.op, t.index, t.out, (t.size, t.step), t.base));
+            counted_if(sort::kth(&r), |nth| nth.indices.numel() > 0).map(Some);
+        gather(g: &Indexed, out: &Tensor) -> Result<()> = counted(index::gather(g, out));
+        scatter(s: &Scatter) -> Result<()> = counted(index::scatter(s));
+        linear_index(t: &IndexTerm) -> Result<()> = counted(index::linear_index(t));
         one_hot(op: &'static str, x: &Tensor, out: &Tensor) -> Result<()> =
-            counted(gather::one_hot(op, x, out, out.shape().dims()[x.rank()]));
+            counted(index::one_hot(op, x, out, out.shape().dims()[x.rank()]));
         nonzero(_: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> =
             counted(nonzero::nonzero_indices(&mask()?, dims)).map(mark_written);
         masked_select(_: &Tensor, _: &Tensor) -> Result<Option<Tensor>> = Ok(None);
@@ -103,19 +89,18 @@ impl Backend for Cpu {
         norm_forward(norm: &NormForward) -> Result<()> = counted(norm::normalise(&norm.given.with_views(&(norm.views)()?)));
         alloc_column_sums(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>> = norm::alloc_column_sums(x, rows, n).map(Some);
         normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
-            counted_if(norm_channels::normalise_batch(x, numbers, eps), Option::is_some);
+            counted_if(norm::normalise_batch(x, numbers, eps), Option::is_some);
         has_variance() -> bool = false;
         variance(_: &Variance) -> Result<bool> = Ok(false);
         forward_convolution(_: &Conv2d) -> Result<Option<Tensor>> = Ok(None);
         to_image(_: &Tensor) -> Result<Option<Image>> = Ok(None);
         read_image(image: &Image, _: &Tensor) -> Result<()> =
             Err(Error::invalid("from_image", format!("{image:?} belongs to another device")));
-        im2col(i: &Im2col) -> Result<()> = counted(window::im2col(i.windows, i.x, i.out, i.inside));
+        im2col(i: &Im2col) -> Result<()> = counted(window::im2col(i));
         col2im(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> =
             counted(window::col2im(windows, columns, out));
-        pool(p: &Pooling) -> Result<()> = counted(window::pool(p.windows, p.task, p.x, p.index, p.out));
-        interpolate(i: &Interpolate) -> Result<()> =
-            counted(interpolate::resize_images(i.resize, i.x, i.out, i.transposed));
+        pool(p: &Pooling) -> Result<()> = counted(window::pool(p));
+        interpolate(i: &Interpolate) -> Result<()> = counted(interpolate::resize_images(i));
         has_attention(_: &FusedAttention) -> Result<bool> = Ok(false);
         attention(_: &FusedAttention, _: &Tensor, _: &Tensor) -> Result<()> = unreachable!("`has_attention` is false");
         attention_backward(_: &FusedAttention, _: &AttentionBackward) -> Result<()> =

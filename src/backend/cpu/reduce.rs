@@ -1,16 +1,16 @@
 //! Reductions on the CPU. Tiles are converted to the accumulator's type and reduced with many accumulators, in slices of fixed length,
-//! so that the result does not depend on the number of threads.
+//! so that the result does not depend on the number of threads. argmax and argmin also reduce, to indices.
 
 use std::ops::Range;
 use std::sync::LazyLock;
 
 use smallvec::SmallVec;
 
-use crate::backend::cpu::accumulate::{Add, CombineOp, Max, Min, Mul, combine_all, fold, fold_rows};
+use crate::backend::cpu::accumulate::{Add, CombineOp, Max, Min, Mul, combine_all, fold, fold_rows, map_rows};
 use crate::backend::cpu::convert::{load_tile, read_or_convert, store_tile};
+use crate::backend::cpu::dispatch::vectorised;
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
-use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::vectorised::vectorised;
+use crate::backend::cpu::scalar::{Number, is_nan};
 use crate::backend::problem::reduction::{Combination, Element, Reduction, ReductionPlan, Rescaled, Rule, SafeRange};
 use crate::device::cpu::{parallel, threads};
 use crate::expr::Expr;
@@ -20,15 +20,15 @@ use crate::{Compute, DType, Result, Scalar};
 
 /// The maximum number of input elements of one result that are reduced as one slice, by one thread. Partial results per slice keep
 /// rounding errors small and give threads work.
-pub(super) const SLICE_LEN: usize = 1 << 16;
+const SLICE_LEN: usize = 1 << 16;
 /// The number of elements that one call accumulates directly from the input, without copying them to a tile.
 const FOLD_LEN: usize = 1 << 12;
 /// The number of rows in a slice of a reduction over columns.
 const SLICE_ROWS: usize = 1 << 8;
 /// The number of rows that are summed separately before their sum is added to the total, which limits rounding errors.
-pub(super) const GROUP_LEN: usize = 64;
+const GROUP_LEN: usize = 64;
 /// The minimum number of adjacent results for which reducing several results in the lanes of a vector pays off.
-pub(super) const MIN_VECTOR_WIDTH: usize = 8;
+const MIN_VECTOR_WIDTH: usize = 8;
 /// Maximum number of input elements per result for which many results are computed together, adding one input element to each result in
 /// turn.
 const SHORT_ROW_LEN: usize = 16;
@@ -41,23 +41,23 @@ const JOB_ELEMENTS: usize = 1 << 15;
 static SQUARE: LazyLock<Expr> = LazyLock::new(|| Expr::input(0).square());
 
 pub(crate) fn run_reduction(reduction: &Reduction) -> Result<()> {
-    let Reduction { rule, x: t, out, number, .. } = *reduction;
-    let plan = &reduction.plan();
-    with_host(&[&t.storage], &[&out.storage], |reads, writes| {
-        let job = ReductionJob { rule, dtype: t.dtype, bytes: reads[0], plan, number };
-        let (to, start) = (&mut *writes[0], out.layout.offset);
-        match (t.dtype.compute(), rule.accumulator(t.dtype)) {
-            (Compute::F32, Compute::I64) => job.run::<f32, i64>(out.dtype, to, start),
-            (Compute::F64, Compute::I64) => job.run::<f64, i64>(out.dtype, to, start),
-            (Compute::F32, _) => job.run::<f32, f32>(out.dtype, to, start),
-            (Compute::F64, _) => job.run::<f64, f64>(out.dtype, to, start),
-            (Compute::I64, _) => job.run::<i64, i64>(out.dtype, to, start),
+    let (&Reduction { rule, x, out, number, .. }, plan) = (reduction, &reduction.plan());
+    with_host(&[&x.storage], &[&out.storage], |reads, writes| {
+        let job = ReductionJob { rule, dtype: x.dtype, bytes: reads[0], plan, number };
+        let size = out.dtype.size();
+        let to = &mut writes[0][out.layout.offset * size..][..plan.outs * size];
+        match (x.dtype.compute(), rule.accumulator(x.dtype)) {
+            (Compute::F32, Compute::I64) => job.run::<f32, i64>(out.dtype, to),
+            (Compute::F64, Compute::I64) => job.run::<f64, i64>(out.dtype, to),
+            (Compute::F32, _) => job.run::<f32, f32>(out.dtype, to),
+            (Compute::F64, _) => job.run::<f64, f64>(out.dtype, to),
+            (Compute::I64, _) => job.run::<i64, i64>(out.dtype, to),
         }
     })
 }
 
 /// Loads the elements at offsets `start`, `start + stride`, ... into a slice, converted to the accumulator's type.
-pub(super) type LoadElements<'a, S> = &'a (dyn Fn(isize, isize, &mut [S]) + Sync);
+type LoadElements<'a, S> = &'a (dyn Fn(isize, isize, &mut [S]) + Sync);
 
 /// A reduction, and the bytes of its input's storage.
 struct ReductionJob<'a> {
@@ -70,12 +70,11 @@ struct ReductionJob<'a> {
 
 impl ReductionJob<'_> {
     /// Runs the reduction: elements are computed in `C` and accumulated in `S`, which is `C` or i64.
-    fn run<C: Number, S: Number>(&self, out_dtype: DType, out: &mut [u8], start: usize) {
+    fn run<C: Number, S: Number>(&self, out_dtype: DType, out: &mut [u8]) {
         let ReductionJob { rule, dtype, bytes, plan, .. } = *self;
         let squares = matches!(&rule.element, Element::Formula(formula) if *formula == *SQUARE);
         let in_place = (rule.element == Element::Identity || squares) && dtype == S::COMPUTE.dtype();
         let elements = if in_place { bytemuck::cast_slice(bytes) } else { &[] };
-        let out = &mut out[start * out_dtype.size()..][..plan.outs * out_dtype.size()];
         let mut reduced = |load: LoadElements<S>| {
             let source = ReductionInput { plan, load, elements, squares };
             let finish = |_: usize, results: &mut [S]| self.finish(results);
@@ -152,12 +151,7 @@ impl ReductionJob<'_> {
             let source = ReductionInput { plan, load: &load, elements: &[], squares: false };
             let slices = plan.n.div_ceil(SLICE_LEN);
             let partial = source.parallel_items(which.len() * slices, SLICE_LEN.min(plan.n), |item| {
-                let slice = item % slices;
-                source.reduce_line::<Add>(
-                    first + which[item / slices],
-                    slice * SLICE_LEN,
-                    plan.n.min((slice + 1) * SLICE_LEN),
-                )
+                source.reduce_line::<Add>(first + which[item / slices], source.slice(item % slices))
             });
             let mut results = merge_slices::<Add, S>(partial, which.len(), slices);
             self.finish(&mut results);
@@ -176,11 +170,11 @@ fn eval_program<C: Number>(program: &Program, values: &[C], scalars: &[Scalar], 
 }
 
 /// The input of a reduction, and how to load its elements.
-pub(super) struct ReductionInput<'a, S> {
-    pub(super) plan: &'a ReductionPlan,
-    pub(super) load: LoadElements<'a, S>,
+struct ReductionInput<'a, S> {
+    plan: &'a ReductionPlan,
+    load: LoadElements<'a, S>,
     /// The storage's elements, if the elements or their squares can be accumulated without a copy; otherwise empty.
-    pub(super) elements: &'a [S],
+    elements: &'a [S],
     /// Whether to accumulate the squares of `elements`.
     squares: bool,
 }
@@ -193,10 +187,7 @@ impl<S: Number> ReductionInput<'_, S> {
         let by_column = plan.by_column() && plan.kept.inner().0 >= MIN_VECTOR_WIDTH;
         let slices = plan.n.div_ceil(if by_column { SLICE_ROWS } else { SLICE_LEN });
         if slices > 1 {
-            let slice = |item: usize| {
-                let (o, slice) = (item / slices, item % slices);
-                self.reduce_line::<K>(o, slice * SLICE_LEN, plan.n.min((slice + 1) * SLICE_LEN))
-            };
+            let slice = |item: usize| self.reduce_line::<K>(item / slices, self.slice(item % slices));
             let all = match by_column {
                 true => self.reduce_columns::<K>(),
                 false => {
@@ -218,19 +209,19 @@ impl<S: Number> ReductionInput<'_, S> {
             } else if rows {
                 self.map_rows(o, results, |rows, squares, results| fold_rows::<K, S>(rows, plan.n, squares, results));
             } else {
-                results.iter_mut().enumerate().for_each(|(i, to)| *to = self.reduce_line::<K>(o + i, 0, plan.n));
+                results.iter_mut().enumerate().for_each(|(i, to)| *to = self.reduce_line::<K>(o + i, 0..plan.n));
             }
             finish(o, results);
         });
     }
 
     /// True if each result reduces so few elements that many results are computed together.
-    pub(super) fn is_short(&self) -> bool {
+    fn is_short(&self) -> bool {
         self.plan.n <= SHORT_ROW_LEN && self.plan.outs >= MIN_VECTOR_WIDTH
     }
 
     /// True if each result reduces a contiguous row, and the rows are adjacent.
-    pub(super) fn has_rows(&self) -> bool {
+    fn has_rows(&self) -> bool {
         self.plan.kept.is_single(self.plan.outs, self.plan.n as isize) && self.plan.reduced.is_single(self.plan.n, 1)
     }
 
@@ -242,7 +233,7 @@ impl<S: Number> ReductionInput<'_, S> {
 
     /// Stores the results that `fill(first, results)` computes, a tile at a time, on all threads. With `strided`, the number of results in a tile is
     /// a multiple of [`group_len`](Self::group_len), as [`for_neighbours`](Self::for_neighbours) needs.
-    pub(super) fn store_results<R: Number>(
+    fn store_results<R: Number>(
         &self,
         dtype: DType,
         out: &mut [u8],
@@ -268,7 +259,7 @@ impl<S: Number> ReductionInput<'_, S> {
     }
 
     /// Computes `results`, the first of which has index `o`, from contiguous rows. Calls `fold(rows, whether to square, results)`.
-    pub(super) fn map_rows<R>(&self, o: usize, results: &mut [R], fold: impl Fn(&[S], bool, &mut [R])) {
+    fn map_rows<R>(&self, o: usize, results: &mut [R], fold: impl Fn(&[S], bool, &mut [R])) {
         let n = self.plan.n;
         let start = self.plan.start + o * n;
         if !self.elements.is_empty() {
@@ -285,7 +276,7 @@ impl<S: Number> ReductionInput<'_, S> {
     /// Computes `results`, the first of which has index `o`; their number is a multiple of [`group_len`](Self::group_len). Calls
     /// `fold(start, stride, results)` for groups of results whose first input elements are at `start`, `start + stride`, .... If the
     /// innermost kept dim is short, a group runs along the dim before it.
-    pub(super) fn for_neighbours<R: Copy>(&self, o: usize, results: &mut [R], fold: impl Fn(isize, isize, &mut [R])) {
+    fn for_neighbours<R: Copy>(&self, o: usize, results: &mut [R], fold: impl Fn(isize, isize, &mut [R])) {
         let (kept, unit) = (&self.plan.kept, self.group_len());
         let ((_, across), mut done) = (kept.inner(), 0);
         let start = |o: usize| self.plan.start as isize + kept.locate(o, 1).0;
@@ -343,17 +334,17 @@ impl<S: Number> ReductionInput<'_, S> {
     }
 
     /// Calls `f(item)` for every item, on all threads if there is enough work.
-    pub(super) fn parallel_items<R: Send>(
-        &self,
-        count: usize,
-        cost: usize,
-        f: impl Fn(usize) -> R + Send + Sync,
-    ) -> Vec<R> {
+    fn parallel_items<R: Send>(&self, count: usize, cost: usize, f: impl Fn(usize) -> R + Send + Sync) -> Vec<R> {
         parallel::map(count, (JOB_ELEMENTS / cost.max(1)).max(1), f)
     }
 
-    /// Reduces elements `r..end` of result `o`.
-    fn reduce_line<K: CombineOp>(&self, o: usize, mut r: usize, end: usize) -> S {
+    /// Returns the elements of a result in a slice.
+    fn slice(&self, slice: usize) -> Range<usize> {
+        slice * SLICE_LEN..self.plan.n.min((slice + 1) * SLICE_LEN)
+    }
+
+    /// Reduces the given elements of result `o`.
+    fn reduce_line<K: CombineOp>(&self, o: usize, Range { start: mut r, end }: Range<usize>) -> S {
         let base = self.plan.start as isize + self.plan.kept.locate(o, 1).0;
         let mut total = K::identity();
         let stride = self.plan.reduced.inner().1;
@@ -410,6 +401,70 @@ impl<S: Number> ReductionInput<'_, S> {
         }
         out
     }
+
+    /// Computes, for each result, the index of the first NaN or, if there is none, of the first greatest (or least) element.
+    fn arg_reduce<K: CombineOp>(&self, dtype: DType, out: &mut [u8]) {
+        let plan = self.plan;
+        let slices = plan.n.div_ceil(SLICE_LEN);
+        if slices > 1 {
+            let slice = |item: usize| self.arg_line::<K>(item / slices, self.slice(item % slices));
+            let partial = self.parallel_items(plan.outs * slices, SLICE_LEN, slice);
+            let first = |found: &[(S, usize)]| {
+                let first = found.iter().copied().reduce(|a, b| if keeps_first::<K, S>(a.0, b.0) { a } else { b });
+                first.map_or(0, |a| a.1 as i64)
+            };
+            return self.store_results(dtype, out, false, |o, results: &mut [i64]| {
+                results.iter_mut().zip(partial[o * slices..].chunks(slices)).for_each(|(to, found)| *to = first(found));
+            });
+        }
+        let (short, rows) = (self.is_short(), self.has_rows());
+        let strided = plan.kept.inner().0 >= MIN_VECTOR_WIDTH && plan.by_column() || (short && !rows);
+        self.store_results(dtype, out, strided, |o, results: &mut [i64]| match (strided, short) {
+            (true, _) => {
+                self.for_neighbours(o, results, |start, stride, found| self.arg_across::<K>(start, stride, found))
+            }
+            (false, true) => self.map_rows(o, results, |rows, _, found| arg_of_rows::<K, S>(rows, plan.n, found)),
+            _ => results.iter_mut().enumerate().for_each(|(i, to)| *to = self.arg_line::<K>(o + i, 0..plan.n).1 as i64),
+        });
+    }
+
+    /// Computes indices for results whose first input elements are at `start`, `start + stride`, ....
+    fn arg_across<K: CombineOp>(&self, start: isize, stride: isize, found: &mut [i64]) {
+        let mut best: SmallVec<[S; 64]> = SmallVec::from_elem(K::identity(), found.len());
+        let mut tile = best.clone();
+        found.fill(0);
+        for r in 0..self.plan.n {
+            let to = if r == 0 { &mut best } else { &mut tile };
+            (self.load)(start + self.plan.reduced.locate(r, 1).0, stride, to);
+            if r > 0 {
+                take_better::<K, S>(&mut best, &tile, r as i64, found);
+            }
+        }
+    }
+
+    /// Finds the first best of the given elements of result `o`, and returns its value and its index.
+    fn arg_line<K: CombineOp>(&self, o: usize, Range { start: mut r, end }: Range<usize>) -> (S, usize) {
+        let base = self.plan.start as isize + self.plan.kept.locate(o, 1).0;
+        let stride = self.plan.reduced.inner().1;
+        let (mut loaded, mut best) = (Vec::new(), None);
+        while r < end {
+            let (at, n) = self.plan.reduced.locate(r, (end - r).min(TILE));
+            let tile = match stride == 1 && !self.elements.is_empty() {
+                true => &self.elements[(base + at) as usize..][..n],
+                false => {
+                    loaded.resize(n, K::identity());
+                    (self.load)(base + at, stride, &mut loaded);
+                    &loaded[..]
+                }
+            };
+            let value = fold::<K, S>(tile);
+            if best.is_none_or(|(b, _)| !keeps_first::<K, S>(b, value)) {
+                best = Some((value, r + first_position(tile, value)));
+            }
+            r += n;
+        }
+        best.unwrap_or((K::identity(), r))
+    }
 }
 
 vectorised! {
@@ -455,4 +510,59 @@ fn merge_slices<K: CombineOp, S: Number>(mut partial: Vec<S>, outs: usize, slice
         }
     }
     (0..outs).map(|o| partial[o * slices]).collect()
+}
+
+/// Returns the index of the first element that equals `value` or, if `value` is NaN, of the first NaN.
+fn first_position<S: Number>(elements: &[S], value: S) -> usize {
+    if is_nan(value) {
+        return elements.iter().position(|v| is_nan(*v)).unwrap_or(0);
+    }
+    // The inner loop has no early exit, so it is vectorised. It finds the chunk that contains the element; then the chunk is searched.
+    let has = |some: &[S]| some.iter().map(|v| u32::from(*v == value)).sum::<u32>() > 0;
+    let (which, some) = elements.chunks(GROUP_LEN).enumerate().find(|(_, some)| has(some)).unwrap_or((0, elements));
+    which * GROUP_LEN + some.iter().position(|v| *v == value).unwrap_or(0)
+}
+
+/// True if the earlier element `a` is preferred to the later element `b`: `a` is NaN or at least as good.
+fn keeps_first<K: CombineOp, S: Number>(a: S, b: S) -> bool {
+    is_nan(a) || (!is_nan(b) && K::combine(a, b) == a)
+}
+
+vectorised! {
+    /// Compares each best element with the element at index `r` of the same result, and replaces it and its index if the new element is
+    /// better.
+    fn take_better<'a, K: CombineOp, S2: Number>(_simd: S, best: &'a mut [S2], elements: &'a [S2], r: i64, found: &'a mut [i64]) {
+        for ((best, &v), found) in best.iter_mut().zip(elements).zip(found) {
+            let keeps_first = keeps_first::<K, S2>(*best, v);
+            (*best, *found) = if keeps_first { (*best, *found) } else { (v, r) };
+        }
+    }
+}
+
+vectorised! {
+    /// Finds the index of the first best element in every row of `n` elements.
+    fn arg_of_rows<'a, K: CombineOp, S2: Number>(_simd: S, rows: &'a [S2], n: usize, found: &'a mut [i64]) {
+        map_rows(rows, n, found, |row| {
+            let first = (row[0], 0);
+            row.iter().enumerate().skip(1).fold(first, |a, (i, &v)| if keeps_first::<K, S2>(a.0, v) { a } else { (v, i as i64) }).1
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_the_first_of_equal_elements() {
+        for n in [1, 2, GROUP_LEN - 1, GROUP_LEN, GROUP_LEN + 1, 3 * GROUP_LEN + 5] {
+            for at in 0..n {
+                let mut elements = vec![1f32; n];
+                (at..n).step_by(3).for_each(|i| elements[i] = 2.0);
+                assert_eq!(first_position(&elements, 2.0), at, "of {n}");
+                elements[at] = f32::NAN;
+                assert_eq!(first_position(&elements, f32::NAN), at, "NaN of {n}");
+            }
+        }
+    }
 }

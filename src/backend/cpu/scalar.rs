@@ -2,8 +2,7 @@
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
-use crate::backend::cpu::kernels::math;
-use crate::backend::cpu::kernels::math::TwoStage;
+use crate::backend::cpu::kernels::math::{self, TwoStage};
 use crate::expr::primitives::{gcd, shl, shr};
 use crate::expr::{Binary, Unary};
 use crate::{Compute, Scalar};
@@ -249,6 +248,12 @@ impl Number for i64 {
         shr(self, b) -> i64 = shr(self, b);
         gcd(self, b) -> i64 = gcd(self, b);
     }
+}
+
+/// True if `v` is NaN.
+#[inline(always)]
+pub(crate) fn is_nan<C: Number>(v: C) -> bool {
+    v.partial_cmp(&v).is_none()
 }
 
 /// Repeated squaring, with wrapping. A negative power is the truncated quotient: 0 unless the base is 1 or -1.

@@ -1,12 +1,13 @@
-//! im2col, col2im and pooling on the CPU. Planes (one channel of one image) are partitioned among threads.
+//! im2col, col2im and pooling on the CPU. Planes (one channel of one image) are partitioned among threads. In pooling, each kernel tap is
+//! applied to a whole row of windows at a time, so that loops run over rows of the image. Every window still receives its taps in row-major
+//! order.
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::dispatch::{for_compute, for_float, for_size};
+use crate::backend::cpu::dispatch::{for_compute, for_float, for_size, vectorised};
 use crate::backend::cpu::map;
-use crate::backend::cpu::pool_taps::{Taps, avg_pool_gradient, avg_pool_plane, max_pool_plane, update_max};
-use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::scalar::{Number, is_nan};
 use crate::backend::problem::map::{Formulas, Params};
-use crate::backend::problem::windows::{PoolTask, Windows};
+use crate::backend::problem::windows::{Im2col, PoolTask, Pooling, Windows};
 use crate::device::cpu::parallel;
 use crate::expr::Expr;
 use crate::expr::program::Program;
@@ -18,16 +19,16 @@ const JOB_ELEMENTS: usize = 1 << 14;
 /// Maximum number of elements of a plane that is pooled as a whole; larger planes are pooled in parts.
 const MAX_PLANE_ELEMENTS: usize = 1 << 17;
 
-pub(crate) fn im2col(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
-    with_host(&[&x.storage], &[&out.storage], |reads, writes| {
+pub(crate) fn im2col(i: &Im2col) -> Result<()> {
+    with_host(&[&i.x.storage], &[&i.out.storage], |reads, writes| {
         let to = &mut *writes[0];
-        for_size!(x.dtype.size(), T => im2col_as::<T>(w, x, reads[0], bytemuck::cast_slice_mut(to), inside));
+        for_size!(i.x.dtype.size(), T => im2col_as::<T>(i, reads[0], bytemuck::cast_slice_mut(to)));
     })
 }
 
 /// Gathers elements as values of type `T`, which has the size of the dtype. One tap of one channel of one image is a plane of the result.
-fn im2col_as<T: bytemuck::Pod + Send + Sync>(w: &Windows, x: &Tensor, bytes: &[u8], out: &mut [T], inside: bool) {
-    let from: &[T] = bytemuck::cast_slice(bytes);
+fn im2col_as<T: bytemuck::Pod + Send + Sync>(i: &Im2col, bytes: &[u8], out: &mut [T]) {
+    let (&Im2col { windows: w, x, inside, .. }, from) = (i, bytemuck::cast_slice::<u8, T>(bytes));
     let (n, c) = (x.shape().dims()[0], x.shape().dims()[1]);
     let ([kh, kw], plane) = (w.kernel, w.grid[0] * w.grid[1]);
     let count = n * c * kh * kw;
@@ -69,13 +70,9 @@ fn im2col_as<T: bytemuck::Pod + Send + Sync>(w: &Windows, x: &Tensor, bytes: &[u
 /// Calls `f` with the index and the elements of each plane of `out`; one job computes several small planes.
 fn for_each_plane<T: Send>(out: &mut [T], plane: usize, f: impl Fn(usize, &mut [T]) + Sync) {
     let per_job = JOB_ELEMENTS.div_ceil(plane).max(1);
-    let job = |i: usize, out: &mut [T]| {
+    parallel::for_each_chunk(out, per_job * plane, |i, out| {
         out.chunks_mut(plane).enumerate().for_each(|(j, out)| f(i * per_job + j, out));
-    };
-    match out.len() <= JOB_ELEMENTS {
-        true => job(0, out),
-        false => parallel::for_each_chunk(out, per_job * plane, job),
-    }
+    });
 }
 
 pub(crate) fn col2im(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
@@ -116,15 +113,15 @@ fn col2im_as<C: Number>(w: &Windows, columns: &Tensor, bytes: &[u8], out: &mut [
     for_each_plane(&mut out[..dims[0] * dims[1] * rows * width * size], rows * width * size, one);
 }
 
-pub(crate) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
+pub(crate) fn pool(p: &Pooling) -> Result<()> {
+    let &Pooling { task, x, index, out, .. } = p;
     if !out.is_contiguous() {
-        return pool_channels_last(w, task, x, index, out);
+        return pool_channels_last(p);
     }
-    let job = PoolJob { w, x, task };
     if task == PoolTask::Max {
         return with_host(&[&x.storage], &[&out.storage, &index.storage], |reads, writes| {
             let [values, indices] = writes else { unreachable!("two were given") };
-            for_compute!(x.dtype.compute(), C => job.max_pool::<C>(reads[0], values, indices));
+            for_compute!(x.dtype.compute(), C => p.max_pool::<C>(reads[0], values, indices));
         });
     }
     with_host(&[&x.storage, &index.storage], &[&out.storage], |reads, writes| {
@@ -132,13 +129,14 @@ pub(crate) fn pool(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out:
         // `index` is a tensor of indices only for `MaxBackward`.
         let indices: &[i64] =
             if task == PoolTask::MaxBackward { &bytemuck::cast_slice(reads[1])[start..] } else { &[] };
-        for_float!(x.dtype.compute(), C => job.average_or_gradient::<C>(reads[0], indices, writes[0]));
+        for_float!(x.dtype.compute(), C => p.average_or_gradient::<C>(reads[0], indices, writes[0]));
     })
 }
 
 /// Pools like [`pool`] into a channels-last result: computes plane by plane into contiguous tensors, and copies between the memory
 /// formats.
-fn pool_channels_last(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
+fn pool_channels_last(p: &Pooling) -> Result<()> {
+    let &Pooling { task, index, out, .. } = p;
     let rows = |t: &Tensor| Tensor::empty_with_shape(t.shape(), t.dtype, t.device());
     let copy = |from: &Tensor, to: &Tensor| {
         let (inputs, read, outputs) = (&[from], [Expr::input(0)], &[to]);
@@ -150,21 +148,14 @@ fn pool_channels_last(w: &Windows, task: PoolTask, x: &Tensor, index: &Tensor, o
     if moves && task == PoolTask::MaxBackward {
         copy(index, &indices)?;
     }
-    pool(w, task, x, &indices, &planes)?;
+    pool(&Pooling { index: &indices, out: &planes, ..*p })?;
     if moves && task == PoolTask::Max {
         copy(&indices, index)?;
     }
     copy(&planes, out)
 }
 
-/// Pooling or a gradient of pooling.
-struct PoolJob<'a> {
-    w: &'a Windows,
-    x: &'a Tensor,
-    task: PoolTask,
-}
-
-impl PoolJob<'_> {
+impl Pooling<'_> {
     /// Returns the elements of plane `i` that the part reads, in the compute type: in place if they already have that type and are
     /// contiguous, otherwise converted into `buffer`.
     fn plane<'b, C: Number>(&self, bytes: &'b [u8], i: usize, part: &WindowRows, buffer: &'b mut Vec<C>) -> &'b [C] {
@@ -183,14 +174,14 @@ impl PoolJob<'_> {
 
     /// Returns the number of windows computed at a time: all windows of a plane, or a few rows of a large plane.
     fn windows_at_once(&self) -> usize {
-        let (w, windows) = (self.w, self.w.grid[0] * self.w.grid[1]);
+        let (w, windows) = (self.windows, self.windows.grid[0] * self.windows.grid[1]);
         let parts = windows.max(w.image[0] * w.image[1]).div_ceil(MAX_PLANE_ELEMENTS);
         let step = if WindowRows::split_dim(w) == 0 { w.grid[1] } else { 1 };
         if parts <= 1 { windows } else { windows.div_ceil(parts).next_multiple_of(step).min(windows) }
     }
 
     fn max_pool<C: Number>(&self, bytes: &[u8], values: &mut [u8], indices: &mut [u8]) {
-        let (w, dims, dtype) = (self.w, self.x.shape().dims(), self.x.dtype);
+        let (w, dims, dtype) = (self.windows, self.x.shape().dims(), self.x.dtype);
         let (planes, count, at_once) = (dims[0] * dims[1], w.grid[0] * w.grid[1], self.windows_at_once());
         let first =
             |o: usize| (w.input_range(0, o / w.grid[1]).0 * w.image[1] + w.input_range(1, o % w.grid[1]).0) as i64;
@@ -243,7 +234,7 @@ impl PoolJob<'_> {
     /// Computes the maxima of windows of different sizes, beginning with window `first`. `plane` starts at element `skipped` of the whole
     /// plane.
     fn adaptive_max_pool<C: Number>(&self, plane: &[C], first: usize, skipped: usize, best: &mut [C], at: &mut [i64]) {
-        let w = self.w;
+        let w = self.windows;
         for (o, (best, at)) in best.iter_mut().zip(at).enumerate() {
             let ((top, bottom), (left, right)) =
                 (w.input_range(0, (first + o) / w.grid[1]), w.input_range(1, (first + o) % w.grid[1]));
@@ -258,7 +249,7 @@ impl PoolJob<'_> {
 
     /// Computes average pooling, or the gradient of average or maximum pooling.
     fn average_or_gradient<C: Number>(&self, bytes: &[u8], indices: &[i64], out: &mut [u8]) {
-        let (w, dims) = (self.w, self.x.shape().dims());
+        let (w, dims) = (self.windows, self.x.shape().dims());
         let (windows, elements) = (w.grid[0] * w.grid[1], w.image[0] * w.image[1]);
         // Gradients are computed for whole planes.
         let (made, at_once) = match self.task {
@@ -363,5 +354,133 @@ impl WindowRows {
         part.windows.image = part.image;
         part.windows.grid[d] = to - from;
         part
+    }
+}
+
+/// A kernel tap of a row of windows. For windows `first..last`, the tap is inside the image; window `first` reads column `at`.
+#[derive(Clone, Copy)]
+struct Tap {
+    first: usize,
+    last: usize,
+    at: usize,
+}
+
+/// The taps that all rows of windows have in common.
+struct Taps<'a> {
+    w: &'a Windows,
+    columns: Vec<Tap>,
+}
+
+impl Taps<'_> {
+    fn new(w: &Windows) -> Taps<'_> {
+        let (image, padding, dilation) = (w.image[1], w.padding[1], w.dilation[1]);
+        let column = |k: usize| {
+            let (first, last) = w.windows_inside(1, k);
+            let at = || first * w.stride[1] + k * dilation - padding;
+            (first < last).then(|| Tap { first, last, at: at() })
+        };
+        // Taps before `from` are in the padding even for the last window; taps at and after `to` are beyond the image even for the first
+        // window.
+        let from = padding.saturating_sub((w.grid[1] - 1) * w.stride[1]).div_ceil(dilation);
+        let to = w.kernel[1].min((image + padding).div_ceil(dilation));
+        Taps { w, columns: (from..to).filter_map(column).collect() }
+    }
+
+    /// Calls `f` with the taps of row `o` of windows, in order, or in reverse within each row if `reverse`. `at` in these taps is an
+    /// index in the plane.
+    #[inline(always)]
+    fn for_row(&self, o: usize, reverse: bool, mut f: impl FnMut(Tap)) {
+        let (top, bottom) = self.w.input_range(0, o);
+        for h in (top..bottom).step_by(self.w.dilation[0]) {
+            for k in 0..self.columns.len() {
+                let tap = self.columns[if reverse { self.columns.len() - 1 - k } else { k }];
+                f(Tap { at: h * self.w.image[1] + tap.at, ..tap });
+            }
+        }
+    }
+}
+
+/// Returns `gathered.len()` elements of `row`, `stride` apart: in place if `stride` is 1, otherwise copied to `gathered`.
+#[inline(always)]
+fn strided_row<'a, C: Number>(row: &'a [C], stride: usize, gathered: &'a mut [C]) -> &'a [C] {
+    match (stride, gathered.split_last_mut()) {
+        (1, _) => return &row[..gathered.len()],
+        // Stride 2 has a separate loop, because the compiler vectorises it.
+        (2, Some((last, gathered))) => {
+            let (pairs, rest) = row[..2 * gathered.len() + 1].as_chunks::<2>();
+            gathered.iter_mut().zip(pairs).for_each(|(y, pair)| *y = pair[0]);
+            *last = rest[0];
+        }
+        _ => gathered.iter_mut().zip(row.iter().step_by(stride)).for_each(|(y, x)| *y = *x),
+    }
+    gathered
+}
+
+/// Replaces the maximum `best` by `x` and its index `at` by `place` if `x` is greater or NaN.
+#[inline(always)]
+fn update_max<C: Number>(best: &mut C, at: &mut i64, x: C, place: i64) {
+    let greater = x > *best || is_nan(x);
+    *best = if greater { x } else { *best };
+    *at = if greater { place } else { *at };
+}
+
+vectorised! {
+    /// Computes the maximum of each window and its index. Initially, `best` has the lowest value, and `at` the index of each window's
+    /// first element. `gathered` is scratch memory for a row of windows.
+    fn max_pool_plane<'a, C: Number>(
+        _simd: S, taps: &'a Taps<'a>, plane: &'a [C], gathered: &'a mut [C], best: &'a mut [C], at: &'a mut [i64]
+    ) {
+        let (width, stride) = (taps.w.grid[1], taps.w.stride[1]);
+        for (o, (best, at)) in best.chunks_exact_mut(width).zip(at.chunks_exact_mut(width)).enumerate() {
+            taps.for_row(o, false, |tap| {
+                let (best, at) = (&mut best[tap.first..tap.last], &mut at[tap.first..tap.last]);
+                let row = strided_row(&plane[tap.at..], stride, &mut gathered[tap.first..tap.last]);
+                for (i, (x, (best, at))) in row.iter().zip(best.iter_mut().zip(at)).enumerate() {
+                    update_max(best, at, *x, (tap.at + i * stride) as i64);
+                }
+            });
+        }
+    }
+}
+
+vectorised! {
+    /// Adds the means of windows to `result`. `gathered` is scratch memory for a row of windows.
+    fn avg_pool_plane<'a, C: Number>(
+        _simd: S, taps: &'a Taps<'a>, plane: &'a [C], gathered: &'a mut [C], divisors: &'a [C], result: &'a mut [C]
+    ) {
+        let (width, stride) = (taps.w.grid[1], taps.w.stride[1]);
+        for (o, (result, divisors)) in result.chunks_exact_mut(width).zip(divisors.chunks_exact(width)).enumerate() {
+            taps.for_row(o, false, |tap| {
+                let sums = &mut result[tap.first..tap.last];
+                let row = strided_row(&plane[tap.at..], stride, &mut gathered[tap.first..tap.last]);
+                sums.iter_mut().zip(row).for_each(|(sum, x)| *sum = sum.add(*x));
+            });
+            result.iter_mut().zip(divisors).for_each(|(y, divisor)| *y = y.div(*divisor));
+        }
+    }
+}
+
+vectorised! {
+    /// Adds the gradient of each window's mean to the elements of `result` that the window covers. `scaled` is scratch memory for all
+    /// windows.
+    fn avg_pool_gradient<'a, C: Number>(
+        _simd: S, taps: &'a Taps<'a>, grads: &'a [C], divisors: &'a [C], scaled: &'a mut [C], result: &'a mut [C]
+    ) {
+        scaled.iter_mut().zip(grads.iter().zip(divisors)).for_each(|(y, (g, divisor))| *y = g.div(*divisor));
+        let stride = taps.w.stride[1];
+        for (o, scaled) in scaled.chunks_exact(taps.w.grid[1]).enumerate() {
+            taps.for_row(o, true, |tap| {
+                let (scaled, to) = (&scaled[tap.first..tap.last], &mut result[tap.at..]);
+                match stride {
+                    1 => to.iter_mut().zip(scaled).for_each(|(y, g)| *y = y.add(*g)),
+                    2 => {
+                        let (pairs, rest) = to[..2 * scaled.len() - 1].as_chunks_mut::<2>();
+                        pairs.iter_mut().zip(scaled).for_each(|(y, g)| y[0] = y[0].add(*g));
+                        rest.iter_mut().zip(scaled.last()).for_each(|(y, g)| *y = y.add(*g));
+                    }
+                    _ => to.iter_mut().step_by(stride).zip(scaled).for_each(|(y, g)| *y = y.add(*g)),
+                }
+            });
+        }
     }
 }

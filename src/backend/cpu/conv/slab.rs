@@ -4,7 +4,8 @@
 //! apart, the taps of a column read the same image rows, and a slab stores each row once: for a 3 x 3 kernel, slabs take a third of the
 //! memory of the im2col matrix.
 //!
-//! The elements of slabs are f32, pairs of bf16 from neighbouring channels packed in 32 bits, or bf16.
+//! The elements of slabs are f32, pairs of bf16 from neighbouring channels packed in 32 bits, or bf16. One multiplication step of the kernels
+//! takes an f32, or two bf16 packed in 32 bits, from neighbouring channels or neighbouring windows.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -12,8 +13,11 @@ use std::ops::Range;
 use bytemuck::Pod;
 
 use crate::Tensor;
-use crate::backend::cpu::vectorised::vectorised;
+use crate::backend::cpu::convert::load_tile;
+use crate::backend::cpu::dispatch::vectorised;
+use crate::backend::cpu::kernels::gemm::serial::LeftMatrix;
 use crate::backend::problem::windows::Windows;
+use crate::device::cpu::parallel;
 
 /// A range of images, and a range of windows in each: some rows of windows, or a part of the only row. With several images, all windows
 /// of each.
@@ -32,12 +36,6 @@ impl WindowPart {
     pub(crate) fn windows_per_image(&self) -> usize {
         self.rows.len() * self.columns.len()
     }
-}
-
-/// Images in memory, `[N, C, H, W]`.
-pub(crate) struct Images<'a> {
-    pub(crate) t: &'a Tensor,
-    pub(crate) bytes: &'a [u8],
 }
 
 /// True if slabs of T are plain copies of rows in memory.
@@ -76,6 +74,11 @@ fn slab_rows(w: &Windows, part: &WindowPart) -> usize {
     }
 }
 
+/// Returns the number of f32 that have the memory of the table for [`Slabs::new`].
+pub(crate) fn table_len(w: &Windows, part: &WindowPart) -> usize {
+    slab_rows(w, part) * size_of::<isize>() / size_of::<f32>()
+}
+
 /// Returns the distance between slabs of a part, in elements of T: an odd number of cache lines, so that slabs do not evict one another
 /// from the cache.
 pub(crate) fn slab_stride<T>(w: &Windows, part: &WindowPart) -> usize {
@@ -90,7 +93,7 @@ pub(crate) fn line_buffer_len(w: &Windows, part: &WindowPart) -> usize {
 }
 
 impl<'a, T: Pod> Slabs<'a, T> {
-    pub(crate) fn new(w: &'a Windows, x: &Tensor, part: WindowPart, table: &'a mut Vec<isize>) -> Slabs<'a, T> {
+    pub(crate) fn new(w: &'a Windows, x: &Tensor, part: WindowPart, table: &'a mut [isize]) -> Slabs<'a, T> {
         let (count, width) = (part.rows.len(), part.columns.len());
         let row = |o: usize, tap: usize| {
             let h = (o * w.stride[0] + tap * w.dilation[0]).checked_sub(w.padding[0])?;
@@ -105,36 +108,31 @@ impl<'a, T: Pod> Slabs<'a, T> {
             Some(h) if in_place => (part.images.start + image) as isize * x.strides()[0] + h as isize * x.strides()[2],
             Some(h) => ((image * image_rows.len() + h - image_rows.start) * w.image[1]) as isize,
         };
-        table.clear();
-        let shared = shares_rows(w, &part);
-        match shared {
-            true => table.extend((0..slab_rows(w, &part)).map(|r| place(0, row(part.rows.start + r, 0)))),
-            false => {
-                for tap in 0..w.kernel[0] {
-                    for image in 0..part.images.len() {
-                        table.extend(part.rows.clone().map(|o| place(image, row(o, tap))));
-                    }
-                }
-            }
+        let (shared, images) = (shares_rows(w, &part), part.images.len());
+        for (r, to) in table.iter_mut().enumerate() {
+            *to = match shared {
+                true => place(0, row(part.rows.start + r, 0)),
+                false => place(r / count % images, row(part.rows.start + r % count, r / count / images)),
+            };
         }
-        let jump = if shared { w.dilation[0] * width } else { part.images.len() * count * width };
+        let jump = if shared { w.dilation[0] * width } else { images * count * width };
         let stride = slab_stride::<T>(w, &part);
         Slabs { w, part, image_rows, from: table, jump, stride, elements: PhantomData }
     }
 
-    /// Fills one slab for each channel and column of taps; `lines` has [`line_buffer_len`] elements. Rows that are not plain copies are loaded into
+    /// Fills one slab for each channel and column of taps; `lines` has [`line_buffer_len`] elements. The images are `[N, C, H, W]`. Rows that are not plain copies are loaded into
     /// `lines` by `load(channel, offset of the first element, line)`.
     pub(crate) fn fill(
         &self,
-        x: &Images,
+        (t, bytes): (&Tensor, &[u8]),
         channels: impl Iterator<Item = usize>,
         (lines, to): (&mut [T], &mut [T]),
         load: impl Fn(usize, usize, &mut [T]),
     ) {
-        let (s, w, part) = (x.t.strides(), self.w, &self.part);
-        let in_place = in_place::<T>(x.t);
+        let (s, w, part) = (t.strides(), self.w, &self.part);
+        let in_place = in_place::<T>(t);
         for (i, c) in channels.enumerate() {
-            let first = x.t.layout.offset as isize + c as isize * s[1];
+            let first = t.layout.offset as isize + c as isize * s[1];
             if !in_place {
                 // Adjacent rows are loaded together.
                 let rows = if s[2] == w.image[1] as isize && s[3] == 1 { self.image_rows.len().max(1) } else { 1 };
@@ -145,7 +143,7 @@ impl<'a, T: Pod> Slabs<'a, T> {
                     load(c, start as usize, line);
                 }
             }
-            let (from, first) = if in_place { (bytemuck::cast_slice(x.bytes), first) } else { (&*lines, 0) };
+            let (from, first) = if in_place { (bytemuck::cast_slice(bytes), first) } else { (&*lines, 0) };
             for tap in 0..w.kernel[1] {
                 let (left, right) = w.windows_inside(1, tap);
                 let (left, right) = (left.max(part.columns.start), right.min(part.columns.end));
@@ -253,13 +251,9 @@ pub(crate) fn add_columns(w: &Windows, part: &WindowPart, columns: &mut [f32], s
         let inside = InsideColumns { width, left: left - part.columns.start, right: right - part.columns.start };
         for image in 0..part.images.len() {
             let first = tap * stride + (image * count + top - part.rows.start) * width;
-            fold_rows(
-                &mut columns[first..][..(bottom - top) * width],
-                &mut to[image * plane + row * w.image[1] + column..(image + 1) * plane],
-                inside,
-                w.stride[1],
-                w.stride[0] * w.image[1],
-            );
+            let columns = &mut columns[first..][..(bottom - top) * width];
+            let to = &mut to[image * plane + row * w.image[1] + column..(image + 1) * plane];
+            fold_rows(columns, to, inside, w.stride[1], w.stride[0] * w.image[1]);
         }
     }
 }
@@ -282,4 +276,110 @@ vectorised! {
             }
         }
     }
+}
+
+/// The element type of slabs in the weight gradient, where neighbouring windows form a step: f32, or the bits of bf16.
+pub(crate) trait StepElement: Pod {
+    /// The number of elements in a step.
+    const ELEMENTS_PER_STEP: usize;
+    /// Returns a step that has this element; for a pair, the second element is zero.
+    fn step(self) -> f32;
+    /// Views `data` as rows of a left matrix; rows are `stride` elements apart.
+    fn rows(data: &[Self], stride: usize) -> LeftMatrix<'_>;
+    /// Fills `to` with elements of a tensor, beginning at element `start` and `stride` elements apart.
+    fn load(from: (&Tensor, &[u8]), start: usize, stride: isize, to: &mut [Self]);
+}
+
+impl StepElement for f32 {
+    const ELEMENTS_PER_STEP: usize = 1;
+
+    fn step(self) -> f32 {
+        self
+    }
+
+    fn rows(data: &[f32], stride: usize) -> LeftMatrix<'_> {
+        LeftMatrix::Rows { data, stride }
+    }
+
+    fn load((x, bytes): (&Tensor, &[u8]), start: usize, stride: isize, to: &mut [f32]) {
+        load_tile(x.dtype, bytes, start, stride, to);
+    }
+}
+
+impl StepElement for u16 {
+    const ELEMENTS_PER_STEP: usize = 2;
+
+    fn step(self) -> f32 {
+        pair(self, 0)
+    }
+
+    fn rows(data: &[u16], stride: usize) -> LeftMatrix<'_> {
+        LeftMatrix::Halves { data, stride }
+    }
+
+    fn load((_, bytes): (&Tensor, &[u8]), start: usize, stride: isize, to: &mut [u16]) {
+        let from: &[u16] = bytemuck::cast_slice(bytes);
+        to.iter_mut().enumerate().for_each(|(i, to)| *to = from[start.wrapping_add_signed(i as isize * stride)]);
+    }
+}
+
+/// The number of elements that a job of [`pair_rows`] writes.
+const PAIR_JOB_LEN: usize = 1 << 12;
+
+/// Loads pairs: the first elements begin at `start`, the second elements at `next`, both `stride` apart. The second elements are 0 if
+/// `next` is `None`.
+pub(crate) fn load_pairs(from: &[u16], start: usize, next: Option<usize>, stride: isize, to: &mut [f32]) {
+    let n = to.len();
+    match (stride, next) {
+        (1, Some(next)) => interleave(&from[start..][..n], &from[next..][..n], to),
+        (1, None) => pair_with_zeros(&from[start..][..n], to),
+        _ => {
+            for (i, to) in to.iter_mut().enumerate() {
+                let at = |start: usize| from[start.wrapping_add_signed(i as isize * stride)];
+                *to = pair(at(start), next.map_or(0, at));
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn pair(first: u16, second: u16) -> f32 {
+    f32::from_bits(u32::from(first) | u32::from(second) << 16)
+}
+
+vectorised! {
+    fn interleave<'a>(_simd: S, first: &'a [u16], second: &'a [u16], to: &'a mut [f32]) {
+        to.iter_mut().zip(first).zip(second).for_each(|((to, &first), &second)| *to = pair(first, second));
+    }
+}
+
+vectorised! {
+    fn pair_with_zeros<'a>(_simd: S, first: &'a [u16], to: &'a mut [f32]) {
+        to.iter_mut().zip(first).for_each(|(to, &first)| *to = pair(first, 0));
+    }
+}
+
+vectorised! {
+    /// Interleaves elements into pairs like [`interleave`], for bf16 that were widened to f32.
+    fn interleave_wide<'a>(_simd: S, first: &'a [f32], second: &'a [f32], to: &'a mut [f32]) {
+        to.iter_mut().zip(first).zip(second).for_each(|((to, first), second)| {
+            *to = f32::from_bits(first.to_bits() >> 16 | second.to_bits());
+        });
+    }
+}
+
+/// Combines each two neighbouring rows into a row of pairs, in groups of `count` rows of `length` bf16 that were widened to f32. In a
+/// group with an odd number of rows, the last row is paired with zeros.
+pub(crate) fn pair_rows(from: &[f32], (count, length): (usize, usize)) -> Vec<f32> {
+    let (zeros, pairs) = (vec![0.0; length], count.div_ceil(2));
+    let mut to = vec![0.0; from.len() / (count * length) * pairs * length];
+    let rows = PAIR_JOB_LEN.div_ceil(length);
+    parallel::for_each_chunk(&mut to, rows * length, |part, to| {
+        for (i, to) in to.chunks_exact_mut(length).enumerate() {
+            let (group, row) = ((part * rows + i) / pairs, (part * rows + i) % pairs * 2);
+            let of = |row: usize| &from[(group * count + row) * length..][..length];
+            interleave_wide(of(row), if row + 1 < count { of(row + 1) } else { &zeros }, to);
+        }
+    });
+    to
 }

@@ -30,6 +30,7 @@ macro_rules! unsafe_methods {
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod blocks;
+mod epilogue;
 #[cfg(target_arch = "x86_64")]
 mod few;
 mod floats;
@@ -37,11 +38,7 @@ mod integers;
 #[cfg(target_arch = "x86_64")]
 mod kernel;
 #[cfg(target_arch = "x86_64")]
-mod matrix;
-#[cfg(target_arch = "x86_64")]
 mod pack;
-#[cfg(target_arch = "x86_64")]
-mod panels;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod serial;
 #[cfg(test)]
@@ -50,6 +47,7 @@ mod tests;
 use crate::device::cpu::parallel::{self, SharedPtr};
 use crate::device::cpu::threads;
 use crate::{Error, Result};
+pub(crate) use epilogue::KernelEpilogue;
 pub(crate) use floats::Floats;
 pub(crate) use integers::gemm_integers;
 #[cfg(target_arch = "x86_64")]
@@ -231,7 +229,7 @@ fn multiply_with(
     let sums =
         sums.filter(|&sums| contiguous && is_apart(sums) && sums + m <= out.len()).map(|at| start.wrapping_add(at));
     // With negative strides, other elements come before the first element.
-    let to = matrix::Matrix { start: start.wrapping_add(layout.offset), row: layout.row, col: layout.col };
+    let to = pack::Matrix { start: start.wrapping_add(layout.offset), row: layout.row, col: layout.col };
     let to = blocks::Destination::Memory(to, finish.map(<[f32]>::as_ptr, <[f32]>::as_ptr));
     // SAFETY: none of the sizes is 0. All three matrices are in their slices (`check_layouts`), which are initialised and stay valid
     // during the call. `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct; the sums are in `out`,
@@ -256,7 +254,7 @@ pub(crate) fn gemm_f32(
     {
         check_layouts(size, (out.len(), layout), (a.len(), layout_a), (b.len(), layout_b))?;
         let start = out.as_mut_ptr().wrapping_add(layout.offset);
-        let to = matrix::Matrix { start, row: layout.row, col: layout.col };
+        let to = pack::Matrix { start, row: layout.row, col: layout.col };
         // SAFETY: as in `multiply_with`.
         unsafe { few::product(size, transposed, to, a.matrix(layout_a), b.matrix(layout_b), &mut rows) };
         layouts.next();
@@ -293,34 +291,6 @@ pub(crate) fn gemm_with_row_sums(
     }
     gemm_f32(size, out, a, b, std::iter::once(layouts))?;
     Ok(false)
-}
-
-/// The epilogue of an `m` x `n` product, applied to its elements before they are written.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum KernelEpilogue<S> {
-    /// No epilogue.
-    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
-    Nothing,
-    /// Adds a row of `n` elements to every row.
-    Add(S),
-    /// Adds a row of `n` elements to every row, then applies ReLU.
-    AddRelu(S),
-    /// Multiplies by the gradient of ReLU, given an operand of `m * n` elements: by 0 where the operand's element is at most 0, else by
-    /// 1.
-    ReluGrad(S),
-}
-
-impl<S> KernelEpilogue<S> {
-    #[cfg(target_arch = "x86_64")]
-    /// Converts the operand: `row` converts a row of `n` elements, `elements` an operand of the result's size.
-    fn map<T>(self, row: impl FnOnce(S) -> T, elements: impl FnOnce(S) -> T) -> KernelEpilogue<T> {
-        match self {
-            KernelEpilogue::Nothing => KernelEpilogue::Nothing,
-            KernelEpilogue::Add(x) => KernelEpilogue::Add(row(x)),
-            KernelEpilogue::AddRelu(x) => KernelEpilogue::AddRelu(row(x)),
-            KernelEpilogue::ReluGrad(x) => KernelEpilogue::ReluGrad(elements(x)),
-        }
-    }
 }
 
 /// Computes one contiguous product like [`gemm_f32`], and applies an epilogue in registers, so that the result is written once. Returns

@@ -5,6 +5,5 @@
 pub(crate) mod buffers;
 pub(crate) mod convert;
 pub(crate) mod gemm;
-pub(crate) mod halves;
 pub(crate) mod math;
 pub(crate) mod transpose;

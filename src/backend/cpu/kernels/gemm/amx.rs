@@ -6,7 +6,6 @@
 
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
-use std::sync::OnceLock;
 
 use super::kernel::{Tile, V16, Vector, write_row};
 
@@ -14,16 +13,13 @@ use super::kernel::{Tile, V16, Vector, write_row};
 pub(super) const PAIRS_PER_ROW: usize = 16;
 const REGISTER_ROWS: usize = 16;
 
-/// True if the processor has AMX for bf16 and the operating system lets this process use AMX.
+/// Asks the processor whether it has AMX for bf16, and the operating system for permission to use AMX.
 pub(super) fn is_available() -> bool {
-    static AVAILABLE: OnceLock<bool> = OnceLock::new();
-    *AVAILABLE.get_or_init(|| {
-        const AMX_BF16: u32 = 1 << 22;
-        const AMX_TILE: u32 = 1 << 24;
-        // Leaf 0 returns the highest supported leaf. On a processor without leaf 7, CPUID would return the bits of another leaf.
-        let features = if __cpuid_count(0, 0).eax >= 7 { __cpuid_count(7, 0).edx } else { 0 };
-        features & AMX_BF16 != 0 && features & AMX_TILE != 0 && crate::device::cpu::has_avx512() && is_permitted()
-    })
+    const AMX_BF16: u32 = 1 << 22;
+    const AMX_TILE: u32 = 1 << 24;
+    // Leaf 0 returns the highest supported leaf. On a processor without leaf 7, CPUID would return the bits of another leaf.
+    let features = if __cpuid_count(0, 0).eax >= 7 { __cpuid_count(7, 0).edx } else { 0 };
+    features & AMX_BF16 != 0 && features & AMX_TILE != 0 && crate::device::cpu::has_avx512() && is_permitted()
 }
 
 /// Asks the operating system for permission to use AMX; true if granted.

@@ -8,13 +8,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use smallvec::SmallVec;
 
+use super::epilogue::KernelEpilogue;
 use super::kernel::{Kernels, Tile};
-use super::matrix::{ElementPtr, Matrix};
-use super::pack::{PANEL_SLACK, sum_steps};
-use super::panels::Panels;
-use super::{KernelEpilogue, partition, piece_start};
-use crate::backend::cpu::kernels::buffers::{Content, with_buffer};
-use crate::device::cpu::huge_pages::advise_huge;
+use super::pack::{ElementPtr, Matrix, PANEL_SLACK, Panels, sum_steps};
+use super::{partition, piece_start};
+use crate::backend::cpu::kernels::buffers::{Content, HUGE_PAGE_ELEMENTS, aligned_room, with_buffer};
 use crate::device::cpu::{parallel, threads};
 
 /// The number of steps of k, per vector lane, that a tile sums before the next tile. One panel of a group then stays in the L1 cache, and
@@ -43,8 +41,6 @@ const SPLIT_GROUPS_PER_THREAD: usize = 2;
 const MAX_GROUP_PANELS: [usize; 2] = [16, 32];
 /// The maximum number of elements of a group for [`Destination::Pieces`]: they stay in the L2 cache beside the panels.
 const MAX_PIECE_ELEMENTS: usize = 1 << 14;
-/// The number of f32 in a huge page. A buffer of at least this length starts at a huge page, so that few pages are in use.
-const HUGE_PAGE_ELEMENTS: usize = 1 << 19;
 
 #[derive(Clone, Copy)]
 pub(super) enum Destination<'a> {
@@ -91,12 +87,17 @@ pub(super) unsafe fn product(
         Destination::Memory(out, finish) => matches!(finish, KernelEpilogue::Nothing) || out.col == 1,
         Destination::Pieces(_) => k <= MAX_PACKED_STEPS,
     });
-    let (a, b, k) = match kernels.pairs {
-        true => (a.in_pairs(k), b.in_pairs(k), k.div_ceil(2)),
-        false => (a, b, k),
-    };
+    let (a, b, k) = if kernels.pairs { (a.in_pairs(k), b.in_pairs(k), k.div_ceil(2)) } else { (a, b, k) };
     let sums = sums.filter(|_| !kernels.pairs && a.left_in_place().is_none());
-    let ((down, across), threads) = partition_product(kernels, (m, n, k), a, b);
+    // The numbers of parts along the rows and along the columns (each part has its own panels), and the number of threads that start with
+    // each part.
+    let of_a = if a.left_in_place().is_some() { m / IN_PLACE_READS_PER_PACKED } else { m };
+    let right_in_place = |rows| b.right_in_place(kernels.lanes, (m / rows, n * rows / threads(), k));
+    let own = partition((m, n, k), of_a, |rows| if right_in_place(rows).is_some() { 0 } else { n });
+    let ((down, across), threads) = match m.saturating_mul(n).saturating_mul(k) <= OWN_PANELS_MAX_PRODUCTS {
+        true => (own, 1),
+        false => ((1, 1), threads()),
+    };
     let along =
         |n: usize, pieces: usize| (0..pieces).map(move |i| piece_start(n, pieces, i)..piece_start(n, pieces, i + 1));
     let parts: SmallVec<[(Range<usize>, Range<usize>); 8]> = along(m, down)
@@ -120,14 +121,9 @@ pub(super) unsafe fn product(
     };
     with_buffer(Content::Panels, usize::MAX, |buffer| {
         let room = parts.len() * (room_a + room_b) + PANEL_SLACK;
+        // A large buffer starts at a huge page, so that few pages are in use.
         let line = if room >= HUGE_PAGE_ELEMENTS { HUGE_PAGE_ELEMENTS * size_of::<f32>() } else { 64 };
-        if buffer.len() < room + buffer.as_ptr().align_offset(line) {
-            *buffer = Vec::with_capacity(room + line / size_of::<f32>());
-            advise_huge(buffer.spare_capacity_mut());
-            buffer.resize(buffer.capacity(), 0.0);
-        }
-        let aligned = buffer.as_ptr().align_offset(line);
-        let panels = buffer[aligned..].as_mut_ptr();
+        let panels = aligned_room(buffer, room, line).as_mut_ptr();
         for k0 in (0..k).step_by(deep) {
             for j0 in (0..n).step_by(wide) {
                 for i0 in (0..m).step_by(high) {
@@ -159,26 +155,6 @@ pub(super) unsafe fn product(
         }
     });
     sums.is_some()
-}
-
-/// Returns the numbers of parts along the rows and along the columns (each part has its own panels), and the number of threads that start
-/// with each part.
-fn partition_product(
-    kernels: &Kernels,
-    (m, n, k): (usize, usize, usize),
-    a: Matrix<ElementPtr>,
-    b: Matrix<ElementPtr>,
-) -> ((usize, usize), usize) {
-    let of_a = if a.left_in_place().is_some() { m / IN_PLACE_READS_PER_PACKED } else { m };
-    let (down, across) =
-        partition((m, n, k), of_a, |rows| match b.right_in_place(kernels, (m / rows, n * rows / threads(), k)) {
-            Some(_) => 0,
-            None => n,
-        });
-    match m.saturating_mul(n).saturating_mul(k) <= OWN_PANELS_MAX_PRODUCTS {
-        true => ((down, across), 1),
-        false => ((1, 1), threads()),
-    }
 }
 
 /// Computes regions that share no element of the result. Each region starts with `threads` threads.
@@ -237,7 +213,7 @@ struct Work<'a> {
     pieces_b: usize,
     /// The total number of pieces of a and b to pack.
     pieces: usize,
-    /// The number of row panels and the number of column panels of a group.
+    /// The number of pieces that are packed.
     packed_pieces: Counter,
     /// The numbers of row panels and column panels of a group.
     group: (usize, usize),
@@ -256,7 +232,10 @@ struct Counter(AtomicUsize);
 impl<'a> Work<'a> {
     fn new(region: &'a Region, threads: usize) -> Work<'a> {
         let (of_a, of_b) = region.panels();
-        let (a, b) = (region.panels_of_a(of_a), region.panels_of_b(of_b));
+        let (kernels, depth, (m, n, k), (i, j, p)) = (region.kernels, region.depth, region.size, region.first);
+        let (row_by_row, columns) = (kernels.step > 1, (2 * kernels.lanes, kernels.lanes));
+        let a = Panels::new(region.a, (m, k), (i, p), region.packed_a, (region.rows, 1), (of_a, depth), row_by_row);
+        let b = Panels::new(region.b.transposed(), (n, k), (j, p), region.packed_b, columns, (of_b, depth), false);
         let pieces_b = if region.packs_b && region.b_in_place().is_none() { b.pieces() } else { 0 };
         let pieces = pieces_b + if region.a.left_in_place().is_some() { 0 } else { a.pieces() };
         let (groups, last) = if threads == 1 && region.is_small() {
@@ -296,11 +275,10 @@ impl<'a> Work<'a> {
                 let ((of_a, of_b), (high, wide)) = (self.region.panels(), self.group);
                 let (group, first, rows) = match i - self.pieces {
                     group if group < self.unsplit_groups => (group, 0, high),
-                    row => (
-                        self.unsplit_groups + (row - self.unsplit_groups) / high,
-                        (row - self.unsplit_groups) % high,
-                        1,
-                    ),
+                    i => {
+                        let row = i - self.unsplit_groups;
+                        (self.unsplit_groups + row / high, row % high, 1)
+                    }
                 };
                 let (top, left) = (group / self.across * high + first, group % self.across * wide);
                 if top < of_a {
@@ -325,25 +303,7 @@ impl Region<'_> {
 
     /// Returns the first element and the stride between rows of b in bytes, if the kernels read b in place, else `None`.
     fn b_in_place(&self) -> Option<(*const f32, isize)> {
-        self.b.right_in_place(self.kernels, self.size)
-    }
-
-    /// Returns the runs of at most `depth` steps of k: for each run its index, its first step, and its length.
-    fn depths(&self) -> impl Iterator<Item = (usize, usize, usize)> {
-        let k = self.size.2;
-        (0..k.div_ceil(self.depth)).map(move |z| (z, z * self.depth, self.depth.min(k - z * self.depth)))
-    }
-
-    fn panels_of_a(&self, panels: usize) -> Panels {
-        let (size, first) = ((self.size.0, self.size.2), (self.first.0, self.first.2));
-        let row_by_row = self.kernels.step > 1;
-        Panels::new(self.a, size, first, self.packed_a, (self.rows, 1), (panels, self.depth), row_by_row)
-    }
-
-    fn panels_of_b(&self, panels: usize) -> Panels {
-        let (size, first) = ((self.size.1, self.size.2), (self.first.1, self.first.2));
-        let lanes = self.kernels.lanes;
-        Panels::new(self.b.transposed(), size, first, self.packed_b, (2 * lanes, lanes), (panels, self.depth), false)
+        self.b.right_in_place(self.kernels.lanes, self.size)
     }
 
     /// Computes the group of these row panels and column panels, and passes the group to the callback, if any.
@@ -392,7 +352,8 @@ impl Region<'_> {
         let (top, start) = (down.start, across.start);
         let (rows, columns) = (self.rows, 2 * self.kernels.lanes);
         let (in_place, b_in_place) = (self.a.left_in_place(), self.b_in_place());
-        for (z, first, steps) in self.depths() {
+        for (z, first) in (0..self.size.2).step_by(self.depth).enumerate() {
+            let steps = self.depth.min(self.size.2 - first);
             let finish = if self.last && first + steps == self.size.2 { finish } else { KernelEpilogue::Nothing };
             for right in across.clone() {
                 let left = columns.min(self.size.1 - right * columns);
@@ -456,10 +417,7 @@ impl Region<'_> {
 fn group_size(of_a: usize, of_b: usize, k: usize, groups: usize) -> (usize, usize) {
     let (mut high, mut wide) = (of_a.min(MAX_GROUP_PANELS[0]), of_b.min(MAX_GROUP_PANELS[1]));
     while of_a.div_ceil(high) * of_b.div_ceil(wide) < groups && high * wide > 1 && high * wide * k > MIN_GROUP_STEPS {
-        match high >= wide {
-            true => high = high.div_ceil(2),
-            false => wide = wide.div_ceil(2),
-        }
+        if high >= wide { high = high.div_ceil(2) } else { wide = wide.div_ceil(2) }
     }
     (even_len(of_a, high, 1), even_len(of_b, wide, 1))
 }

@@ -8,8 +8,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::kernel::{V8, V16, Vector};
-use super::matrix::{ElementPtr, Matrix};
-use super::pack::PanelElement;
+use super::pack::{ElementPtr, Matrix, PanelElement};
 use super::{MatrixLayout, for_each_piece, is_serial};
 use crate::device::cpu::threads;
 
@@ -85,22 +84,15 @@ type ColumnsKernel<T> = unsafe fn(&Operands<T>, Range<usize>);
 
 /// Returns whether to transpose the product, or `None` if this module has no kernel for it. A product has kernels if `a` has few rows or
 /// `b` has few columns (then the product is transposed), and the other matrix has contiguous rows or columns.
-pub(super) fn should_transpose(
-    (m, n, k): (usize, usize, usize),
-    a: MatrixLayout,
-    b: MatrixLayout,
-) -> Option<Transposed> {
+pub(super) fn should_transpose((m, n, k): (usize, usize, usize), a: MatrixLayout, b: MatrixLayout) -> Option<bool> {
     let vectors =
         is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
     let contiguous = |x: MatrixLayout| vectors && m.min(n).min(k) > 0 && (x.col == 1 || x.row == 1);
     match (m <= MAX_ROWS && contiguous(b), n <= MAX_ROWS && contiguous(a)) {
         (false, false) => None,
-        (few_rows, few_columns) => Some(Transposed(few_columns && (!few_rows || n < m))),
+        (few_rows, few_columns) => Some(few_columns && (!few_rows || n < m)),
     }
 }
-
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Transposed(bool);
 
 /// Computes `out = a b` for an `m` x `k` and a `k` x `n` matrix that [`should_transpose`] accepts. `rows` is a buffer for the widened
 /// rows of `a`, which the products of a batch reuse. Contiguous f32 rows are used without a copy.
@@ -110,7 +102,7 @@ pub(super) struct Transposed(bool);
 /// the result's elements are distinct.
 pub(super) unsafe fn product(
     (m, n, k): (usize, usize, usize),
-    Transposed(transposed): Transposed,
+    transposed: bool,
     out: Matrix<*mut f32>,
     a: Matrix<ElementPtr>,
     b: Matrix<ElementPtr>,
@@ -149,15 +141,16 @@ unsafe fn widened((m, k): (usize, usize), a: Matrix<ElementPtr>, rows: &mut Vec<
     rows.reserve(m * k);
     for i in 0..m as isize {
         let at = |p: usize| i * a.row + p as isize * a.col;
-        // SAFETY: the caller guarantees the requirements of this function.
-        unsafe {
-            match a.start {
-                ElementPtr::F32(start) => rows.extend((0..k).map(|p| *start.offset(at(p)))),
-                ElementPtr::F16(start) => rows.extend((0..k).map(|p| (*start.offset(at(p))).to_f32())),
-                ElementPtr::BF16(start) | ElementPtr::Pairs(start, _) => {
-                    rows.extend((0..k).map(|p| (*start.offset(at(p))).to_f32()));
-                }
-            }
+        macro_rules! widen_with {
+            ($start:ident) => {
+                // SAFETY: the caller guarantees the requirements of this function.
+                rows.extend((0..k).map(|p| unsafe { f32::from(*$start.offset(at(p))) }))
+            };
+        }
+        match a.start {
+            ElementPtr::F32(start) => widen_with!(start),
+            ElementPtr::F16(start) => widen_with!(start),
+            ElementPtr::BF16(start) | ElementPtr::Pairs(start, _) => widen_with!(start),
         }
     }
     rows.as_ptr()
@@ -172,23 +165,10 @@ where
     V8: Widen<T>,
     V16: Widen<T>,
 {
-    let kernel = select_kernel::<T>(m, operands.b.col != 1);
-    let pieces = if is_serial((m, n, operands.k)) { 1 } else { threads() };
-    for_each_piece((m, n), (1, pieces), |_, columns| {
-        // SAFETY: the right matrix and the result have these columns, and each column is written by one thread.
-        unsafe { kernel(operands, columns) };
-    });
-}
-
-/// Returns the kernel for `m` rows, and a right matrix with contiguous columns (`by_columns`) or contiguous rows.
-fn select_kernel<T: Copy + Into<f32>>(m: usize, by_columns: bool) -> ColumnsKernel<T>
-where
-    V8: Widen<T>,
-    V16: Widen<T>,
-{
     macro_rules! kernel_table {
         ($($m:literal)*) => {
-            match (m, by_columns, crate::device::cpu::has_avx512()) {
+            // A right matrix with contiguous columns needs dot products.
+            match (m, operands.b.col != 1, crate::device::cpu::has_avx512()) {
                 $(($m, true, true) => dots_16::<T, $m>,
                 ($m, true, false) => dots_8::<T, $m>,
                 ($m, false, true) => rows_16::<T, $m>,
@@ -197,7 +177,12 @@ where
             }
         };
     }
-    kernel_table!(1 2 3 4 5 6 7)
+    let kernel: ColumnsKernel<T> = kernel_table!(1 2 3 4 5 6 7);
+    let pieces = if is_serial((m, n, operands.k)) { 1 } else { threads() };
+    for_each_piece((m, n), (1, pieces), |_, columns| {
+        // SAFETY: the right matrix and the result have these columns, and each column is written by one thread.
+        unsafe { kernel(operands, columns) };
+    });
 }
 
 macro_rules! kernels {

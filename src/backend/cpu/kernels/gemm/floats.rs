@@ -6,7 +6,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 #[cfg(target_arch = "x86_64")]
-use super::matrix::{ElementPtr, Matrix};
+use super::pack::{ElementPtr, Matrix};
 use super::{MatrixLayout, check_layouts, gemm_accumulate, parallel};
 use crate::{DType, Result};
 

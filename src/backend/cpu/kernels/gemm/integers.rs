@@ -7,7 +7,7 @@ use bytemuck::{Pod, Zeroable};
 
 use super::{MatrixLayout, check_layouts, for_each_piece, partition};
 use crate::Result;
-use crate::backend::cpu::vectorised::vectorised;
+use crate::backend::cpu::dispatch::vectorised;
 use crate::device::cpu::parallel::SharedPtr;
 
 /// Maximum number of rows or columns of the result for which an operand is read in place, because packing would cost more.
@@ -133,9 +133,8 @@ fn load<E: Widen<T>, T>(from: &[E], start: usize, stride: isize, to: &mut [T]) {
     if stride == 1 {
         to.iter_mut().zip(&from[start..]).for_each(|(to, x)| *to = x.widen());
     } else {
-        to.iter_mut()
-            .enumerate()
-            .for_each(|(i, to)| *to = from[start.wrapping_add_signed(i as isize * stride)].widen());
+        let at = |i: usize| start.wrapping_add_signed(i as isize * stride);
+        to.iter_mut().enumerate().for_each(|(i, to)| *to = from[at(i)].widen());
     }
 }
 
@@ -182,7 +181,7 @@ unsafe fn multiply_piece<E: Widen<D::Sum>, D: Integer>(
         for first in (0..k.max(1)).step_by(PACKED_STEPS) {
             let depth = PACKED_STEPS.min(k - first);
             if !in_place {
-                pack_widened(b, layout_b, (first, start), (depth, width), &mut right);
+                pack_widened((b, layout_b), (first, start), (depth, width), &mut right);
             }
             for i in rows.clone() {
                 let left = &mut left[..depth];
@@ -215,14 +214,8 @@ unsafe fn multiply_piece<E: Widen<D::Sum>, D: Integer>(
 }
 
 /// Packs a block of `size` (rows, columns) whose first element is `first`, row by row and widened.
-fn pack_widened<E: Widen<T>, T: Copy>(
-    b: &[E],
-    layout: MatrixLayout,
-    first: (usize, usize),
-    size: (usize, usize),
-    to: &mut [T],
-) {
-    let ((top, left), (depth, width)) = (first, size);
+fn pack_widened<E: Widen<T>, T>(b: (&[E], MatrixLayout), first: (usize, usize), size: (usize, usize), to: &mut [T]) {
+    let ((b, layout), (top, left), (depth, width)) = (b, first, size);
     if layout.row.unsigned_abs() < layout.col.unsigned_abs() {
         for j in 0..width {
             for p in 0..depth {

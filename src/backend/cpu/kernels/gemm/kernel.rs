@@ -10,7 +10,8 @@ use std::arch::x86_64::*;
 use std::mem::transmute;
 use std::sync::OnceLock;
 
-use super::{KernelEpilogue, amx};
+use super::amx;
+use super::epilogue::KernelEpilogue;
 
 /// The operands and the destination of a tile.
 pub(super) struct Tile {
@@ -73,29 +74,48 @@ pub(super) struct Kernels {
     tiles: &'static [[[TileKernel; 2]; 2]],
 }
 
+/// The kernels that this processor has: of f32, and of pairs of bf16 without and with AMX.
+struct AvailableKernels {
+    single: Option<&'static Kernels>,
+    pair: Option<&'static Kernels>,
+    /// Whether there are kernels with AMX. Asked when a product needs them, because the operating system has to permit AMX.
+    amx: OnceLock<bool>,
+}
+
 impl Kernels {
     /// Returns kernels of pairs for products with `k` elements along k, if they are faster than the f32 kernels, else `None`.
     pub(super) fn for_pairs(k: usize) -> Option<&'static Kernels> {
-        Kernels::amx(k).or_else(|| Kernels::get(true).filter(|_| !amx::is_available()))
+        Kernels::amx(k).or_else(|| Kernels::get(true).filter(|_| !Kernels::has_amx()))
     }
 
     /// Returns the AMX kernels for products of bf16 with `k` elements along k, if the processor has AMX and `k` is a suitable multiple.
     pub(super) fn amx(k: usize) -> Option<&'static Kernels> {
-        (k > 0 && k.is_multiple_of(2 * amx::PAIRS_PER_ROW) && amx::is_available()).then_some(&AMX)
+        (k > 0 && k.is_multiple_of(2 * amx::PAIRS_PER_ROW) && Kernels::has_amx()).then_some(AMX)
     }
 
     /// Returns the kernels for this processor, of bf16 pairs if `pairs` and otherwise of f32, or `None`. With AMX, the kernels of pairs
     /// returned here are slower than f32.
     pub(super) fn get(pairs: bool) -> Option<&'static Kernels> {
-        static KERNELS: OnceLock<[Option<&'static Kernels>; 2]> = OnceLock::new();
-        let kernels = KERNELS.get_or_init(|| {
+        let available = Kernels::available();
+        if pairs { available.pair } else { available.single }
+    }
+
+    fn has_amx() -> bool {
+        *Kernels::available().amx.get_or_init(amx::is_available)
+    }
+
+    fn available() -> &'static AvailableKernels {
+        static AVAILABLE: OnceLock<AvailableKernels> = OnceLock::new();
+        AVAILABLE.get_or_init(|| {
             let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
             let avx512 = avx2 && crate::device::cpu::has_avx512();
             let fma = avx2 && is_x86_feature_detected!("fma");
-            let single = if avx512 { Some(&AVX512) } else { fma.then_some(&AVX2) };
-            [single, (avx512 && is_x86_feature_detected!("avx512bf16")).then_some(&PAIRS)]
-        });
-        kernels[usize::from(pairs)]
+            AvailableKernels {
+                single: if avx512 { Some(AVX512) } else { fma.then_some(AVX2) },
+                pair: (avx512 && is_x86_feature_detected!("avx512bf16")).then_some(PAIRS),
+                amx: OnceLock::new(),
+            }
+        })
     }
 
     /// Returns the kernel for tiles of `rows` rows and `vectors` (1 or 2) vectors. `direct` kernels read rows of the left matrix in
@@ -126,7 +146,8 @@ pub(super) trait Vector: Copy {
 }
 
 macro_rules! vector {
-    ($name:ident($type:ty), $lanes:literal: $zero:ident $load:ident $set1:ident $store:ident $add:ident $mul:ident $where_above:ident $add_product:ident) => {
+    ($name:ident($type:ty), $lanes:literal: $zero:ident $load:ident $set1:ident $store:ident $add:ident $mul:ident;
+     |$a:ident, $b:ident| $keep_where_positive:expr, |$x:ident, $y:ident, $sum:ident| $add_product:expr) => {
         #[derive(Clone, Copy)]
         pub(super) struct $name(pub(super) $type);
 
@@ -140,46 +161,27 @@ macro_rules! vector {
                 store(self, at: *mut f32) -> () = $store(at, self.0);
                 add(self, other: Self) -> Self = $name($add(self.0, other.0));
                 mul(self, other: Self) -> Self = $name($mul(self.0, other.0));
-                keep_where_positive(self, x: Self) -> Self = $name($where_above(self.0, x.0));
-                add_product(self, x: Self, y: Self) -> Self = $name($add_product(x.0, y.0, self.0));
+                keep_where_positive(self, x: Self) -> Self = {
+                    let ($a, $b) = (self.0, x.0);
+                    $name($keep_where_positive)
+                };
+                add_product(self, x: Self, y: Self) -> Self = {
+                    let ($x, $y, $sum) = (x.0, y.0, self.0);
+                    $name($add_product)
+                };
             }
         }
     };
 }
 
-/// Adds the products of pairs to `sum`.
-///
-/// # Safety
-/// The processor has AVX512-BF16.
-#[inline(always)]
-unsafe fn add_pairs(x: __m512, y: __m512, sum: __m512) -> __m512 {
-    // SAFETY: the caller's promise; both types are 64 bytes, for which any bits are valid.
-    unsafe { _mm512_dpbf16_ps(sum, transmute::<__m512, __m512bh>(x), transmute::<__m512, __m512bh>(y)) }
-}
-
-/// Returns `y`, or 0 in the lanes where `x` is at most 0.
-///
-/// # Safety
-/// The processor has AVX.
-#[inline(always)]
-unsafe fn keep_where_positive_8(y: __m256, x: __m256) -> __m256 {
-    // SAFETY: the caller guarantees the requirements of this function.
-    unsafe { _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LE_OQ>(x, _mm256_setzero_ps()), y) }
-}
-
-/// Returns `y`, or 0 in the lanes where `x` is at most 0.
-///
-/// # Safety
-/// The processor has AVX-512.
-#[inline(always)]
-unsafe fn keep_where_positive_16(y: __m512, x: __m512) -> __m512 {
-    // SAFETY: the caller guarantees the requirements of this function.
-    unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLE_UQ>(x, _mm512_setzero_ps()), y) }
-}
-
-vector!(V8(__m256), 8: _mm256_setzero_ps _mm256_loadu_ps _mm256_set1_ps _mm256_storeu_ps _mm256_add_ps _mm256_mul_ps keep_where_positive_8 _mm256_fmadd_ps);
-vector!(V16(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps keep_where_positive_16 _mm512_fmadd_ps);
-vector!(V16Pairs(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps keep_where_positive_16 add_pairs);
+vector!(V8(__m256), 8: _mm256_setzero_ps _mm256_loadu_ps _mm256_set1_ps _mm256_storeu_ps _mm256_add_ps _mm256_mul_ps;
+    |y, x| _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LE_OQ>(x, _mm256_setzero_ps()), y), |x, y, sum| _mm256_fmadd_ps(x, y, sum));
+vector!(V16(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps;
+    |y, x| _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLE_UQ>(x, _mm512_setzero_ps()), y), |x, y, sum| _mm512_fmadd_ps(x, y, sum));
+// Pairs have another type of the same 64 bytes, for which any bits are valid.
+vector!(V16Pairs(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps;
+    |y, x| _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLE_UQ>(x, _mm512_setzero_ps()), y),
+    |x, y, sum| _mm512_dpbf16_ps(sum, transmute::<__m512, __m512bh>(x), transmute::<__m512, __m512bh>(y)));
 
 /// The number of columns of the widest tile.
 const MAX_TILE_COLUMNS: usize = 32;
@@ -323,7 +325,7 @@ pub(super) unsafe fn write_row<V: Vector, const N: usize>(t: &Tile, i: usize, su
 
 macro_rules! kernels {
     ($name:ident, $feature:literal, $type:ty, $pairs:literal: $($rows:literal)*) => {
-        static $name: Kernels = {
+        const $name: &Kernels = {
             /// # Safety
             /// The requirements of [`TileKernel`].
             #[target_feature(enable = $feature)]
@@ -331,7 +333,7 @@ macro_rules! kernels {
                 // SAFETY: the caller guarantees the requirements of this function.
                 unsafe { compute_tile::<$type, R, N, DIRECT>(t) }
             }
-            Kernels {
+            &Kernels {
                 rows: [$($rows),*].len(),
                 lanes: <$type>::LANES,
                 pairs: $pairs,
@@ -349,7 +351,7 @@ kernels!(PAIRS, "avx512f,avx512bf16", V16Pairs, true: 1 2 3 4 5 6 7 8 9 10 11 12
 
 macro_rules! amx_kernels {
     ($($rows:literal)*) => {
-        static AMX: Kernels = Kernels {
+        const AMX: &Kernels = &Kernels {
             rows: [$($rows),*].len(),
             lanes: V16::LANES,
             pairs: true,

@@ -1,10 +1,77 @@
 //! Packing into panels: a few adjacent rows of the left matrix, or columns of the right matrix, in the order in which the kernels read
 //! them, so that a product's inner loop reads memory sequentially. A step is one index along k. Halves (f16 and bf16) are converted to
-//! f32, or to [pairs](Pairs) of bf16 for kernels of pairs.
+//! f32, or to [pairs](Pairs) of bf16 for kernels of pairs. The packing of a matrix is split into pieces that threads share.
+//! Kernels read some matrices in place instead.
 
 use std::arch::x86_64::*;
 
 use half::{bf16, f16};
+
+/// Maximum number of rows of the result for which contiguous rows of the right matrix are read in place: packing costs more than it
+/// gains.
+const IN_PLACE_MAX_ROWS: usize = 256;
+/// The maximum number of elements of a right matrix that is read in place for any number of rows: the matrix stays in the L2 cache.
+const IN_PLACE_MAX_ELEMENTS: usize = 1 << 16;
+/// The row stride, in elements, at and above which the right matrix is packed.
+const IN_PLACE_MAX_STRIDE: usize = 4096;
+/// Row strides that are multiples of this number of elements are packed as well, because the rows would evict each other from the caches.
+const CACHE_ALIASING_STRIDE: usize = 1024;
+
+#[derive(Clone, Copy)]
+pub(super) enum ElementPtr {
+    F32(*const f32),
+    F16(*const f16),
+    BF16(*const bf16),
+    /// Elements of bf16, multiplied in pairs that are adjacent along k. The second field is the number of elements along k.
+    Pairs(*const bf16, usize),
+}
+
+/// An operand: element (i, j) is at `start + i * row + j * col`.
+#[derive(Clone, Copy)]
+pub(super) struct Matrix<T> {
+    pub(super) start: T,
+    pub(super) row: isize,
+    pub(super) col: isize,
+}
+
+impl<T> Matrix<T> {
+    pub(super) fn transposed(self) -> Matrix<T> {
+        Matrix { row: self.col, col: self.row, ..self }
+    }
+}
+
+impl Matrix<ElementPtr> {
+    /// Returns the first element and the row stride in bytes if kernels read rows of this left matrix in place, else `None`.
+    pub(super) fn left_in_place(self) -> Option<(*const f32, isize)> {
+        let rows = |element: usize| self.row * element as isize;
+        match self.start {
+            ElementPtr::F32(start) if self.col == 1 => Some((start, rows(size_of::<f32>()))),
+            ElementPtr::Pairs(start, k) if self.col == 1 && k % 2 == 0 => Some((start.cast(), rows(size_of::<bf16>()))),
+            _ => None,
+        }
+    }
+
+    /// Returns the first element and the row stride in bytes if kernels read this right matrix of an `m` x `n` result in place, else
+    /// `None`. Vectors have `lanes` lanes.
+    pub(super) fn right_in_place(self, lanes: usize, (m, n, k): (usize, usize, usize)) -> Option<(*const f32, isize)> {
+        let stride = self.row.unsigned_abs();
+        let near = stride < IN_PLACE_MAX_STRIDE && !stride.is_multiple_of(CACHE_ALIASING_STRIDE);
+        let is_small = (m <= IN_PLACE_MAX_ROWS || n * k <= IN_PLACE_MAX_ELEMENTS) && n.is_multiple_of(lanes);
+        match self.start {
+            ElementPtr::F32(start) if self.col == 1 && near && is_small => {
+                Some((start, self.row * size_of::<f32>() as isize))
+            }
+            _ => None,
+        }
+    }
+
+    pub(super) fn in_pairs(self, k: usize) -> Matrix<ElementPtr> {
+        match self.start {
+            ElementPtr::BF16(start) => Matrix { start: ElementPtr::Pairs(start, k), ..self },
+            _ => self,
+        }
+    }
+}
 
 /// The source of a panel: element (lane, step) is at `start + lane * across + step * along`.
 #[derive(Clone, Copy)]
@@ -14,12 +81,17 @@ pub(super) struct PanelSource<S> {
     pub(super) along: isize,
 }
 
-/// The number of adjacent panels, the stride between panels in elements, and the number of steps per panel.
+/// The size of adjacent panels.
 #[derive(Clone, Copy)]
-pub(super) struct PanelCopies {
+pub(super) struct PanelShape {
     pub(super) panels: usize,
+    /// The stride between panels, in elements.
     pub(super) stride: usize,
+    /// The number of steps in each panel.
     pub(super) steps: usize,
+    /// The number of lanes that are packed, and the number of lanes of a panel: the lanes after the packed lanes are zeros.
+    pub(super) lanes: usize,
+    pub(super) width: usize,
 }
 
 /// The number of unused elements after a panel, which packing can overwrite and [`sum_steps`] can read: one cache line, so that panels stay
@@ -29,30 +101,30 @@ pub(super) const PANEL_SLACK: usize = 16;
 /// The prefetch distance in steps, or in blocks of eight steps: the matrix is often in the cache of another core that wrote it.
 const PREFETCH_STEPS: usize = 8;
 
-/// Packs panels of `width` lanes at `to`; the lanes after the first `lanes` are zeros.
+/// The approximate number of elements in a piece: enough to justify a separate task.
+const PIECE_ELEMENTS: usize = 1 << 14;
+/// The number of panels that are packed together if the matrix's rows are adjacent in memory: each step along k then reads a long
+/// contiguous run.
+const PANELS_AT_ONCE: usize = 32;
+
+/// Packs panels at `to`.
 ///
 /// # Safety
 /// The elements of the lanes and steps are readable. `to` has room for `steps * width` elements in each panel, and for [`PANEL_SLACK`]
 /// after them unless lanes are adjacent; no other code accesses this memory. `width` is `lanes` or a multiple of 8, and equals
 /// `lanes` if there is more than one panel. The processor has AVX2 and F16C.
 #[target_feature(enable = "avx2,f16c")]
-pub(super) unsafe fn pack<S: PanelElement>(
-    from: PanelSource<S::Element>,
-    to: *mut f32,
-    copies: PanelCopies,
-    lanes: usize,
-    width: usize,
-) {
+pub(super) unsafe fn pack<S: PanelElement>(from: PanelSource<S::Element>, to: *mut f32, shape: PanelShape) {
     macro_rules! row_by_row {
         ($($width:literal)*) => {
-            match (from.across, lanes) {
+            match (from.across, shape.lanes) {
                 // SAFETY: the caller guarantees the requirements of this function.
-                $((1, $width) if width == $width => unsafe { pack_adjacent::<S, $width>(from, to, copies) },)*
+                $((1, $width) if shape.width == $width => unsafe { pack_adjacent::<S, $width>(from, to, shape) },)*
                 _ => {
-                    for panel in 0..copies.panels {
-                        let start = from.start.wrapping_offset((panel * lanes) as isize * from.across);
+                    for panel in 0..shape.panels {
+                        let start = from.start.wrapping_offset((panel * shape.lanes) as isize * from.across);
                         // SAFETY: the caller guarantees the requirements of this function.
-                        unsafe { pack_panel::<S>(PanelSource { start, ..from }, to.add(panel * copies.stride), copies.steps, lanes, width) };
+                        unsafe { pack_panel::<S>(PanelSource { start, ..from }, to.add(panel * shape.stride), shape) };
                     }
                 }
             }
@@ -93,24 +165,40 @@ pub(super) unsafe fn pack_rows(from: PanelSource<bf16>, to: *mut f32, (rows, ste
     }
 }
 
-/// Packs one panel whose lanes are not adjacent.
+/// Packs one panel whose lanes are not adjacent. Steps that are adjacent in memory are packed by transposing blocks of 8 x 8 in registers;
+/// the remaining steps, which follow them, one element at a time.
 ///
 /// # Safety
 /// The requirements of [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn pack_panel<S: PanelElement>(
-    from: PanelSource<S::Element>,
-    to: *mut f32,
-    steps: usize,
-    lanes: usize,
-    width: usize,
-) {
+unsafe fn pack_panel<S: PanelElement>(from: PanelSource<S::Element>, to: *mut f32, shape: PanelShape) {
+    let PanelShape { steps, lanes, width, .. } = shape;
     let whole = if from.along == 1 { steps / 8 * 8 } else { 0 };
-    // SAFETY: the caller's promise; blocks of 8 steps are packed first, then the remaining steps, which follow them.
-    unsafe {
-        pack_transposed::<S>(from, to, whole, lanes, width);
-        let rest = PanelSource { start: from.start.wrapping_offset((whole * S::STEPS) as isize * from.along), ..from };
-        pack_elements::<S>(rest, to.add(whole * width), steps - whole, lanes, width);
+    for p in (0..whole).step_by(8) {
+        // The last lanes are written first: a block writes past the panel's width into the first lanes of the next step, which are
+        // written later.
+        for first in (0..width).step_by(8).rev() {
+            // SAFETY: lanes below `lanes` exist; a block writes 8 elements from a position in the panel on, at most 7 past
+            // the panel's end.
+            unsafe {
+                let mut block = [_mm256_setzero_ps(); 8];
+                for (i, row) in block.iter_mut().enumerate().take(lanes.saturating_sub(first)) {
+                    let start = from.start.offset((first + i) as isize * from.across).add(p * S::STEPS);
+                    _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(8 * PREFETCH_STEPS * S::STEPS).cast());
+                    *row = S::steps(start);
+                }
+                for (i, step) in transpose_8x8(block).into_iter().enumerate() {
+                    _mm256_storeu_ps(to.add((p + i) * width + first), step);
+                }
+            }
+        }
+    }
+    for p in whole..steps {
+        for i in 0..width {
+            let at = from.start.wrapping_offset(i as isize * from.across + (p * S::STEPS) as isize * from.along);
+            // SAFETY: the caller's promise, for lanes below `lanes`.
+            unsafe { *to.add(p * width + i) = if i < lanes { S::one(at, from.along) } else { 0.0 } };
+        }
     }
 }
 
@@ -216,17 +304,17 @@ impl PanelElement for LastPair {
 unsafe fn pack_adjacent<S: PanelElement, const W: usize>(
     from: PanelSource<S::Element>,
     to: *mut f32,
-    copies: PanelCopies,
+    shape: PanelShape,
 ) {
-    for p in 0..copies.steps {
-        for panel in 0..copies.panels {
+    for p in 0..shape.steps {
+        for panel in 0..shape.panels {
             // SAFETY: the caller guarantees the requirements of this function.
             unsafe {
                 let start = from.start.offset((p * S::STEPS) as isize * from.along).add(panel * W);
                 _mm_prefetch::<_MM_HINT_T0>(
                     start.wrapping_offset((PREFETCH_STEPS * S::STEPS) as isize * from.along).cast(),
                 );
-                S::row::<W>(start, from.along, to.add(panel * copies.stride + p * W));
+                S::row::<W>(start, from.along, to.add(panel * shape.stride + p * W));
             }
         }
     }
@@ -265,39 +353,6 @@ pub(super) unsafe fn sum_steps(panel: *const f32, (steps, lanes): (usize, usize)
     }
 }
 
-/// Packs steps that are adjacent in memory, by transposing blocks of 8 x 8 in registers. `steps` is a multiple of 8.
-///
-/// # Safety
-/// The requirements of [`pack`].
-#[target_feature(enable = "avx2,f16c")]
-unsafe fn pack_transposed<S: PanelElement>(
-    from: PanelSource<S::Element>,
-    to: *mut f32,
-    steps: usize,
-    lanes: usize,
-    width: usize,
-) {
-    for p in (0..steps).step_by(8) {
-        // The last lanes are written first: a block writes past the panel's width into the first lanes of the next step, which are
-        // written later.
-        for first in (0..width).step_by(8).rev() {
-            // SAFETY: lanes below `lanes` exist; a block writes 8 elements from a position in the panel on, at most 7 past
-            // the panel's end.
-            unsafe {
-                let mut block = [_mm256_setzero_ps(); 8];
-                for (i, row) in block.iter_mut().enumerate().take(lanes.saturating_sub(first)) {
-                    let start = from.start.offset((first + i) as isize * from.across).add(p * S::STEPS);
-                    _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(8 * PREFETCH_STEPS * S::STEPS).cast());
-                    *row = S::steps(start);
-                }
-                for (i, step) in transpose_8x8(block).into_iter().enumerate() {
-                    _mm256_storeu_ps(to.add((p + i) * width + first), step);
-                }
-            }
-        }
-    }
-}
-
 #[target_feature(enable = "avx2")]
 fn transpose_8x8(r: [__m256; 8]) -> [__m256; 8] {
     let (a0, a1) = (_mm256_unpacklo_ps(r[0], r[1]), _mm256_unpackhi_ps(r[0], r[1]));
@@ -320,24 +375,139 @@ fn transpose_8x8(r: [__m256; 8]) -> [__m256; 8] {
     ]
 }
 
-/// Packs a panel one element at a time.
+/// A matrix to be packed into panels of adjacent rows, piece by piece.
+pub(super) struct Panels {
+    from: Matrix<ElementPtr>,
+    /// The number of rows, and the number of steps along k.
+    size: (usize, usize),
+    /// The indices in `from` of the first row and the first step to pack.
+    first: (usize, usize),
+    /// The destination. For each run of `depth` steps, all panels follow one another, each followed by [`PANEL_SLACK`].
+    to: *mut f32,
+    rows: usize,
+    /// The number of vector lanes. The last panel is as wide as its number of rows, rounded up to a multiple of `lanes`.
+    lanes: usize,
+    panels: usize,
+    /// The maximum number of steps in a panel.
+    depth: usize,
+    /// The number of panels and the number of steps in a piece.
+    piece: (usize, usize),
+    /// True if panels are stored row by row, `depth` elements apart, rather than step by step.
+    row_by_row: bool,
+}
+
+// SAFETY: threads only read the matrix, and each thread writes only the pieces that it packs.
+unsafe impl Sync for Panels {}
+
+impl Panels {
+    pub(super) fn new(
+        from: Matrix<ElementPtr>,
+        size: (usize, usize),
+        first: (usize, usize),
+        to: *mut f32,
+        (rows, lanes): (usize, usize),
+        (panels, depth): (usize, usize),
+        row_by_row: bool,
+    ) -> Panels {
+        // If rows are adjacent, steps are far apart, so each step is read over many panels. Otherwise a panel is packed in one
+        // piece, because packing may write past the steps that it packs.
+        let piece = match from.row == 1 && from.col != 1 {
+            true => {
+                (panels.min(PANELS_AT_ONCE), (PIECE_ELEMENTS / (rows * panels.min(PANELS_AT_ONCE))).clamp(1, depth))
+            }
+            false => ((PIECE_ELEMENTS / (rows * depth)).max(1), depth),
+        };
+        Panels { from, size, first, to, rows, lanes, panels, depth, piece, row_by_row }
+    }
+
+    /// Returns the number of runs of `depth` steps, and for each run the number of panel groups and the number of step ranges.
+    fn grid(&self) -> (usize, usize, usize) {
+        let blocks = self.size.1.div_ceil(self.depth);
+        (blocks, self.panels.div_ceil(self.piece.0), self.depth.div_ceil(self.piece.1))
+    }
+
+    pub(super) fn pieces(&self) -> usize {
+        let (blocks, groups, parts) = self.grid();
+        blocks * groups * parts
+    }
+
+    /// Packs a piece.
+    ///
+    /// # Safety
+    /// The matrix is readable, the panels' memory is writable, and no other code accesses the part of it that belongs to this piece.
+    pub(super) unsafe fn pack_piece(&self, piece: usize) {
+        let (_, groups, parts) = self.grid();
+        let (block, group, part) = (piece / (groups * parts), piece / parts % groups, piece % parts);
+        let depth = self.depth.min(self.size.1 - block * self.depth);
+        let (begin, end) = (depth.min(part * self.piece.1), depth.min((part + 1) * self.piece.1));
+        if begin == end {
+            return;
+        }
+        let (first, last) = (group * self.piece.0, self.panels.min((group + 1) * self.piece.0));
+        let whole = last.min(self.size.0 / self.rows).max(first);
+        let stride = self.depth * self.rows + PANEL_SLACK;
+        if self.row_by_row {
+            let ElementPtr::Pairs(start, _) = self.from.start else { unreachable!("only pairs are stored row by row") };
+            let (across, along) = (self.from.row, self.from.col);
+            for panel in first..last {
+                let (down, rows) = (panel * self.rows, self.rows.min(self.size.0 - panel * self.rows));
+                let (row, step) = (self.first.0 + down, self.first.1 + block * self.depth + begin);
+                // SAFETY: the caller's promise; the panels' memory has room for all panels; the rows and steps are the matrix's.
+                unsafe {
+                    let start = start.offset(row as isize * across + 2 * step as isize * along);
+                    let to = self.to.add((block * self.panels + panel) * stride + begin);
+                    pack_rows(PanelSource { start, across, along }, to, (rows, end - begin), self.depth);
+                }
+            }
+            return;
+        }
+        // SAFETY: the panels' memory has room for all panels; the rows and steps are the matrix's.
+        let to =
+            |panel: usize, width: usize| unsafe { self.to.add((block * self.panels + panel) * stride + begin * width) };
+        let from = |panel: usize| (self.first.0 + panel * self.rows, self.first.1 + block * self.depth + begin);
+        // SAFETY: the caller's promise, and as above. Lanes beyond the matrix are written as zeros.
+        unsafe {
+            if first < whole {
+                let (lanes, width) = (self.rows, self.rows);
+                let shape = PanelShape { panels: whole - first, stride, steps: end - begin, lanes, width };
+                pack_panels(self.from, from(first), to(first, width), shape);
+            }
+            if whole < last {
+                let lanes = self.size.0 - whole * self.rows;
+                let width = lanes.next_multiple_of(self.lanes);
+                let shape = PanelShape { panels: 1, stride, steps: end - begin, lanes, width };
+                pack_panels(self.from, from(whole), to(whole, width), shape);
+            }
+        }
+    }
+}
+
+/// Packs panels of the matrix, starting at row and step `first`. The matrix's rows become the lanes.
 ///
 /// # Safety
 /// The requirements of [`pack`].
-#[target_feature(enable = "avx2,f16c")]
-unsafe fn pack_elements<S: PanelElement>(
-    from: PanelSource<S::Element>,
-    to: *mut f32,
-    steps: usize,
-    lanes: usize,
-    width: usize,
-) {
-    for p in 0..steps {
-        for i in 0..width {
-            // SAFETY: the caller's promise, for lanes below `lanes`.
-            unsafe {
-                let at = from.start.wrapping_offset(i as isize * from.across + (p * S::STEPS) as isize * from.along);
-                *to.add(p * width + i) = if i < lanes { S::one(at, from.along) } else { 0.0 };
+unsafe fn pack_panels(from: Matrix<ElementPtr>, first: (usize, usize), to: *mut f32, shape: PanelShape) {
+    let at = |steps: usize| first.0 as isize * from.row + (first.1 * steps) as isize * from.col;
+    let (across, along) = (from.row, from.col);
+    macro_rules! pack_as {
+        ($T:ty, $start:expr, $to:expr, $shape:expr) => {
+            pack::<$T>(PanelSource { start: $start, across, along }, $to, $shape)
+        };
+    }
+    // SAFETY: the caller guarantees the requirements of this function.
+    unsafe {
+        match from.start {
+            ElementPtr::F32(start) => pack_as!(f32, start.offset(at(1)), to, shape),
+            ElementPtr::F16(start) => pack_as!(f16, start.offset(at(1)), to, shape),
+            ElementPtr::BF16(start) => pack_as!(bf16, start.offset(at(1)), to, shape),
+            ElementPtr::Pairs(start, k) => {
+                let pairs = shape.steps.min((k / 2).saturating_sub(first.1));
+                let start = start.offset(at(2));
+                pack_as!(Pairs, start, to, PanelShape { steps: pairs, ..shape });
+                if pairs < shape.steps {
+                    let start = start.offset(2 * pairs as isize * along);
+                    pack_as!(LastPair, start, to.add(pairs * shape.width), PanelShape { steps: 1, ..shape });
+                }
             }
         }
     }

@@ -6,10 +6,10 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::blocks::even_len;
+use super::epilogue::KernelEpilogue;
 use super::kernel::{Kernels, Tile};
-use super::pack::{LastPair, PANEL_SLACK, Pairs, PanelCopies, PanelSource, pack};
+use super::pack::{LastPair, PANEL_SLACK, Pairs, PanelShape, PanelSource, pack};
 use super::{Floats, amx};
-use crate::backend::cpu::kernels::gemm::KernelEpilogue;
 use crate::device::cpu::blocks::Block;
 
 /// The kernels for this processor, either for f32 or for pairs of bf16. For bf16, a step is a pair of elements along k, in the bits of
@@ -185,10 +185,10 @@ impl SerialGemm {
         macro_rules! pack {
             ($T:ty, $data:expr, $steps:expr, $done:expr) => {{
                 let from = PanelSource { start: $data[first + 2 * $done..].as_ptr(), across: stride as isize, along: 1 };
-                let copies = PanelCopies { panels: 1, stride: 0, steps: $steps };
+                let shape = PanelShape { panels: 1, stride: 0, steps: $steps, lanes: n, width };
                 // SAFETY: the assertions above check that the columns are in their slice and that `to` has room; the width is a multiple
                 // of 8. Processors with kernels have AVX2 and F16C.
-                unsafe { pack::<$T>(from, to[$done * width..].as_mut_ptr(), copies, n, width) }
+                unsafe { pack::<$T>(from, to[$done * width..].as_mut_ptr(), shape) }
             }};
         }
         match from {
