@@ -8,8 +8,9 @@ use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
 
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
-use serde_json::{Map, Value, json};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
 
 use super::build::Interner;
 use super::{Category, Event, Lane, MemorySample, OperationInfo, Profile, ProfiledDevice};
@@ -153,48 +154,48 @@ impl Profile {
     /// # Errors
     /// [`Error::Invalid`] if the bytes are not a trace.
     pub fn from_bytes(bytes: &[u8]) -> Result<Profile> {
+        let unread = |e: serde_json::Error| Error::invalid("load", format!("not a trace in Chrome's format: {e}"));
+        let trace = match bytes.trim_ascii_start() {
+            [b'[', ..] => Trace { events: serde_json::from_slice(bytes).map_err(unread)?, about: Value::Null },
+            _ => serde_json::from_slice(bytes).map_err(unread)?,
+        };
         let mut reader = TraceReader::default();
-        let mut json = serde_json::Deserializer::from_slice(bytes);
-        let read = Trace(&mut reader).deserialize(&mut json).and_then(|()| json.end());
-        read.map_err(|e| Error::invalid("load", format!("not a trace in Chrome's format: {e}")))?;
+        reader.read_metadata(&trace.about);
+        for event in trace.events {
+            reader.read_event(&serde_json::from_str(event.get()).map_err(unread)?);
+        }
         Ok(reader.into_profile())
     }
 }
 
 /// Returns the `args` of an event in the trace.
 fn event_arguments(event: &Event) -> Value {
-    let mut arguments = Map::new();
-    let mut set = |key: &str, value: Value| _ = arguments.insert(key.into(), value);
-    if let Some(device) = event.device {
-        set("device", device.to_string().into());
-    }
-    if event.bytes > 0 {
-        set("bytes", event.bytes.into());
-    }
-    if event.flops > 0 {
-        set("flops", event.flops.into());
-    }
-    if !event.annotation.is_empty() {
-        set("annotation", (*event.annotation).into());
-    }
-    if event.category == Category::Kernel {
-        set("kernel", (*event.name).into());
-    }
-    if let Some(operation) = &event.operation {
-        set("operation", (*operation.name).into());
-        set("shapes", operation.shapes.clone().into());
-        if let Some(dtype) = operation.dtype {
-            set("dtype", dtype.to_string().into());
-        }
-    }
-    if let Some([queued, submitted]) = event.queued_us {
-        set("queued_us", queued.into());
-        set("submitted_us", submitted.into());
-    }
-    if event.launch > 0 {
-        set("launch", event.launch.into());
-    }
-    Value::Object(arguments)
+    let nonzero = |n: u64| (n > 0).then(|| Value::from(n));
+    let operation = event.operation.as_deref();
+    let [queued, submitted] = event.queued_us.map_or([None; 2], |times| times.map(Some));
+    let arguments = [
+        ("device", event.device.map(|device| device.to_string().into())),
+        ("bytes", nonzero(event.bytes)),
+        ("flops", nonzero(event.flops)),
+        ("annotation", (!event.annotation.is_empty()).then(|| (*event.annotation).into())),
+        ("kernel", (event.category == Category::Kernel).then(|| (*event.name).into())),
+        ("operation", operation.map(|of| (*of.name).into())),
+        ("shapes", operation.map(|of| of.shapes.clone().into())),
+        ("dtype", operation.and_then(|of| of.dtype).map(|dtype| dtype.to_string().into())),
+        ("queued_us", queued.map(Value::from)),
+        ("submitted_us", submitted.map(Value::from)),
+        ("launch", nonzero(event.launch)),
+    ];
+    arguments.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
+}
+
+/// A trace whose events are still JSON text, so that at most one event is in memory as a value.
+#[derive(Deserialize)]
+struct Trace<'a> {
+    #[serde(borrow, rename = "traceEvents")]
+    events: Vec<&'a RawValue>,
+    #[serde(default, rename = "otherData")]
+    about: Value,
 }
 
 /// The profile built so far while a trace is read.
@@ -320,45 +321,4 @@ fn category_from_name(name: &str) -> Category {
         "gpu_memset" => Category::Fill,
         _ => Category::Other,
     })
-}
-
-/// Deserializes a trace event by event, so that at most one event is in memory as JSON.
-struct Trace<'a>(&'a mut TraceReader);
-
-impl<'de> DeserializeSeed<'de> for Trace<'_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> std::result::Result<(), D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Trace<'_> {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a list of events, or an object with traceEvents")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<(), A::Error> {
-        let mut found = false;
-        while let Some(key) = map.next_key::<String>()? {
-            match key.as_str() {
-                "traceEvents" => {
-                    found = true;
-                    map.next_value_seed(Trace(self.0))?;
-                }
-                "otherData" => self.0.read_metadata(&map.next_value()?),
-                _ => _ = map.next_value::<IgnoredAny>()?,
-            }
-        }
-        if found { Ok(()) } else { Err(serde::de::Error::custom("the object has no traceEvents")) }
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut events: A) -> std::result::Result<(), A::Error> {
-        while let Some(event) = events.next_element::<Value>()? {
-            self.0.read_event(&event);
-        }
-        Ok(())
-    }
 }

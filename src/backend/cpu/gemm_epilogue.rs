@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
 use crate::backend::cpu::kernels::gemm::{Floats, KernelEpilogue, gemm_into, gemm_with_epilogue, supports_pieces};
-use crate::backend::problem::gemm::{BIASED, Gemm, GemmOperand, GemmPlan, RELU, RELU_GRAD};
+use crate::backend::problem::gemm::{EPILOGUES, Gemm, GemmOperand, GemmPlan};
 use crate::backend::problem::map::compute_type;
 use crate::backend::problem::operand::OperandKind;
 use crate::expr::Expr;
@@ -81,13 +81,13 @@ impl Epilogue<'_> {
     fn finish(&self, formula: &[Expr], plan: &GemmPlan) -> Option<KernelEpilogue<&[f32]>> {
         let ([formula], [extra], DType::F32) = (formula, &self.extras[..], self.dtype) else { return None };
         match extra {
-            ExtraOperand::RowBroadcast(repeated, row) if *row == plan.n && *formula == *BIASED => {
+            ExtraOperand::RowBroadcast(repeated, row) if *row == plan.n && *formula == EPILOGUES.biased => {
                 Some(KernelEpilogue::Add(&repeated[..*row]))
             }
-            ExtraOperand::RowBroadcast(repeated, row) if *row == plan.n && *formula == RELU[1] => {
+            ExtraOperand::RowBroadcast(repeated, row) if *row == plan.n && *formula == EPILOGUES.relu[1] => {
                 Some(KernelEpilogue::AddRelu(&repeated[..*row]))
             }
-            ExtraOperand::Contiguous(elements) if *formula == *RELU_GRAD => {
+            ExtraOperand::Contiguous(elements) if *formula == EPILOGUES.relu_grad => {
                 Some(KernelEpilogue::ReluGrad(&elements[..plan.m * plan.n]))
             }
             _ => None,

@@ -1,9 +1,7 @@
 //! The tiles of the attention kernels: their sizes on a device, and the choice of a kernel for a call.
 
-use crate::backend::opencl::geometry::{declarable_local_memory, row_starts};
-use crate::backend::problem::attention::FusedAttention;
-use crate::device::opencl::{ClDevice, MOST_REGISTERS, SM_90A, TuningParameter};
-use crate::{DType, Tensor};
+use crate::backend::opencl::prelude::*;
+use crate::device::opencl::{MOST_REGISTERS, SM_90A};
 
 /// The maximum head width. Of wider heads, only a few rows would fit in local memory.
 pub(crate) const MAX_HEAD_WIDTH: usize = 256;
@@ -163,10 +161,20 @@ impl Tile {
         tiles.sort_by_key(|&tile| if groups(tile) < units { tile.own_rows() } else { 0 });
         tiles
     }
+}
 
-    /// Returns the macro definitions of this tile for the template.
-    pub(crate) fn defines(self, dtype: DType, widest: usize) -> String {
-        match self {
+/// The macros of a tile, for keys and values that are at most `widest` columns wide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct TileMacros {
+    pub(crate) tile: Tile,
+    pub(crate) dtype: DType,
+    pub(crate) widest: usize,
+}
+
+impl Define for TileMacros {
+    fn define(&self, _: &str, out: &mut String) {
+        let TileMacros { tile, dtype, widest } = *self;
+        out.push_str(&match tile {
             Tile::Plain { columns, rows, mi, ni } => {
                 format!("#define TX {columns}\n#define TY {rows}\n#define MI {mi}\n#define NI {ni}\n")
             }
@@ -182,6 +190,6 @@ impl Tile {
                      #define MT {fragments}\n#define OTHER {other}\n"
                 )
             }
-        }
+        });
     }
 }

@@ -3,12 +3,7 @@
 #[cfg(test)]
 mod tests;
 
-use smallvec::SmallVec;
-
-use crate::DType;
-use crate::backend::opencl::geometry::define_if;
-use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
-use crate::backend::problem::precision;
+use crate::backend::opencl::prelude::*;
 use crate::device::opencl::{ARRIVAL_COUNTERS, SM_90A, TensorCores};
 
 /// The source that is appended to `kernels/gemm.cl`.

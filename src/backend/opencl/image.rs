@@ -11,17 +11,10 @@ pub(crate) use map::elementwise;
 pub(crate) use pool::pool;
 pub(crate) use product::product;
 
-use std::sync::Arc;
-
-use crate::backend::opencl::geometry::{DEFAULT_GROUP_SIZE, clamp_group_size, launch_tuned};
-use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
-use crate::backend::problem::windows::sizes_4d;
+use crate::backend::opencl::prelude::*;
 use crate::device::capture;
-use crate::device::opencl::{Arg, ClDevice, ClKernel, TuningParameter};
-use crate::layout::Layout;
 use crate::storage::driver::opencl::OpenCl;
 use crate::storage::{Image, ImageDesc, ImageFormat, ImageKey, MemoryMode, StorageType, memory_mode};
-use crate::{DType, Error, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/image.cl");
 

@@ -1,21 +1,8 @@
 //! Normalisation on OpenCL: `kernels/norm.cl`.
 
-use smallvec::SmallVec;
-
-use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, VECTOR_ACCESS, default_group_size, needs_64_bit, safe_range_defines, vector_width, vectors_per_item,
-};
-use crate::backend::opencl::kernels::{KernelConfig, Vectors, args, element_types, kernel_config};
-use crate::backend::opencl::launch_cache::{self, Key, OpKind};
-use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::map::scalar_arg;
 use crate::backend::opencl::norm_channels;
-use crate::backend::problem::map::Params;
-use crate::backend::problem::norm::{NormForward, Normalisation, RowGrouping, Variance};
-use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice, FAST_DIVISION};
-use crate::tensor::Layout;
-use crate::{DType, Result, Scalar, Tensor};
+use crate::backend::opencl::prelude::*;
+use crate::device::opencl::FAST_DIVISION;
 
 const TEMPLATE: &str =
     concat!(include_str!("../../../kernels/norm.cl"), include_str!("../../../kernels/norm_processor.cl"));

@@ -1,14 +1,7 @@
 //! Batch norm on GPUs for channels-last tensors: `kernels/norm_channels.cl`.
 
-use crate::backend::opencl::geometry::{VECTOR_ACCESS, declarable_local_memory, needs_64_bit, vector_width};
-use crate::backend::opencl::kernels::{KernelConfig, Vectors, element_types, kernel_config};
-use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::map::scalar_arg;
 use crate::backend::opencl::norm::{ARGUMENTS, norm_operands, precision_defines};
-use crate::backend::problem::norm::Normalisation;
-use crate::device::DeviceKind;
-use crate::device::opencl::ClDevice;
-use crate::{Result, Scalar, Tensor};
+use crate::backend::opencl::prelude::*;
 
 const TEMPLATE: &str = include_str!("../../../kernels/norm_channels.cl");
 

@@ -1,17 +1,8 @@
 //! Top-k, k-th value and median without sorting whole lines: `kernels/select.cl` on GPUs, `kernels/select_serial.cl` on CPUs, and
 //! [`radix_select`] for few long lines.
 
-use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, dims_words, index_type, needs_64_bit,
-};
-use crate::backend::opencl::kernels::{Bit, KernelConfig, args, kernel_config};
+use crate::backend::opencl::prelude::*;
 use crate::backend::opencl::{radix_select, sort};
-use crate::backend::problem::lines::Lines;
-use crate::backend::problem::select::{RankQuery, Selected, dims_with};
-use crate::device::DeviceKind;
-use crate::device::opencl::ClDevice;
-use crate::tensor::Dims;
-use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/select.cl");
 const SERIAL_TEMPLATE: &str = include_str!("../../../kernels/select_serial.cl");

@@ -2,22 +2,12 @@
 
 use std::fmt::Write;
 
-use smallvec::SmallVec;
-
 use crate::backend::opencl::gemm::GemmKernel;
 use crate::backend::opencl::gemm_mma::WindowsOperand;
-use crate::backend::opencl::geometry::define_if;
+use crate::backend::opencl::prelude::*;
 use crate::backend::opencl::{gemm_mma, gemm_thin, implicit_gemm};
-use crate::expr::Expr;
-use crate::expr::program::Program;
-use crate::{Compute, DType};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/gemm.cl");
-
-/// True if the epilogue returns the product unchanged.
-fn is_product(program: &Program) -> bool {
-    program.exprs() == [Expr::input(0)]
-}
 
 /// The configuration of a product's kernel, without the epilogue.
 #[derive(Hash)]
@@ -139,7 +129,7 @@ impl GemmConfig {
             && wide == 8
             && halves
             && !parts
-            && is_product(program)
+            && program.exprs() == [Expr::input(0)]
         {
             let offset = offset("row_", "col_", 0, first);
             let _ =

@@ -1,13 +1,7 @@
 //! Channels-last images and weights, as the products read them. Other layouts are copied (`kernels/channels_last.cl`).
 
-use smallvec::SmallVec;
-
-use crate::backend::opencl::geometry::bits_type;
 use crate::backend::opencl::implicit_gemm::{PIECE_BYTES, Phase, Steps};
-use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
-use crate::backend::problem::windows::{Windows, sizes_4d};
-use crate::tensor::Layout;
-use crate::{MemoryFormat, Result, Tensor};
+use crate::backend::opencl::prelude::*;
 
 const TEMPLATE: &str = include_str!("../../../../kernels/channels_last.cl");
 
@@ -100,12 +94,6 @@ pub(super) struct Matrix {
     pub(super) row: isize,
     pub(super) group: isize,
     pub(super) taps: [isize; 2],
-}
-
-impl Matrix {
-    pub(super) fn is_along_k(&self) -> bool {
-        self.channel == 1
-    }
 }
 
 impl Strided {
