@@ -3,6 +3,7 @@
 //! The host is process 0 with its threads, and each OpenCL device is a process with its streams. The format is described in
 //! "Trace Event Format" (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMh4h6I0nSsKchNAySU).
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
@@ -50,23 +51,13 @@ impl Profile {
     /// # Errors
     /// Errors of the writer.
     pub fn write(&self, to: &mut impl Write) -> io::Result<()> {
-        let devices: Vec<Value> = self
-            .devices
-            .iter()
-            .map(|of| {
-                json!({
-                    "device": of.device.to_string(),
-                    "name": of.name,
-                    "pid": self.process_number(of.device),
-                    "copy_bytes_per_s": of.copy_bytes_per_s,
-                })
-            })
-            .collect();
+        let devices = self.devices.iter().map(|of| {
+            let (device, pid) = (of.device.to_string(), self.process_number(of.device));
+            json!({ "device": device, "name": of.name, "pid": pid, "copy_bytes_per_s": of.copy_bytes_per_s })
+        });
         let about = json!({
-            "claystone": env!("CARGO_PKG_VERSION"),
-            "duration_us": self.duration_us,
-            "dropped_events": self.dropped_events,
-            "devices": devices,
+            "claystone": env!("CARGO_PKG_VERSION"), "duration_us": self.duration_us,
+            "dropped_events": self.dropped_events, "devices": devices.collect::<Vec<Value>>(),
         });
         write!(to, "{{\"displayTimeUnit\":\"ns\",\"otherData\":{about},\"traceEvents\":[")?;
         let mut first = true;
@@ -84,11 +75,11 @@ impl Profile {
             }))?;
             if event.launch > 0 {
                 // The arrow starts inside the launch and ends at the start of the command.
-                let at = |ph: &str, ts: f64| json!({ "ph": ph, "bp": "e", "id": event.launch, "cat": "launch", "name": "launch", "pid": pid, "tid": tid, "ts": ts });
-                put(match event.category {
-                    Category::Launch => at("s", event.start_us),
-                    _ => at("f", event.start_us),
-                })?;
+                let ph = if event.category == Category::Launch { "s" } else { "f" };
+                put(json!({
+                    "ph": ph, "bp": "e", "id": event.launch, "cat": "launch", "name": "launch", "pid": pid, "tid": tid,
+                    "ts": event.start_us,
+                }))?;
             }
         }
         for sample in &self.memory {
@@ -108,16 +99,11 @@ impl Profile {
         for of in self.devices.iter().filter(|of| of.device.has_queues()) {
             let pid = self.process_number(of.device);
             names.push(name("process_name", pid, 0, &format!("{} {}", of.device, of.name)));
-            let mut streams: Vec<u32> = self
-                .events
-                .iter()
-                .filter_map(|event| match event.lane {
-                    Lane::Stream(device, stream) if device == of.device => Some(stream),
-                    _ => None,
-                })
-                .collect();
-            streams.sort_unstable();
-            streams.dedup();
+            let stream = |event: &Event| match event.lane {
+                Lane::Stream(device, stream) if device == of.device => Some(stream),
+                _ => None,
+            };
+            let streams: BTreeSet<u32> = self.events.iter().filter_map(stream).collect();
             names.extend(streams.into_iter().map(|s| name("thread_name", pid, s.into(), &format!("stream {s}"))));
         }
         names

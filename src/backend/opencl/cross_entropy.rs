@@ -146,8 +146,8 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         launch.push_fixed(args![; labels.strides()[0]]);
         (2..5).for_each(|k| launch.push_tensor(k));
         launch.push(Argument::Faults);
-        launch.push_fixed(args![; rows, n, x.strides()[0], x.strides()[1], options.ignore_index]);
-        launch.push_fixed(args![; counting as u32, !each]);
+        let (row, step) = (x.strides()[0], x.strides()[1]);
+        launch.push_fixed(args![; rows, n, row, step, options.ignore_index, counting as u32, !each]);
         if stage != CrossEntropyStage::Whole {
             launch.push_tensor_at(5, 0, 2);
             launch.push_fixed(args![; schedule.slices as u32, schedule.chunk]);

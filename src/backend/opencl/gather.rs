@@ -67,12 +67,8 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
             "NEAR" => offset_type(!narrow),
         };
         let kernel = config.kernel(device, "gather", "gather", &["#define GATHER\n", STRIDED_DIMS, TEMPLATE])?;
-        let local = tuned_group_size(
-            device,
-            &kernel,
-            count.div_ceil(per),
-            if gpu { default_group_size(device) } else { DEFAULT_GROUP_SIZE },
-        );
+        let group = if gpu { default_group_size(device) } else { DEFAULT_GROUP_SIZE };
+        let local = tuned_group_size(device, &kernel, count.div_ceil(per), group);
         let mut launch = KernelLaunch::new(kernel, count.div_ceil(per * local) * local, local);
         push_indexed(&mut launch, g, 0, unit);
         launch.push_words(dims_words(&strided));

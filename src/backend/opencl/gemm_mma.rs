@@ -15,6 +15,9 @@ pub(crate) const TEMPLATE: &str = concat!(
     include_str!("../../../kernels/gemm_mma.cl")
 );
 
+/// The number of parameters that the kernel takes to describe the windows.
+pub(crate) const WINDOW_PARAMETERS: usize = 22;
+
 /// The tile of a work-group: the rows m, columns n and depth k of a slice, the warps along rows and columns, and the slices in local memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Tile {

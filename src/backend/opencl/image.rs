@@ -59,14 +59,8 @@ impl Tensor4 {
     /// Converts a layout of up to four dims: `[channels]`, `[batch, channels]`, `[channels, rows, columns]` or all four.
     pub(crate) fn new(layout: &Layout) -> Option<Tensor4> {
         let (dims, strides) = (layout.shape.dims(), &layout.strides);
-        let axes: &[usize] = match dims.len() {
-            0 => &[],
-            1 => &[1],
-            2 => &[0, 1],
-            3 => &[1, 2, 3],
-            4 => &[0, 1, 2, 3],
-            _ => return None,
-        };
+        let axes: [&[usize]; 5] = [&[], &[1], &[0, 1], &[1, 2, 3], &[0, 1, 2, 3]];
+        let axes = axes.get(dims.len())?;
         let mut four = Tensor4 { dims: [1; 4], strides: [0; 4] };
         for (i, &axis) in axes.iter().enumerate() {
             (four.dims[axis], four.strides[axis]) = (dims[i], strides[i]);

@@ -12,7 +12,7 @@ pub(crate) mod tests;
 use std::slice;
 
 use crate::backend::opencl::gemm::{ChosenKernel, GemmKernel};
-use crate::backend::opencl::gemm_mma::{Mma, WindowsOperand, planes};
+use crate::backend::opencl::gemm_mma::{Mma, WINDOW_PARAMETERS, WindowsOperand, planes};
 use crate::backend::opencl::implicit_gemm::blocks::Blocks;
 use crate::backend::opencl::implicit_gemm::channels_last::{ChannelsLast, MAX_IMAGE_BYTES, Matrix, Strided, WholeRows};
 use crate::backend::opencl::implicit_gemm::channels_last::{channels_last, empty_result, is_channels_last, matrix};
@@ -20,9 +20,6 @@ use crate::backend::opencl::prelude::*;
 use crate::backend::opencl::window;
 use crate::backend::profiled::{describe, describe_convolution};
 use crate::device::profiler::operation;
-
-/// The number of parameters that the kernel takes to describe the windows.
-pub(crate) const WINDOW_PARAMETERS: usize = 22;
 
 /// The maximum rows and columns of taps for which the kernel handles padding. For more taps, images are copied with their padding.
 const MAX_TAPS_WITH_PADDING: usize = 16;

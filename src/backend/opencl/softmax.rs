@@ -152,9 +152,8 @@ pub(crate) fn make_plan(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) 
     let mut launch = KernelLaunch::new(kernel, global, local);
     (0..3).for_each(|k| launch.push_tensor(k));
     launch.push_words(dims_words(&rows.strided));
-    launch.push_fixed(args![; count, n]);
-    launch.push_fixed(rows.steps.map(Arg::from));
-    launch.push_fixed(args![; schedule.by_column, schedule.lanes as u32, rows.mask.causal, rows.mask.first]);
+    let ([a, b, c], SoftmaxMask { causal, first, .. }) = (rows.steps, rows.mask);
+    launch.push_fixed(args![; count, n, a, b, c, schedule.by_column, schedule.lanes as u32, causal, first]);
     Ok(LaunchPlan::single(device, launch))
 }
 

@@ -101,11 +101,8 @@ impl Strided {
     pub(super) fn images(t: &Tensor, groups: usize) -> Strided {
         let ([n, c, rows, columns], s) = (sizes_4d(t), t.strides());
         let each = c / groups;
-        Strided {
-            skip: 0,
-            dims: [n, groups, each, rows, columns],
-            strides: [s[0], s[1] * each as isize, s[1], s[2], s[3]],
-        }
+        let strides = [s[0], s[1] * each as isize, s[1], s[2], s[3]];
+        Strided { skip: 0, dims: [n, groups, each, rows, columns], strides }
     }
 
     /// Returns a view of only the pixels that strided windows of a single tap read. None if products can read the images without a copy.
