@@ -1,17 +1,9 @@
 //! Remembers indices that passed a range check. A kernel records the first index that is out of range, and the next wait must read that record from
 //! the device. The read is skipped if the same indices passed the same check before and have not changed since.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use crate::Tensor;
 use crate::device::capture::is_capturing;
 use crate::device::opencl::ClDevice;
-
-/// Returns a check number that no other check has.
-pub(crate) fn new_check_id() -> u64 {
-    static LAST: AtomicU64 = AtomicU64::new(0);
-    LAST.fetch_add(1, Ordering::Relaxed) + 1
-}
 
 /// Hashes the values that identify a check into a check number, for kernels without a cached plan.
 pub(crate) fn hash_check(parts: impl IntoIterator<Item = u64>) -> u64 {

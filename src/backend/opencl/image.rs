@@ -171,11 +171,8 @@ pub(crate) fn to_image(x: &Tensor) -> Result<Option<Image>> {
 
 /// Copies the elements of an image to the tensor `out`.
 pub(crate) fn from_image(image: &Image, out: &Tensor) -> Result<()> {
-    capture::refuse_while_capturing(
-        out.device(),
-        "from_image",
-        "a graph does not keep the image for its replays: convert it outside the capture",
-    )?;
+    let reason = "a graph does not keep the image for its replays: convert it outside the capture";
+    capture::refuse_while_capturing(out.device(), "from_image", reason)?;
     let cl = out.cl_device()?;
     let four = Tensor4::new(&out.layout).expect("an image is of a tensor of at most four dims");
     let kernel = image_kernel(cl, "FROM_IMAGE", out.dtype, false)?;

@@ -4,6 +4,7 @@
 //! [`launch_cache`](crate::backend::opencl::launch_cache) stores the plan. A plan refers to a tensor by its index in the list that each call passes.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use smallvec::SmallVec;
 
@@ -89,7 +90,8 @@ impl LaunchPlan {
     /// Declares that the kernels fault only if tensor `k` holds an index out of range. Indices that passed this check before need no second
     /// check.
     pub(crate) fn with_index_check(self, k: usize) -> LaunchPlan {
-        LaunchPlan { indices: Some((k, checked_indices::new_check_id())), ..self }
+        static CHECKS: AtomicU64 = AtomicU64::new(1);
+        LaunchPlan { indices: Some((k, CHECKS.fetch_add(1, Relaxed))), ..self }
     }
 
     /// True if tensor `k` of the list is passed to a kernel.

@@ -186,10 +186,8 @@ pub(crate) fn make_plan(rows: &Normalisation) -> Result<LaunchPlan> {
     if schedule.slices == 0 {
         let slots = rows.columns.map_or(rows.count(), |parts| parts.shape().dims()[0]);
         let global = slots.div_ceil(schedule.group / schedule.lanes) * schedule.group;
-        return Ok(LaunchPlan::single(
-            device,
-            kernel_launch(device, rows, "", Some(&schedule), (global, schedule.group))?,
-        ));
+        let launch = kernel_launch(device, rows, "", Some(&schedule), (global, schedule.group))?;
+        return Ok(LaunchPlan::single(device, launch));
     }
     let numbers = registers_per_element(rows.x, rows.z.is_some(), false);
     let schedule =

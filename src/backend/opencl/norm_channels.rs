@@ -116,9 +116,8 @@ impl ChannelSchedule {
         (0..tensors.len()).for_each(|k| launch.push_tensor(k));
         let along = |t: Option<&Tensor>| t.map_or(0, |t| t.strides()[1] as i64);
         let counts = [rows, channels, chunk, slices].map(|n| n as i64);
-        launch.push_words(
-            counts.into_iter().chain(steps.map(|s| s as i64)).chain([along(norm.weight), along(norm.bias)]),
-        );
+        let words = counts.into_iter().chain(steps.map(|s| s as i64));
+        launch.push_words(words.chain([along(norm.weight), along(norm.bias)]));
         launch.push_fixed([scalar_arg(dtype.compute(), Scalar::Float(norm.eps))]);
         if !part.is_empty() {
             // The scratch tensor follows all other tensors. Its elements are pairs of numbers.

@@ -54,11 +54,8 @@ fn make_plan(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor, number
     let partial = Some(if arg { (2 * count, DType::I64) } else { (count, acc.dtype()) });
     if schedule.combines_in_last_group(device) {
         let both = ReductionKernel { rule, input: t.dtype, output: out.dtype, acc, stage: ReduceStage::LastGroup };
-        return Ok(LaunchPlan::new(
-            device,
-            partial,
-            [both.kernel_launch(device, (0, start), 1, plan, &schedule, number)?],
-        ));
+        let launch = both.kernel_launch(device, (0, start), 1, plan, &schedule, number)?;
+        return Ok(LaunchPlan::new(device, partial, [launch]));
     }
     let stage = if arg { ReduceStage::First } else { ReduceStage::Whole };
     let (first, second) = rule.stages();
