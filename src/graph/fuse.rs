@@ -86,32 +86,23 @@ struct Formula {
     fused: Vec<usize>,
 }
 
-thread_local! {
-    /// The formulas recorded in this thread's current capture.
-    static CAPTURED_FORMULAS: RefCell<Vec<Formula>> = const { RefCell::new(Vec::new()) };
-}
-
 /// Records the formulas of this thread's capture until the recorder is dropped.
-pub(super) struct FormulaRecorder(());
+pub(super) struct FormulaRecorder(Rc<RefCell<Vec<Formula>>>);
 
 impl FormulaRecorder {
     pub(super) fn start() -> FormulaRecorder {
-        CAPTURED_FORMULAS.take();
-        FORMULA_SINK.get_or_init(|| record_formula);
-        FormulaRecorder(())
+        let recorder = FormulaRecorder(Rc::default());
+        let formulas = Rc::clone(&recorder.0);
+        FORMULA_SINK.set(Some(Box::new(move |launched, command| {
+            formulas.borrow_mut().extend(Formula::from_launch(launched, command));
+        })));
+        recorder
     }
 }
 
 impl Drop for FormulaRecorder {
     fn drop(&mut self) {
-        CAPTURED_FORMULAS.take();
-    }
-}
-
-/// Records the formulas of a command of this thread's capture.
-fn record_formula(formulas: &Formulas, command: usize) {
-    if let Some(formula) = Formula::from_launch(formulas, command) {
-        CAPTURED_FORMULAS.with_borrow_mut(|recorded| recorded.push(formula));
+        FORMULA_SINK.take();
     }
 }
 
@@ -227,7 +218,7 @@ impl FormulaRecorder {
     /// Returns the changes that fusion and removal make to the recorded commands. `uses` lists the storages of each command.
     pub(super) fn changes(&self, recorder: &Recorder, uses: &StorageUses) -> Changes {
         let mut changes = Changes::default();
-        let Some(mut capture) = CapturedCommands::new(CAPTURED_FORMULAS.take(), uses, capture::command_count()) else {
+        let Some(mut capture) = CapturedCommands::new(self.0.take(), uses, capture::command_count()) else {
             return changes;
         };
         capture.remove_unused_formulas(&mut changes.removed_commands);

@@ -142,11 +142,8 @@ impl Graph {
     /// known state. After any other error nothing was submitted.
     pub fn replay(&self) -> Result<()> {
         let device = self.device();
-        capture::refuse_while_capturing(
-            device,
-            "Graph::replay",
-            "a capture cannot contain the replay of another graph",
-        )?;
+        let reason = "a capture cannot contain the replay of another graph";
+        capture::refuse_while_capturing(device, "Graph::replay", reason)?;
         let _guard = (!self.hooks.is_empty()).then(|| lock(&self.replay_lock));
         if !self.hooks.is_empty() {
             with_stream(&self.stream, || self.hooks.iter().try_for_each(|hook| (hook.before)()))?;
@@ -206,10 +203,8 @@ impl Graph {
         after: impl Fn() + Send + Sync + 'static,
     ) -> Result<()> {
         if !Graph::is_capturing(device) {
-            return Err(Error::invalid(
-                "Graph::on_replay",
-                format!("this thread is not capturing a graph of {device}"),
-            ));
+            let reason = format!("this thread is not capturing a graph of {device}");
+            return Err(Error::invalid("Graph::on_replay", reason));
         }
         capture::on_replay(Box::new(before), Box::new(after));
         Ok(())

@@ -250,19 +250,9 @@ impl fmt::Display for Averages {
                  {average:>10} {rate:>8} {copy:>5} {flops:>9}"
             )
         };
+        let own = "host self";
         line([
-            "name",
-            "category",
-            "on",
-            "calls",
-            "host self",
-            "host",
-            "device",
-            "share",
-            "average",
-            "GB/s",
-            "copy",
-            "GFLOP/s",
+            "name", "category", "on", "calls", own, "host", "device", "share", "average", "GB/s", "copy", "GFLOP/s",
         ])?;
         let billions = |rate: Option<f64>| rate.map(|rate| format!("{:.1}", rate / 1e9)).unwrap_or_default();
         for row in shown {

@@ -27,23 +27,16 @@ pub(super) fn build_profile(recorded: Ring, began: u64, ended: u64) -> Profile {
             MemoryChange::Reserved(bytes) => now[1] = bytes,
         }
         let [allocated, reserved] = *now;
-        profile.memory.push(MemorySample {
-            device: record.device,
-            time_us: micros(record.time.into()),
-            allocated,
-            reserved,
-        });
+        let time_us = micros(record.time.into());
+        profile.memory.push(MemorySample { device: record.device, time_us, allocated, reserved });
     }
     let mut devices: Vec<Device> = Vec::new();
     let mut launches = 0;
     let mut kernels: HashMap<u32, u32> = HashMap::new();
     let of_kernels = recorded.records.iter().filter(|record| record.kind == Category::Kernel);
-    of_kernels
-        .filter_map(|record| record.operation.as_ref())
-        .for_each(|execution| *kernels.entry(execution.number).or_default() += 1);
     // If records were dropped, the oldest kernel's operation may have had more kernels: count one more for the operation.
-    let oldest = recorded.records.iter().find(|record| record.kind == Category::Kernel);
-    if let (Some(execution), true) = (oldest.and_then(|record| record.operation.as_ref()), recorded.dropped > 0) {
+    let oldest = of_kernels.clone().take(usize::from(recorded.dropped > 0));
+    for execution in of_kernels.chain(oldest).filter_map(|record| record.operation.as_ref()) {
         *kernels.entry(execution.number).or_default() += 1;
     }
     for record in recorded.records {

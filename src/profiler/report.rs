@@ -125,10 +125,6 @@ pub(super) fn summary_text(profile: &Profile) -> String {
         let (inside, between) = (format_micros(thread.busy_us), format_micros(thread.idle_us));
         let _ = writeln!(text, "thread {name}: {inside} in recorded events, {between} between them");
     }
-    let sum = |category| {
-        let events = profile.events.iter().filter(|event| event.category == category);
-        events.fold((0u64, 0.0), |(count, total), event| (count + 1, total + event.duration_us))
-    };
     for (category, what) in [
         (Category::Wait, "waits of the host"),
         (Category::Open, "devices opened"),
@@ -136,7 +132,8 @@ pub(super) fn summary_text(profile: &Profile) -> String {
         (Category::Load, "programs loaded from the cache"),
         (Category::Segment, "calls of drivers for memory"),
     ] {
-        let (count, total) = sum(category);
+        let events = profile.events.iter().filter(|event| event.category == category);
+        let (count, total) = events.fold((0u64, 0.0), |(count, total), event| (count + 1, total + event.duration_us));
         if count > 0 {
             let _ = writeln!(text, "{count} {what}: {}", format_micros(total));
         }

@@ -3,13 +3,15 @@
 //! The host is process 0 with its threads, and each OpenCL device is a process with its streams. The format is described in
 //! "Trace Event Format" (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMh4h6I0nSsKchNAySU).
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
 
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
-use serde_json::{Map, Value, json};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
 
 use super::build::Interner;
 use super::{Category, Event, Lane, MemorySample, OperationInfo, Profile, ProfiledDevice};
@@ -49,23 +51,13 @@ impl Profile {
     /// # Errors
     /// Errors of the writer.
     pub fn write(&self, to: &mut impl Write) -> io::Result<()> {
-        let devices: Vec<Value> = self
-            .devices
-            .iter()
-            .map(|of| {
-                json!({
-                    "device": of.device.to_string(),
-                    "name": of.name,
-                    "pid": self.process_number(of.device),
-                    "copy_bytes_per_s": of.copy_bytes_per_s,
-                })
-            })
-            .collect();
+        let devices = self.devices.iter().map(|of| {
+            let (device, pid) = (of.device.to_string(), self.process_number(of.device));
+            json!({ "device": device, "name": of.name, "pid": pid, "copy_bytes_per_s": of.copy_bytes_per_s })
+        });
         let about = json!({
-            "claystone": env!("CARGO_PKG_VERSION"),
-            "duration_us": self.duration_us,
-            "dropped_events": self.dropped_events,
-            "devices": devices,
+            "claystone": env!("CARGO_PKG_VERSION"), "duration_us": self.duration_us,
+            "dropped_events": self.dropped_events, "devices": devices.collect::<Vec<Value>>(),
         });
         write!(to, "{{\"displayTimeUnit\":\"ns\",\"otherData\":{about},\"traceEvents\":[")?;
         let mut first = true;
@@ -83,11 +75,11 @@ impl Profile {
             }))?;
             if event.launch > 0 {
                 // The arrow starts inside the launch and ends at the start of the command.
-                let at = |ph: &str, ts: f64| json!({ "ph": ph, "bp": "e", "id": event.launch, "cat": "launch", "name": "launch", "pid": pid, "tid": tid, "ts": ts });
-                put(match event.category {
-                    Category::Launch => at("s", event.start_us),
-                    _ => at("f", event.start_us),
-                })?;
+                let ph = if event.category == Category::Launch { "s" } else { "f" };
+                put(json!({
+                    "ph": ph, "bp": "e", "id": event.launch, "cat": "launch", "name": "launch", "pid": pid, "tid": tid,
+                    "ts": event.start_us,
+                }))?;
             }
         }
         for sample in &self.memory {
@@ -107,16 +99,11 @@ impl Profile {
         for of in self.devices.iter().filter(|of| of.device.has_queues()) {
             let pid = self.process_number(of.device);
             names.push(name("process_name", pid, 0, &format!("{} {}", of.device, of.name)));
-            let mut streams: Vec<u32> = self
-                .events
-                .iter()
-                .filter_map(|event| match event.lane {
-                    Lane::Stream(device, stream) if device == of.device => Some(stream),
-                    _ => None,
-                })
-                .collect();
-            streams.sort_unstable();
-            streams.dedup();
+            let stream = |event: &Event| match event.lane {
+                Lane::Stream(device, stream) if device == of.device => Some(stream),
+                _ => None,
+            };
+            let streams: BTreeSet<u32> = self.events.iter().filter_map(stream).collect();
             names.extend(streams.into_iter().map(|s| name("thread_name", pid, s.into(), &format!("stream {s}"))));
         }
         names
@@ -153,48 +140,48 @@ impl Profile {
     /// # Errors
     /// [`Error::Invalid`] if the bytes are not a trace.
     pub fn from_bytes(bytes: &[u8]) -> Result<Profile> {
+        let unread = |e: serde_json::Error| Error::invalid("load", format!("not a trace in Chrome's format: {e}"));
+        let trace = match bytes.trim_ascii_start() {
+            [b'[', ..] => Trace { events: serde_json::from_slice(bytes).map_err(unread)?, about: Value::Null },
+            _ => serde_json::from_slice(bytes).map_err(unread)?,
+        };
         let mut reader = TraceReader::default();
-        let mut json = serde_json::Deserializer::from_slice(bytes);
-        let read = Trace(&mut reader).deserialize(&mut json).and_then(|()| json.end());
-        read.map_err(|e| Error::invalid("load", format!("not a trace in Chrome's format: {e}")))?;
+        reader.read_metadata(&trace.about);
+        for event in trace.events {
+            reader.read_event(&serde_json::from_str(event.get()).map_err(unread)?);
+        }
         Ok(reader.into_profile())
     }
 }
 
 /// Returns the `args` of an event in the trace.
 fn event_arguments(event: &Event) -> Value {
-    let mut arguments = Map::new();
-    let mut set = |key: &str, value: Value| _ = arguments.insert(key.into(), value);
-    if let Some(device) = event.device {
-        set("device", device.to_string().into());
-    }
-    if event.bytes > 0 {
-        set("bytes", event.bytes.into());
-    }
-    if event.flops > 0 {
-        set("flops", event.flops.into());
-    }
-    if !event.annotation.is_empty() {
-        set("annotation", (*event.annotation).into());
-    }
-    if event.category == Category::Kernel {
-        set("kernel", (*event.name).into());
-    }
-    if let Some(operation) = &event.operation {
-        set("operation", (*operation.name).into());
-        set("shapes", operation.shapes.clone().into());
-        if let Some(dtype) = operation.dtype {
-            set("dtype", dtype.to_string().into());
-        }
-    }
-    if let Some([queued, submitted]) = event.queued_us {
-        set("queued_us", queued.into());
-        set("submitted_us", submitted.into());
-    }
-    if event.launch > 0 {
-        set("launch", event.launch.into());
-    }
-    Value::Object(arguments)
+    let nonzero = |n: u64| (n > 0).then(|| Value::from(n));
+    let operation = event.operation.as_deref();
+    let [queued, submitted] = event.queued_us.map_or([None; 2], |times| times.map(Some));
+    let arguments = [
+        ("device", event.device.map(|device| device.to_string().into())),
+        ("bytes", nonzero(event.bytes)),
+        ("flops", nonzero(event.flops)),
+        ("annotation", (!event.annotation.is_empty()).then(|| (*event.annotation).into())),
+        ("kernel", (event.category == Category::Kernel).then(|| (*event.name).into())),
+        ("operation", operation.map(|of| (*of.name).into())),
+        ("shapes", operation.map(|of| of.shapes.clone().into())),
+        ("dtype", operation.and_then(|of| of.dtype).map(|dtype| dtype.to_string().into())),
+        ("queued_us", queued.map(Value::from)),
+        ("submitted_us", submitted.map(Value::from)),
+        ("launch", nonzero(event.launch)),
+    ];
+    arguments.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
+}
+
+/// A trace whose events are still JSON text, so that at most one event is in memory as a value.
+#[derive(Deserialize)]
+struct Trace<'a> {
+    #[serde(borrow, rename = "traceEvents")]
+    events: Vec<&'a RawValue>,
+    #[serde(default, rename = "otherData")]
+    about: Value,
 }
 
 /// The profile built so far while a trace is read.
@@ -320,45 +307,4 @@ fn category_from_name(name: &str) -> Category {
         "gpu_memset" => Category::Fill,
         _ => Category::Other,
     })
-}
-
-/// Deserializes a trace event by event, so that at most one event is in memory as JSON.
-struct Trace<'a>(&'a mut TraceReader);
-
-impl<'de> DeserializeSeed<'de> for Trace<'_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> std::result::Result<(), D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Trace<'_> {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a list of events, or an object with traceEvents")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<(), A::Error> {
-        let mut found = false;
-        while let Some(key) = map.next_key::<String>()? {
-            match key.as_str() {
-                "traceEvents" => {
-                    found = true;
-                    map.next_value_seed(Trace(self.0))?;
-                }
-                "otherData" => self.0.read_metadata(&map.next_value()?),
-                _ => _ = map.next_value::<IgnoredAny>()?,
-            }
-        }
-        if found { Ok(()) } else { Err(serde::de::Error::custom("the object has no traceEvents")) }
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut events: A) -> std::result::Result<(), A::Error> {
-        while let Some(event) = events.next_element::<Value>()? {
-            self.0.read_event(&event);
-        }
-        Ok(())
-    }
 }

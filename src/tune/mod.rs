@@ -25,6 +25,7 @@ use std::time::Instant;
 use crate::device::opencl::ClDevice;
 pub use crate::device::opencl::tuning::Level;
 use crate::device::opencl::tuning::{MAX_TIME_RATIO, ParameterRow, SizeClass, Subject, Tuning};
+use crate::sync::OnDrop;
 use crate::{Device, Error, Result, Tensor};
 use workloads::{edge_workloads, timing_workload, usual_workloads};
 
@@ -99,7 +100,7 @@ fn parameter(cl: &ClDevice, row: &'static ParameterRow) -> Parameter {
 pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<PathBuf>> {
     let cl = open(device)?;
     let before: Vec<_> = cl.tuning().rows().map(|row| (row.knob, cl.tuned(row.knob))).collect();
-    let _guard = ChoicesDisabled::new(cl.tuning());
+    let _guard = disable_choices(cl.tuning());
     cl.tuning().rows().for_each(|row| cl.tuning().set(row.knob, row.default(cl.tuning().family)));
     for row in cl.tuning().rows() {
         match measure_parameter(cl, row) {
@@ -120,7 +121,7 @@ pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<Pa
 /// Errors of [`tune`].
 pub fn check(device: Device) -> Result<()> {
     let cl = open(device)?;
-    let _guard = ChoicesDisabled::new(cl.tuning());
+    let _guard = disable_choices(cl.tuning());
     cl.tuning().rows().try_for_each(|row| {
         let before = cl.tuned(row.knob);
         let checked = row.choices.iter().try_for_each(|&choice| check_choice(cl, row, choice));
@@ -229,23 +230,10 @@ fn save(cl: &ClDevice) -> Result<Option<PathBuf>> {
     cl.tuning().save().map_err(|error| Error::invalid("tune", format!("the results cannot be saved: {error}")))
 }
 
-/// Disables choices and trials while a device's parameters are measured, and restores the previous setting when dropped.
-struct ChoicesDisabled<'a> {
-    tuning: &'a Tuning,
-    /// True if choices were enabled before.
-    were_enabled: bool,
-}
-
-impl ChoicesDisabled<'_> {
-    fn new(tuning: &Tuning) -> ChoicesDisabled<'_> {
-        ChoicesDisabled { tuning, were_enabled: tuning.use_choices(false) }
-    }
-}
-
-impl Drop for ChoicesDisabled<'_> {
-    fn drop(&mut self) {
-        self.tuning.use_choices(self.were_enabled);
-    }
+/// Disables choices and trials while a device's parameters are measured. Dropping the result restores the previous setting.
+fn disable_choices(tuning: &Tuning) -> OnDrop<impl FnMut()> {
+    let were_enabled = tuning.use_choices(false);
+    OnDrop(move || _ = tuning.use_choices(were_enabled))
 }
 
 /// Sets a parameter to `choice`, and fails if results differ from the CPU's at sizes around the block boundaries of `choice`.

@@ -143,30 +143,22 @@ impl Workload {
             true => make(&[cols, rows], rows, dtype)?.t(),
             false => make(&[rows, cols], cols, dtype),
         };
+        let pair = |a: &[usize], b: &[usize]| Ok([make(a, 0, DType::F32)?, make(b, 1, DType::F32)?]);
+        let twice = |t: Tensor| Ok([t.shallow_clone(), t]);
         match self {
-            Workload::Add(n) => Ok([make(&[n], 0, DType::F32)?, make(&[n], 1, DType::F32)?]),
+            Workload::Add(n) => pair(&[n], &[n]),
             Workload::AddUnaligned(n) => {
                 let shifted = |seed| make(&[n + 1], seed, DType::F32)?.narrow(0, 1, n);
                 Ok([shifted(0)?, shifted(1)?])
             }
-            Workload::CopyTransposed(rows, cols, dtype) => {
-                let t = matrix(rows, cols, true, dtype)?;
-                Ok([t.shallow_clone(), t])
-            }
+            Workload::CopyTransposed(rows, cols, dtype) => twice(matrix(rows, cols, true, dtype)?),
             Workload::MatMul([m, n, k], [a, b], dtype) => Ok([matrix(m, k, a, dtype)?, matrix(k, n, b, dtype)?]),
-            Workload::Convolution([n, c, o, side], k) => {
-                Ok([make(&[n, c, side, side], 0, DType::F32)?, make(&[o, c, k, k], 1, DType::F32)?])
-            }
-            Workload::Attention(dims) => Ok([make(&dims, 0, DType::F32)?, make(&dims, 1, DType::F32)?]),
-            Workload::Depthwise([n, c, side], k) => {
-                Ok([make(&[n, c, side, side], 0, DType::F32)?, make(&[c, 1, k, k], 1, DType::F32)?])
-            }
-            Workload::Sort(dims, dtype) => {
-                let lines = make(&dims, 0, dtype)?;
-                Ok([lines.shallow_clone(), lines])
-            }
+            Workload::Convolution([n, c, o, side], k) => pair(&[n, c, side, side], &[o, c, k, k]),
+            Workload::Attention(dims) => pair(&dims, &dims),
+            Workload::Depthwise([n, c, side], k) => pair(&[n, c, side, side], &[c, 1, k, k]),
+            Workload::Sort(dims, dtype) => twice(make(&dims, 0, dtype)?),
             Workload::Pooling([n, c, side]) | Workload::AddImages([n, c, side]) => {
-                Ok([make(&[n, c, side, side], 0, DType::F32)?, make(&[n, c, side, side], 1, DType::F32)?])
+                pair(&[n, c, side, side], &[n, c, side, side])
             }
         }
     }

@@ -17,7 +17,7 @@ use crate::backend::cpu::kernels::gemm::{
     gemm_with_row_sums, supports_pieces,
 };
 use crate::backend::cpu::map;
-use crate::backend::problem::gemm::{BIASED, Gemm, GemmOperand, GemmPlan, RELU, RELU_GRAD};
+use crate::backend::problem::gemm::{EPILOGUES, Gemm, GemmOperand, GemmPlan};
 use crate::backend::problem::map::{Formulas, Params, compute_type};
 use crate::backend::problem::operand::OperandKind;
 use crate::expr::Expr;
@@ -197,9 +197,9 @@ impl Epilogue<'_> {
         use ExtraOperand::{Contiguous, RowBroadcast};
         let ([formula], [extra], DType::F32) = (formula, &self.extras[..], self.dtype) else { return None };
         match extra {
-            RowBroadcast(row, n) if *n == plan.n && *formula == *BIASED => Some(KernelEpilogue::Add(&row[..*n])),
-            RowBroadcast(row, n) if *n == plan.n && *formula == RELU[1] => Some(KernelEpilogue::AddRelu(&row[..*n])),
-            Contiguous(x) if *formula == *RELU_GRAD => Some(KernelEpilogue::ReluGrad(&x[..plan.m * plan.n])),
+            RowBroadcast(row, n) if *n == plan.n && *formula == EPILOGUES.biased => Some(KernelEpilogue::Add(&row[..*n])),
+            RowBroadcast(row, n) if *n == plan.n && *formula == EPILOGUES.relu[1] => Some(KernelEpilogue::AddRelu(&row[..*n])),
+            Contiguous(x) if *formula == EPILOGUES.relu_grad => Some(KernelEpilogue::ReluGrad(&x[..plan.m * plan.n])),
             _ => None,
         }
     }

@@ -1,23 +1,9 @@
 //! Fused attention, and its gradients in two launches: `kernels/attention.cl` with `attention_tiles.cl`, or on tensor cores with
 //! `attention_products.cl` and `attention_mma.cl`.
 
-use std::sync::Arc;
-
-use smallvec::SmallVec;
-
-use crate::backend::opencl::attention_tile::{self, AttentionKernel, MAX_HEAD_WIDTH, Tile};
+use crate::backend::opencl::attention_tile::{self, AttentionKernel, MAX_HEAD_WIDTH, Tile, TileMacros};
 use crate::backend::opencl::gemm::uses_cpu_kernels;
-use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, define_if, row_starts, tuned_group_size, vector_defines, vector_width,
-};
-use crate::backend::opencl::kernels::KernelConfig;
-use crate::backend::opencl::launch_cache::{self, Key, OpKind};
-use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::problem::attention::{AttentionBackward, FusedAttention};
-use crate::backend::problem::map::Params;
-use crate::device::opencl::{ClDevice, ClKernel};
-use crate::layout::collapse::StridedDims;
-use crate::{DType, Result, Scalar, Tensor};
+use crate::backend::opencl::prelude::*;
 
 const TILES: &str =
     concat!(include_str!("../../../kernels/attention.cl"), "\n", include_str!("../../../kernels/attention_tiles.cl"));
@@ -30,47 +16,6 @@ const MMA: &str = concat!(
     "\n",
     include_str!("../../../kernels/attention_mma.cl")
 );
-
-/// The configuration of a kernel. `k` and `v` are the padded widths of keys and values; [`AttentionLaunches`] describes the other fields.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct AttentionConfig {
-    entry: AttentionKernel,
-    dtype: DType,
-    mask: Option<DType>,
-    rank: usize,
-    tile: Tile,
-    copy: Option<usize>,
-    width: usize,
-    k: usize,
-    v: usize,
-    dropout: bool,
-}
-
-impl KernelConfig for AttentionConfig {
-    fn write_defines(&self, out: &mut String) {
-        let AttentionConfig { dtype, rank, copy, width, k, v, .. } = *self;
-        let entry = match self.entry {
-            AttentionKernel::Forward => "FORWARD",
-            AttentionKernel::Split => "FORWARD\n#define SPLIT",
-            AttentionKernel::Combine => "COMBINE",
-            AttentionKernel::Queries => "QUERIES",
-            AttentionKernel::Keys => "KEYS",
-        };
-        let moves = match copy {
-            Some(copy) => format!("#define COPY {copy}\n{}", define_if(width > 1, "OUT_WIDE")),
-            None => vector_defines(dtype, width),
-        };
-        let mask = self.mask.map_or(0, |mask| if mask == DType::Bool { 1 } else { 2 });
-        let (z, acc) = (self.mask.unwrap_or(dtype), dtype.compute());
-        out.push_str(&format!(
-            "#define A {dtype}\n#define Z {z}\n#define MASK {mask}\n#define ACC {}\n#define ACC_NAME {acc:?}\n\
-             #define NB {rank}\n#define DK {k}\n#define DV {v}\n#define {entry}\n{}{moves}{}",
-            acc.cl_name(),
-            self.tile.defines(dtype, k.max(v)),
-            define_if(self.dropout, "DROPOUT"),
-        ));
-    }
-}
 
 /// The minimum number of keys of a work-group when the keys for a tile of queries are divided among several work-groups.
 const MIN_KEYS_PER_PART: usize = 256;
@@ -266,17 +211,21 @@ impl<'a> AttentionLaunches<'a> {
 
     fn build(&self, entry: AttentionKernel, tile: Tile) -> Result<Arc<ClKernel>> {
         let [.., k, v] = self.a.sizes().map(|width| tile.padded_width(width));
-        let config = AttentionConfig {
-            entry,
-            dtype: self.a.q.dtype,
-            mask: self.a.mask.map(|mask| mask.dtype),
-            rank: self.batch.dims.len().max(1),
-            tile,
-            copy: self.copy,
-            width: self.width,
-            k,
-            v,
-            dropout: self.a.dropout.is_some(),
+        let (dtype, mask, copy) = (self.a.q.dtype, self.a.mask.map(|mask| mask.dtype), self.copy);
+        let config = kernel_config! {
+            "A" => dtype, "Z" => mask.unwrap_or(dtype),
+            "MASK" => mask.map_or(0usize, |mask| if mask == DType::Bool { 1 } else { 2 }), "ACC" => dtype.compute(),
+            "NB" => self.batch.dims.len().max(1), "DK" => k, "DV" => v,
+            "" => match entry {
+                AttentionKernel::Forward => "FORWARD",
+                AttentionKernel::Split => "FORWARD\n#define SPLIT",
+                AttentionKernel::Combine => "COMBINE",
+                AttentionKernel::Queries => "QUERIES",
+                AttentionKernel::Keys => "KEYS",
+            },
+            "" => TileMacros { tile, dtype, widest: k.max(v) }, "COPY" => copy,
+            "OUT_WIDE" => copy.is_some() && self.width > 1,
+            "" => copy.is_none().then_some(Vectors(dtype, self.width)), "DROPOUT" => self.a.dropout.is_some(),
         };
         config.kernel(self.device, "attention", "attention", &[if self.copy.is_some() { MMA } else { TILES }])
     }
@@ -299,7 +248,7 @@ impl<'a> AttentionLaunches<'a> {
 
     /// Appends the scale, and the probability, factor and seed of dropout.
     fn push_scalars(&self, launch: &mut KernelLaunch) {
-        launch.push_scalars(3, self.a.q.dtype.compute());
-        launch.push_seeds(1);
+        launch.push(Argument::Scalars(3, self.a.q.dtype.compute()));
+        launch.push(Argument::Seeds(1));
     }
 }

@@ -1,9 +1,7 @@
 //! The tiles of the attention kernels: their sizes on a device, and the choice of a kernel for a call.
 
-use crate::backend::opencl::geometry::{declarable_local_memory, row_starts};
-use crate::backend::problem::attention::FusedAttention;
-use crate::device::opencl::{ClDevice, MOST_REGISTERS, SM_90A, TuningParameter};
-use crate::{DType, Tensor};
+use crate::backend::opencl::prelude::*;
+use crate::device::opencl::{MOST_REGISTERS, SM_90A};
 
 /// The maximum head width. Of wider heads, only a few rows would fit in local memory.
 pub(crate) const MAX_HEAD_WIDTH: usize = 256;
@@ -33,22 +31,10 @@ pub(crate) enum Tile {
     Mma { warps: usize, fragments: usize, other: usize, wgmma: bool },
 }
 
-/// The plain tiles, the largest first, because a larger tile does more arithmetic per element read.
-const PLAIN_TILES: [Tile; 9] = [
-    plain(16, 4, 4),
-    plain(16, 2, 4),
-    plain(16, 2, 2),
-    plain(16, 1, 2),
-    plain(8, 2, 2),
-    plain(8, 1, 4),
-    plain(8, 1, 2),
-    plain(4, 1, 2),
-    plain(4, 1, 1),
-];
-
-const fn plain(rows: usize, mi: usize, ni: usize) -> Tile {
-    Tile::Plain { columns: 8, rows, mi, ni }
-}
+/// The rows of work-items, and the scores of each work-item along rows and columns, of the plain tiles: the largest tile first, because a larger
+/// tile does more arithmetic per element read.
+const PLAIN_TILES: [[usize; 3]; 9] =
+    [[16, 4, 4], [16, 2, 4], [16, 2, 2], [16, 1, 2], [8, 2, 2], [8, 1, 4], [8, 1, 2], [4, 1, 2], [4, 1, 1]];
 
 const fn mma(fragments: usize, other: usize) -> Tile {
     Tile::Mma { warps: 4, fragments, other, wgmma: false }
@@ -137,7 +123,8 @@ impl Tile {
         let (group, memory) = (info.max_work_group, declarable_local_memory(device));
         let enough = (heads * queries).next_power_of_two().max(8).min(device.tuned(TuningParameter::AttentionRows));
         let fits = move |tile: &Tile| tile.group_size() <= group && tile.local_memory(a, entry) <= memory;
-        PLAIN_TILES.into_iter().filter(fits).filter(move |tile| tile.own_rows() <= enough)
+        let tiles = PLAIN_TILES.into_iter().map(|[rows, mi, ni]| Tile::Plain { columns: 8, rows, mi, ni });
+        tiles.filter(fits).filter(move |tile| tile.own_rows() <= enough)
     }
 
     /// Returns the tiles for tensor cores, the fastest on an H200 first: tiles with as many accumulators as registers allow, and
@@ -163,10 +150,20 @@ impl Tile {
         tiles.sort_by_key(|&tile| if groups(tile) < units { tile.own_rows() } else { 0 });
         tiles
     }
+}
 
-    /// Returns the macro definitions of this tile for the template.
-    pub(crate) fn defines(self, dtype: DType, widest: usize) -> String {
-        match self {
+/// The macros of a tile, for keys and values that are at most `widest` columns wide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct TileMacros {
+    pub(crate) tile: Tile,
+    pub(crate) dtype: DType,
+    pub(crate) widest: usize,
+}
+
+impl Define for TileMacros {
+    fn define(&self, _: &str, out: &mut String) {
+        let TileMacros { tile, dtype, widest } = *self;
+        out.push_str(&match tile {
             Tile::Plain { columns, rows, mi, ni } => {
                 format!("#define TX {columns}\n#define TY {rows}\n#define MI {mi}\n#define NI {ni}\n")
             }
@@ -182,6 +179,6 @@ impl Tile {
                      #define MT {fragments}\n#define OTHER {other}\n"
                 )
             }
-        }
+        });
     }
 }

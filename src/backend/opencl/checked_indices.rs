@@ -1,17 +1,9 @@
 //! Remembers indices that passed a range check. A kernel records the first index that is out of range, and the next wait must read that record from
 //! the device. The read is skipped if the same indices passed the same check before and have not changed since.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use crate::Tensor;
 use crate::device::capture::is_capturing;
-use crate::device::opencl::{ClDevice, FaultReads};
-
-/// Returns a check number that no other check has.
-pub(crate) fn new_check_id() -> u64 {
-    static LAST: AtomicU64 = AtomicU64::new(0);
-    LAST.fetch_add(1, Ordering::Relaxed) + 1
-}
+use crate::device::opencl::ClDevice;
 
 /// Hashes the values that identify a check into a check number, for kernels without a cached plan.
 pub(crate) fn hash_check(parts: impl IntoIterator<Item = u64>) -> u64 {
@@ -31,7 +23,9 @@ pub(crate) fn begin_check(device: &ClDevice, index: &Tensor, check: u64) -> Opti
         return Some(PendingCheck(None));
     }
     let (reads, known) = (device.fault_reads(), index.storage.stamp());
-    let hash = hash_indices(index, check, reads);
+    let (version, offset, dtype) = (index.storage.version(), index.layout.offset as u64, index.dtype as u64);
+    let hash = hash_check([check, version, offset, dtype, reads.slot, reads.found]);
+    let hash = (hash ^ hash >> 32) & !BEGUN_READS_MASK;
     // The indices are known if the check's hash matches and a read that began after the launch found no faults. Read counts are compared modulo 2^16.
     let is_known = known & !BEGUN_READS_MASK == hash && (reads.clean.wrapping_sub(known) as u16 as i16) > 0;
     (!is_known).then_some(PendingCheck(Some(hash)))
@@ -44,12 +38,5 @@ pub(crate) fn note_launch(device: &ClDevice, index: &Tensor, unknown: PendingChe
     }
 }
 
-/// The bits for the number of reads that had begun when the kernel was launched.
+/// The bits for the number of reads that had begun when the kernel was launched. The other bits hold the hash.
 const BEGUN_READS_MASK: u64 = u16::MAX as u64;
-
-/// Returns a hash of everything that the result of the check depends on, in the bits outside [`BEGUN_READS_MASK`].
-fn hash_indices(index: &Tensor, check: u64, reads: FaultReads) -> u64 {
-    let (version, offset, dtype) = (index.storage.version(), index.layout.offset as u64, index.dtype as u64);
-    let hash = hash_check([check, version, offset, dtype, reads.slot, reads.found]);
-    (hash ^ hash >> 32) & !BEGUN_READS_MASK
-}

@@ -1,17 +1,7 @@
 //! Cross-entropy with class labels on OpenCL: `kernels/cross_entropy.cl` on GPUs, `kernels/softmax.cl` on CPUs.
 
-use crate::backend::opencl::geometry::{
-    ROW_BLOCKS, STRIDED_DIMS, default_group_size, needs_64_bit, slice_rows, vector_width, vectors_per_item,
-};
-use crate::backend::opencl::kernels::{KernelConfig, Vectors, args, kernel_config};
-use crate::backend::opencl::launch_cache::{self, Key, OpKind};
-use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
+use crate::backend::opencl::prelude::*;
 use crate::backend::opencl::softmax::{ROWS, TEMPLATE, row_config};
-use crate::backend::problem::cross_entropy::{LabelEntropy, LossReduction};
-use crate::backend::problem::map::Params;
-use crate::device::DeviceKind;
-use crate::device::opencl::ClDevice;
-use crate::{DType, Error, Result, Tensor};
 
 const GPU_TEMPLATE: &str = include_str!("../../../kernels/cross_entropy.cl");
 
@@ -93,11 +83,6 @@ impl CrossEntropySchedule {
         CrossEntropySchedule { width, lanes, group, kept, whole, groups, last_group_sums, slices, chunk }
     }
 
-    /// Returns the number of work-items that share a row in a launch.
-    fn lanes_in(&self, stage: CrossEntropyStage) -> usize {
-        if stage == CrossEntropyStage::Combines { self.slices.next_power_of_two() } else { self.lanes }
-    }
-
     /// True if in this launch the last work-group to finish adds up the losses of all work-groups.
     fn sums_in_last_group(&self, stage: CrossEntropyStage) -> bool {
         self.last_group_sums && matches!(stage, CrossEntropyStage::Whole | CrossEntropyStage::Combines)
@@ -105,14 +90,11 @@ impl CrossEntropySchedule {
 
     /// Returns the part of the configuration that only the GPU template needs.
     fn spread(&self, dtype: DType, stage: CrossEntropyStage) -> impl KernelConfig + use<> {
+        let combines = stage == CrossEntropyStage::Combines;
+        let lanes = if combines { self.slices.next_power_of_two() } else { self.lanes };
         kernel_config! {
-            "LANES" => self.lanes_in(stage), "CACHED" => self.kept, "" => Vectors(dtype, self.width),
-            "" => match stage {
-                CrossEntropyStage::Whole => "",
-                CrossEntropyStage::Slices => "SLICES",
-                CrossEntropyStage::Gradients => "GRADIENTS",
-                CrossEntropyStage::Combines => "COMBINES",
-            },
+            "LANES" => lanes, "CACHED" => self.kept, "" => Vectors(dtype, self.width),
+            "" => ["", "SLICES", "GRADIENTS", "COMBINES"][stage as usize],
             "WHOLE" => self.whole, "LAST_GROUP_SUMS" => self.sums_in_last_group(stage),
         }
     }
@@ -163,17 +145,17 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         (0..2).for_each(|k| launch.push_tensor(k));
         launch.push_fixed(args![; labels.strides()[0]]);
         (2..5).for_each(|k| launch.push_tensor(k));
-        launch.push_faults();
-        launch.push_fixed(args![; rows, n, x.strides()[0], x.strides()[1], options.ignore_index]);
-        launch.push_fixed(args![; counting as u32, !each]);
+        launch.push(Argument::Faults);
+        let (row, step) = (x.strides()[0], x.strides()[1]);
+        launch.push_fixed(args![; rows, n, row, step, options.ignore_index, counting as u32, !each]);
         if stage != CrossEntropyStage::Whole {
             launch.push_tensor_at(5, 0, 2);
             launch.push_fixed(args![; schedule.slices as u32, schedule.chunk]);
         }
         if schedule.sums_in_last_group(stage) {
             launch.push_tensor_at(5, of_slices as isize, 2);
-            launch.push_arrivals();
-            launch.push_first_arrival();
+            launch.push(Argument::Arrivals);
+            launch.push(Argument::FirstArrival);
         }
         Ok::<_, Error>(launch)
     };

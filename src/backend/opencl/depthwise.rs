@@ -1,20 +1,9 @@
 //! Depthwise convolutions (with one input channel per group) without im2col: `kernels/depthwise.cl`.
 
-use std::sync::Arc;
-
-use smallvec::SmallVec;
-
-use crate::backend::mark_written;
-use crate::backend::opencl::geometry::{STRIDED_DIMS, default_group_size, launch_tuned, needs_64_bit, row_starts};
-use crate::backend::opencl::kernels::{KernelConfig, Vectors, args, element_types, kernel_config};
+use crate::backend::opencl::prelude::*;
 use crate::backend::opencl::window;
-use crate::backend::problem::conv::{Conv2d, Convolution};
-use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::backend::profiled::{describe, describe_convolution};
-use crate::device::DeviceKind;
-use crate::device::opencl::{ClDevice, ClKernel, TuningParameter};
 use crate::device::profiler::operation;
-use crate::{MemoryFormat, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/depthwise.cl");
 

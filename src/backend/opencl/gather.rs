@@ -1,23 +1,8 @@
 //! Gather, scatter, one-hot and linear indices on OpenCL: `kernels/gather.cl`.
 
-use smallvec::SmallVec;
-
-use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, MAX_VECTOR_BYTES, STRIDED_DIMS, bits_type, default_group_size, dims_words, index_type,
-    launch_tuned, needs_64_bit, offset_type, tuned_group_size,
-};
-use crate::backend::opencl::kernels::{Define, KernelConfig, args, kernel_config};
-use crate::backend::opencl::launch_cache::{Key, OpKind};
-use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::{checked_indices, launch_cache, scatter as write};
-use crate::backend::problem::index::{Combine, IndexTerm, Indexed, Scatter};
-use crate::backend::problem::lines::without_dim;
-use crate::backend::problem::map::Params;
-use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice, index_fault};
-use crate::layout::collapse::StridedDims;
-use crate::tensor::{Dims, Layout};
-use crate::{Compute, DType, Result, Shape, Tensor};
+use crate::backend::opencl::prelude::*;
+use crate::backend::opencl::{checked_indices, scatter as write};
+use crate::device::opencl::index_fault;
 
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gather.cl");
 
@@ -33,7 +18,7 @@ fn launch_indexed(
     prepare: impl Fn(&'static ClDevice) -> Result<LaunchPlan>,
 ) -> Result<()> {
     let mut numbers: SmallVec<[u64; 24]> = SmallVec::new();
-    numbers.extend([launch_cache::static_id(g.op.as_ptr()), g.size as u64, g.step as u64, g.wraps.into()]);
+    numbers.extend([static_id(g.op.as_ptr()), g.size as u64, g.step as u64, g.wraps.into()]);
     numbers.extend([relative_offset(&g.x_layout, g.x) as u64, relative_offset(&g.index_layout, g.index) as u64]);
     numbers.extend_from_slice(others);
     // `g.x_layout` and `g.index_layout` may differ from the layouts of the tensors, so the launch-cache key includes both.
@@ -56,7 +41,7 @@ pub(super) fn push_indexed(launch: &mut KernelLaunch, g: &Indexed, to: isize, un
     launch.push_tensor_at(0, relative_offset(&g.x_layout, g.x), unit);
     launch.push_tensor_at(1, relative_offset(&g.index_layout, g.index), 1);
     launch.push_tensor_at(2, to, unit);
-    launch.push_faults();
+    launch.push(Argument::Faults);
     launch.push_fixed(args![; index_fault(g.op)]);
 }
 
@@ -82,12 +67,8 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
             "NEAR" => offset_type(!narrow),
         };
         let kernel = config.kernel(device, "gather", "gather", &["#define GATHER\n", STRIDED_DIMS, TEMPLATE])?;
-        let local = tuned_group_size(
-            device,
-            &kernel,
-            count.div_ceil(per),
-            if gpu { default_group_size(device) } else { DEFAULT_GROUP_SIZE },
-        );
+        let group = if gpu { default_group_size(device) } else { DEFAULT_GROUP_SIZE };
+        let local = tuned_group_size(device, &kernel, count.div_ceil(per), group);
         let mut launch = KernelLaunch::new(kernel, count.div_ceil(per * local) * local, local);
         push_indexed(&mut launch, g, 0, unit);
         launch.push_words(dims_words(&strided));
@@ -219,7 +200,7 @@ fn launch_over_indices(
     let config = kernel_config! { "" => define, "T" => index.dtype, "NK" => rank, "IDX" => index_type(wide) };
     let kernel = config.kernel(device, name, name, &[STRIDED_DIMS, TEMPLATE])?;
     let words = dims_words(&strided);
-    let numbers = [launch_cache::static_id(name.as_ptr()), size as u64];
+    let numbers = [static_id(name.as_ptr()), size as u64];
     let check = checked_indices::hash_check(words.iter().map(|&n| n as u64).chain(numbers));
     let unknown = checked_indices::begin_check(device, index, check);
     let (from, y) = (index.device_view()?, out.device_view()?);

@@ -5,25 +5,13 @@ mod source;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use smallvec::SmallVec;
-
 use crate::backend::opencl::gemm::source::GemmConfig;
 use crate::backend::opencl::gemm_mma::{BufferMatrix, Mma, SplitK, WindowsOperand};
 use crate::backend::opencl::gemm_panel::Panel;
 use crate::backend::opencl::gemm_thin::Thin;
-use crate::backend::opencl::kernels::{AtLaunch, KernelKey, get_or_build_kernel};
-use crate::backend::opencl::launch_cache::{Key, OpKind};
-use crate::backend::opencl::launch_plan::{DeferredWord, KernelLaunch, LaunchPlan};
-use crate::backend::opencl::{image, launch_cache};
-use crate::backend::problem::gemm::{Gemm, GemmPlan};
-use crate::backend::problem::map::Params;
-use crate::backend::problem::precision;
-use crate::device::DeviceKind;
-use crate::device::opencl::{ClDevice, SizeClass, TuningParameter};
-use crate::expr::Expr;
-use crate::expr::program::Program;
-use crate::tensor::Layout;
-use crate::{Compute, DType, Error, Result, Shape, Tensor};
+use crate::backend::opencl::image;
+use crate::backend::opencl::launch_plan::DeferredWord;
+use crate::backend::opencl::prelude::*;
 
 /// The work-group size of the tiled kernel.
 const TILED_GROUP_SIZE: usize = 256;
@@ -238,18 +226,18 @@ impl ChosenKernel<'_> {
         }
         numbers.steps(windows.iter().copied());
         launch.push_words(numbers.words);
-        numbers.deferred.into_iter().for_each(|(at, word)| launch.defer_word(at, word));
+        launch.deferred = numbers.deferred;
         (2..operands.len()).for_each(|k| _ = launch.push_buffer(k));
         if sums.is_some() {
             launch.push_buffer(operands.len());
         }
         if partial.is_some() {
             launch.push_buffer(operands.len() + usize::from(has_sums_tensor));
-            launch.push_arrivals();
+            launch.push(Argument::Arrivals);
         }
-        launch.push_scalars(program.scalars(), compute);
+        launch.push(Argument::Scalars(program.scalars(), compute));
         if program.can_fault(compute) {
-            launch.push_faults();
+            launch.push(Argument::Faults);
         }
         Ok(LaunchPlan::new(device, partial, [launch]))
     }

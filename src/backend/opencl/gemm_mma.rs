@@ -3,12 +3,7 @@
 #[cfg(test)]
 mod tests;
 
-use smallvec::SmallVec;
-
-use crate::DType;
-use crate::backend::opencl::geometry::define_if;
-use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
-use crate::backend::problem::precision;
+use crate::backend::opencl::prelude::*;
 use crate::device::opencl::{ARRIVAL_COUNTERS, SM_90A, TensorCores};
 
 /// The source that is appended to `kernels/gemm.cl`.
@@ -19,6 +14,9 @@ pub(crate) const TEMPLATE: &str = concat!(
     include_str!("../../../kernels/windows_mma.cl"),
     include_str!("../../../kernels/gemm_mma.cl")
 );
+
+/// The number of parameters that the kernel takes to describe the windows.
+pub(crate) const WINDOW_PARAMETERS: usize = 22;
 
 /// The tile of a work-group: the rows m, columns n and depth k of a slice, the warps along rows and columns, and the slices in local memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

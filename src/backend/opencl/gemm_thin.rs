@@ -1,10 +1,7 @@
 //! Products with a matrix of few rows on GPUs. Reading the other matrix takes most of the time.
 
-use crate::Compute;
 use crate::backend::opencl::gemm_mma::{BufferMatrix, SplitK};
-use crate::backend::opencl::geometry::{MAX_VECTOR_BYTES, bits_type};
-use crate::backend::opencl::kernels::AtLaunch;
-use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
+use crate::backend::opencl::prelude::*;
 
 /// The template, which follows `kernels/gemm.cl`.
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gemm_thin.cl");

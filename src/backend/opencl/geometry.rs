@@ -113,6 +113,15 @@ pub(crate) fn vectors_per_item(n: usize, at_once: usize) -> usize {
     }
 }
 
+/// Cuts n elements into at most `wanted` slices of at least `least` elements, a multiple of `unit`. Returns the number of slices and the slice length.
+pub(crate) fn cut_into_slices(n: usize, wanted: usize, least: usize, unit: usize) -> (usize, usize) {
+    if wanted <= 1 {
+        return (1, n);
+    }
+    let chunk = n.div_ceil(wanted.min(1 << 12)).max(least).next_multiple_of(unit);
+    (n.div_ceil(chunk), chunk)
+}
+
 /// Cuts `rows` rows of n elements into slices, about four for each compute unit. Returns the number of slices of a row, and the elements of a
 /// slice, a multiple of `block`. A row has at most as many slices as a work-group has work-items, because one work-group combines the slices.
 pub(crate) fn slice_rows(device: &ClDevice, rows: usize, n: usize, block: usize) -> (usize, usize) {

@@ -11,17 +11,10 @@ pub(crate) use map::elementwise;
 pub(crate) use pool::pool;
 pub(crate) use product::product;
 
-use std::sync::Arc;
-
-use crate::backend::opencl::geometry::{DEFAULT_GROUP_SIZE, clamp_group_size, launch_tuned};
-use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
-use crate::backend::problem::windows::sizes_4d;
+use crate::backend::opencl::prelude::*;
 use crate::device::capture;
-use crate::device::opencl::{Arg, ClDevice, ClKernel, TuningParameter};
-use crate::layout::Layout;
 use crate::storage::driver::opencl::OpenCl;
 use crate::storage::{Image, ImageDesc, ImageFormat, ImageKey, MemoryMode, StorageType, memory_mode};
-use crate::{DType, Error, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/image.cl");
 
@@ -66,14 +59,8 @@ impl Tensor4 {
     /// Converts a layout of up to four dims: `[channels]`, `[batch, channels]`, `[channels, rows, columns]` or all four.
     pub(crate) fn new(layout: &Layout) -> Option<Tensor4> {
         let (dims, strides) = (layout.shape.dims(), &layout.strides);
-        let axes: &[usize] = match dims.len() {
-            0 => &[],
-            1 => &[1],
-            2 => &[0, 1],
-            3 => &[1, 2, 3],
-            4 => &[0, 1, 2, 3],
-            _ => return None,
-        };
+        let axes: [&[usize]; 5] = [&[], &[1], &[0, 1], &[1, 2, 3], &[0, 1, 2, 3]];
+        let axes = axes.get(dims.len())?;
         let mut four = Tensor4 { dims: [1; 4], strides: [0; 4] };
         for (i, &axis) in axes.iter().enumerate() {
             (four.dims[axis], four.strides[axis]) = (dims[i], strides[i]);
@@ -184,11 +171,8 @@ pub(crate) fn to_image(x: &Tensor) -> Result<Option<Image>> {
 
 /// Copies the elements of an image to the tensor `out`.
 pub(crate) fn from_image(image: &Image, out: &Tensor) -> Result<()> {
-    capture::refuse_while_capturing(
-        out.device(),
-        "from_image",
-        "a graph does not keep the image for its replays: convert it outside the capture",
-    )?;
+    let reason = "a graph does not keep the image for its replays: convert it outside the capture";
+    capture::refuse_while_capturing(out.device(), "from_image", reason)?;
     let cl = out.cl_device()?;
     let four = Tensor4::new(&out.layout).expect("an image is of a tensor of at most four dims");
     let kernel = image_kernel(cl, "FROM_IMAGE", out.dtype, false)?;

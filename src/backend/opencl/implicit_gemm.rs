@@ -11,29 +11,15 @@ pub(crate) mod tests;
 
 use std::slice;
 
-use smallvec::SmallVec;
-
-use crate::backend::mark_written;
 use crate::backend::opencl::gemm::{ChosenKernel, GemmKernel};
-use crate::backend::opencl::gemm_mma::{Mma, WindowsOperand, planes};
+use crate::backend::opencl::gemm_mma::{Mma, WINDOW_PARAMETERS, WindowsOperand, planes};
 use crate::backend::opencl::implicit_gemm::blocks::Blocks;
 use crate::backend::opencl::implicit_gemm::channels_last::{ChannelsLast, MAX_IMAGE_BYTES, Matrix, Strided, WholeRows};
 use crate::backend::opencl::implicit_gemm::channels_last::{channels_last, empty_result, is_channels_last, matrix};
-use crate::backend::opencl::kernels::hashed_values;
-use crate::backend::opencl::launch_cache::{Key, OpKind};
-use crate::backend::opencl::{launch_cache, window};
-use crate::backend::problem::conv::{Conv2d, Convolution};
-use crate::backend::problem::gemm::{BIASED, GemmOperand, GemmPlan, PRODUCT};
-use crate::backend::problem::map::Params;
-use crate::backend::problem::windows::{Windows, sizes_4d};
+use crate::backend::opencl::prelude::*;
+use crate::backend::opencl::window;
 use crate::backend::profiled::{describe, describe_convolution};
-use crate::device::opencl::{ClDevice, TuningParameter};
 use crate::device::profiler::operation;
-use crate::tensor::Dims;
-use crate::{DType, Error, MemoryFormat, Result, Shape, Tensor};
-
-/// The number of parameters that the kernel takes to describe the windows.
-pub(crate) const WINDOW_PARAMETERS: usize = 22;
 
 /// The maximum rows and columns of taps for which the kernel handles padding. For more taps, images are copied with their padding.
 const MAX_TAPS_WITH_PADDING: usize = 16;
@@ -247,7 +233,7 @@ impl ImplicitGemm {
             let (row, col) = if last { (0, step) } else { (step, 0) };
             plan.others.push(GemmOperand { row, col, batch });
         }
-        let mma = self.choose(sizes, windows_as, matrix.is_along_k()).ok_or_else(unsupported_error)?;
+        let mma = self.choose(sizes, windows_as, channel == 1).ok_or_else(unsupported_error)?;
         // The pixels of an image are contiguous, so from the last pixel the kernel advances only by the distance to the next image.
         let after = if windows_as == WindowsOperand::Columns { of_image - (height * width) as isize } else { of_image };
         let left_right = if last { [&images.tensor, &matrix.tensor] } else { [&matrix.tensor, &images.tensor] };
@@ -290,7 +276,7 @@ fn launch(
         .chain([inside as isize]);
     let windows: SmallVec<[isize; WINDOW_PARAMETERS]> = numbers.collect();
     let device = tensors[0].cl_device()?;
-    let epilogue = slice::from_ref(if tensors.len() > 3 { &*BIASED } else { &*PRODUCT });
+    let epilogue = slice::from_ref(if tensors.len() > 3 { &EPILOGUES.biased } else { &EPILOGUES.product });
     let mut numbers: SmallVec<[u64; 64]> = hashed_values(&mma).into_iter().collect();
     numbers.extend([plan.m, plan.n, plan.k].map(|n| n as u64).into_iter().chain(windows.iter().map(|&n| n as u64)));
     let key = Key { kind: OpKind::ImplicitGemm, numbers: &numbers, exprs: epilogue, tensors };

@@ -1,19 +1,8 @@
 //! Interpolation on OpenCL: `kernels/interpolate.cl`.
 
-use smallvec::SmallVec;
-
-use crate::Result;
-use crate::backend::opencl::geometry::{STRIDED_DIMS, launch_tuned, needs_64_bit, offset_type, vector_width};
-use crate::backend::opencl::kernels::{Bit, KernelConfig, args, element_types, kernel_config};
-use crate::backend::problem::interpolation::{Interpolate, Samples};
-use crate::backend::problem::windows::sizes_4d;
+use crate::backend::opencl::prelude::*;
 
 const TEMPLATE: &str = include_str!("../../../kernels/interpolate.cl");
-
-/// Returns the words of the struct that the kernels take. The last word is the integer part of the scale.
-fn samples_words(s: &Samples) -> [i64; 6] {
-    [s.from as i64, s.to as i64, s.scale, s.shift, s.unit, s.scale / s.unit]
-}
 
 pub(crate) fn interpolate(problem: &Interpolate) -> Result<()> {
     let &Interpolate { resize, x, out, transposed } = problem;
@@ -35,8 +24,9 @@ pub(crate) fn interpolate(problem: &Interpolate) -> Result<()> {
     let kernel = config.kernel(device, "interpolate", "interpolate", &[STRIDED_DIMS, TEMPLATE])?;
     let items = count / width;
     let strides = x.strides().iter().map(|&s| s as i64);
-    let words: SmallVec<[i64; 20]> =
-        [rows, columns].iter().flat_map(samples_words).chain([c as i64]).chain(strides).collect();
+    let samples = [rows, columns];
+    let samples = samples.iter().flat_map(|s| [s.from as i64, s.to as i64, s.scale, s.shift, s.unit, s.scale / s.unit]);
+    let words: SmallVec<[i64; 20]> = samples.chain([c as i64]).chain(strides).collect();
     let (from, to) = (x.device_view()?, out.device_view()?);
     let args = args![from, to; &words[..], items];
     launch_tuned(device, &kernel, &args, items)

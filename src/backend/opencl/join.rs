@@ -1,16 +1,6 @@
 //! Concatenation on OpenCL in one launch: `kernels/join.cl`.
 
-use smallvec::SmallVec;
-
-use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, MAX_VECTOR_BYTES, bits_type, index_type, needs_64_bit, tuned_group_size,
-};
-use crate::backend::opencl::kernels::{KernelConfig, kernel_config};
-use crate::backend::opencl::launch_cache::{self, Key, OpKind};
-use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::problem::lines::row_stride;
-use crate::backend::problem::map::Params;
-use crate::{Result, Tensor};
+use crate::backend::opencl::prelude::*;
 
 const TEMPLATE: &str = include_str!("../../../kernels/join.cl");
 

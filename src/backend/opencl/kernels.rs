@@ -12,7 +12,7 @@ use crate::device::opencl::{self, Arg, ClDevice, ClKernel, Fault};
 use crate::expr::Expr;
 use crate::storage::ClBlockLocation;
 use crate::sync;
-use crate::{Compute, DType, Device, Result, Tensor};
+use crate::{Compute, DType, Device, Result, Scalar, Tensor};
 
 /// The configuration for which a kernel is compiled. It is part of the kernel's cache key, and its definitions precede the template.
 pub(crate) trait KernelConfig: Hash + Copy + 'static {
@@ -185,6 +185,11 @@ const MAX_KERNELS: usize = 4096;
 type KernelCache = Lru<(Device, bool, KernelKey), Arc<ClKernel>>;
 static KERNEL_CACHE: LazyLock<RwLock<KernelCache>> = LazyLock::new(|| RwLock::new(Lru::new(MAX_KERNELS)));
 
+/// Returns a number that identifies the static at `of`: its distance from another static. Unlike an address, it is the same in every run.
+pub(crate) fn static_id<T>(of: *const T) -> u64 {
+    of.addr().wrapping_sub((&raw const KERNEL_CACHE).addr()) as u64
+}
+
 /// Returns the kernel of `key`, from the cache or built from `source`, which excludes the prelude. `entry` is the name of the kernel function.
 pub(crate) fn get_or_build_kernel(
     device: &'static ClDevice,
@@ -239,6 +244,15 @@ arg_from! {
     u64: U64 as u64;
     isize: I64 as i64;
     i64: I64 as i64;
+}
+
+/// Converts a scalar to a kernel argument of the compute type.
+pub(crate) fn scalar_arg<'a>(compute: Compute, s: Scalar) -> Arg<'a> {
+    match compute {
+        Compute::F32 => Arg::F32(s.to_f64() as f32),
+        Compute::F64 => Arg::F64(s.to_f64()),
+        Compute::I64 => Arg::I64(s.to_i64()),
+    }
 }
 
 /// Passes the words as one struct.

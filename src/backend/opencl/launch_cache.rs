@@ -43,12 +43,6 @@ pub(crate) enum OpKind {
     Join,
 }
 
-/// Returns a number that identifies the static at `of`: its distance from another static. Unlike an address, it is the same in every run.
-pub(crate) fn static_id<T>(of: *const T) -> u64 {
-    static OTHER: u8 = 0;
-    of.addr().wrapping_sub((&raw const OTHER).addr()) as u64
-}
-
 /// Everything that a plan depends on, except tuning parameters: when a tuning parameter changes, the caches of all threads are cleared.
 pub(crate) struct Key<'a> {
     pub(crate) kind: OpKind,

@@ -4,12 +4,12 @@
 //! [`launch_cache`](crate::backend::opencl::launch_cache) stores the plan. A plan refers to a tensor by its index in the list that each call passes.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use smallvec::SmallVec;
 
 use crate::backend::opencl::checked_indices;
-use crate::backend::opencl::kernels::BufferView;
-use crate::backend::opencl::map::scalar_arg;
+use crate::backend::opencl::kernels::{BufferView, scalar_arg};
 use crate::backend::problem::map::Params;
 use crate::device::opencl::{ARRIVAL_COUNTERS, Arg, ClDevice, ClKernel};
 use crate::{Compute, DType, Result, Tensor};
@@ -35,12 +35,12 @@ pub(crate) struct KernelLaunch {
     /// The words of all structs that are passed to the kernel by value.
     words: Vec<i64>,
     /// Words that each call fills in, as pairs of an index into `words` and the value to fill in.
-    deferred: Vec<(usize, DeferredWord)>,
+    pub(super) deferred: Vec<(usize, DeferredWord)>,
 }
 
 /// One argument of a kernel.
 #[derive(Clone, Copy)]
-enum Argument {
+pub(crate) enum Argument {
     Buffer(u32),
     /// The offset of a tensor in its buffer plus `skip` elements, in units of `unit` elements.
     Offset {
@@ -52,10 +52,10 @@ enum Argument {
     Fixed(Arg<'static>),
     /// A struct made of `words`, from the first index to the second.
     Words(u32, u32),
-    /// The first `n` scalars of the call, one argument each.
-    Scalars(u32, Compute),
+    /// The first `n` scalars of the call, one argument each, converted to the compute type.
+    Scalars(usize, Compute),
     /// The first `n` seeds of the call, two arguments each: key and stream.
-    Seeds(u32),
+    Seeds(usize),
     /// The buffer in which kernels record faults.
     Faults,
     /// The buffer with the counters of finished work-groups.
@@ -90,7 +90,8 @@ impl LaunchPlan {
     /// Declares that the kernels fault only if tensor `k` holds an index out of range. Indices that passed this check before need no second
     /// check.
     pub(crate) fn with_index_check(self, k: usize) -> LaunchPlan {
-        LaunchPlan { indices: Some((k, checked_indices::new_check_id())), ..self }
+        static CHECKS: AtomicU64 = AtomicU64::new(1);
+        LaunchPlan { indices: Some((k, CHECKS.fetch_add(1, Relaxed))), ..self }
     }
 
     /// True if tensor `k` of the list is passed to a kernel.
@@ -146,6 +147,10 @@ impl KernelLaunch {
         self.arguments.push(Argument::Offset { of, unit: unit as u32, skip });
     }
 
+    pub(crate) fn push(&mut self, argument: Argument) {
+        self.arguments.push(argument);
+    }
+
     /// Adds arguments with the same values at every call.
     pub(crate) fn push_fixed(&mut self, args: impl IntoIterator<Item = Arg<'static>>) {
         self.arguments.extend(args.into_iter().map(Argument::Fixed));
@@ -156,36 +161,6 @@ impl KernelLaunch {
         let from = self.words.len() as u32;
         self.words.extend(words);
         self.arguments.push(Argument::Words(from, self.words.len() as u32));
-    }
-
-    /// Makes each call fill in `words[word]`.
-    pub(crate) fn defer_word(&mut self, word: usize, what: DeferredWord) {
-        self.deferred.push((word, what));
-    }
-
-    /// Adds the first `count` scalars of the call, converted to the compute type.
-    pub(crate) fn push_scalars(&mut self, count: usize, compute: Compute) {
-        self.arguments.push(Argument::Scalars(count as u32, compute));
-    }
-
-    /// Adds the first `count` seeds of the call.
-    pub(crate) fn push_seeds(&mut self, count: usize) {
-        self.arguments.push(Argument::Seeds(count as u32));
-    }
-
-    /// Adds the buffer in which kernels record faults.
-    pub(crate) fn push_faults(&mut self) {
-        self.arguments.push(Argument::Faults);
-    }
-
-    /// Adds the buffer with the counters of finished work-groups.
-    pub(crate) fn push_arrivals(&mut self) {
-        self.arguments.push(Argument::Arrivals);
-    }
-
-    /// Adds the index of the current stream's first counter of finished work-groups.
-    pub(crate) fn push_first_arrival(&mut self) {
-        self.arguments.push(Argument::FirstArrival);
     }
 
     fn launch(&self, device: &'static ClDevice, tensors: &[&Tensor], params: Params, may_fault: bool) -> Result<()> {
@@ -222,12 +197,12 @@ impl KernelLaunch {
                 Argument::Fixed(arg) => arg,
                 Argument::Words(from, to) => Arg::Bytes(bytemuck::cast_slice(&words[from as usize..to as usize])),
                 Argument::Scalars(count, compute) => {
-                    let scalars = params.scalars.iter().take(count as usize);
+                    let scalars = params.scalars.iter().take(count);
                     scalars.for_each(|&s| args.push(scalar_arg(compute, s))); // a loop, because `extend` would be an out-of-line call
                     continue;
                 }
                 Argument::Seeds(count) => {
-                    let seeds = params.seeds.iter().take(count as usize);
+                    let seeds = params.seeds.iter().take(count);
                     args.extend(seeds.flat_map(|seed| [Arg::U64(seed.key), Arg::U64(seed.stream)]));
                     continue;
                 }

@@ -2,22 +2,13 @@
 
 mod source;
 
-use std::sync::OnceLock;
+use std::cell::RefCell;
 
-use smallvec::SmallVec;
-
-use crate::backend::opencl::geometry::{MAX_VECTOR_BYTES, clamp_group_size, max_group_size, tuned_group_size};
 use crate::backend::opencl::image;
-use crate::backend::opencl::kernels::{KernelKey, get_or_build_kernel};
-use crate::backend::opencl::launch_cache::{self, Key, OpKind};
-use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::problem::map::{Formulas, Launch, can_overwrite_elementwise, in_place};
-use crate::backend::problem::operand::OperandKind;
+use crate::backend::opencl::prelude::*;
+use crate::device::capture;
 use crate::device::cpu::streaming;
-use crate::device::opencl::{Arg, ClDevice, MAX_TUNED_GROUP_ITEMS, SizeClass, TuningParameter};
-use crate::device::{DeviceKind, capture};
-use crate::layout::collapse::StridedDims;
-use crate::{Compute, DType, Result, Tensor};
+use crate::device::opencl::MAX_TUNED_GROUP_ITEMS;
 
 /// The maximum number of bytes of local memory that tiles may take.
 const MAX_TILE_BYTES: usize = 32 << 10;
@@ -82,19 +73,18 @@ enum Form {
         /// Whether results that exceed the cache are written with non-temporal stores.
         nontemporal: bool,
     },
-    /// Each work-group computes a tile of `side` elements of dim `dim` by `across` elements of the innermost dim. CPUs move a tile line by line.
-    Tiled { side: usize, across: usize, dim: usize, lines: Option<LineStores> },
+    /// Each work-group computes a tile of `side` elements of dim `dim` by `across` elements of the innermost dim. CPUs move a tile line by line;
+    /// `lines` holds whether they write results that exceed the cache with non-temporal stores.
+    Tiled { side: usize, across: usize, dim: usize, lines: Option<bool> },
 }
 
-/// How a CPU writes the lines of a tile.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct LineStores {
-    /// Whether results that exceed the cache are written with non-temporal stores.
-    nontemporal: bool,
-}
+/// A function that is called for each launch of formulas that was recorded as a single command, with the formulas and the command's number.
+type FormulaSink = Box<dyn FnMut(&Formulas, usize)>;
 
-/// Called for each launch of formulas that was recorded as a single command, with the formulas and the command's number.
-pub(crate) static FORMULA_SINK: OnceLock<fn(&Formulas, usize)> = OnceLock::new();
+thread_local! {
+    /// The sink of this thread's current capture.
+    pub(crate) static FORMULA_SINK: RefCell<Option<FormulaSink>> = const { RefCell::new(None) };
+}
 
 /// Launches formulas. During a capture, also passes them to [`FORMULA_SINK`], unless copies of operands made the launch take several commands.
 pub(crate) fn launch_or_record(formulas: &Formulas) -> Result<()> {
@@ -103,8 +93,8 @@ pub(crate) fn launch_or_record(formulas: &Formulas) -> Result<()> {
     }
     let command = capture::command_count();
     launch_formulas(formulas)?;
-    if let (true, Some(record)) = (capture::command_count() == command + 1, FORMULA_SINK.get()) {
-        record(formulas, command);
+    if capture::command_count() == command + 1 {
+        FORMULA_SINK.with_borrow_mut(|sink| sink.iter_mut().for_each(|record| record(formulas, command)));
     }
     Ok(())
 }
@@ -217,13 +207,13 @@ pub(crate) fn make_plan(launch: &Launch) -> Result<LaunchPlan> {
         let strides = strided.strides.iter().flatten().map(|&s| s as i64);
         kernel_launch.push_words(strided.dims.iter().map(|&d| d as i64).chain(strides));
     }
-    kernel_launch.push_scalars(launch.program.scalars(), launch.compute);
-    kernel_launch.push_seeds(launch.program.seeds());
+    kernel_launch.push(Argument::Scalars(launch.program.scalars(), launch.compute));
+    kernel_launch.push(Argument::Seeds(launch.program.seeds()));
     if launch.base.is_some() {
         kernel_launch.push_tensor(operands.len());
     }
     if launch.program.can_fault(launch.compute) {
-        kernel_launch.push_faults();
+        kernel_launch.push(Argument::Faults);
     }
     kernel_launch.push_fixed(counts.into_iter().map(|n| if wide { Arg::from(n) } else { Arg::from(n as u32) }));
     Ok(LaunchPlan::single(device, kernel_launch))
@@ -291,7 +281,7 @@ fn choose_tiled_form(
     let info = device.info();
     let class = SizeClass::from_sizes([strided.dims[dim], strided.dims[last], size]);
     let (side, lines) = match info.kind {
-        DeviceKind::Cpu => (device.tuned_for(TuningParameter::TransposeLine, class), Some(LineStores { nontemporal })),
+        DeviceKind::Cpu => (device.tuned_for(TuningParameter::TransposeLine, class), Some(nontemporal)),
         _ => {
             // The size of a tile includes the padding of columns that the generated source adds.
             let fits =
@@ -318,15 +308,6 @@ fn choose_tiled_form(
         }
     }
     Some(Form::Tiled { side, across, dim, lines })
-}
-
-/// Converts a scalar to a kernel argument of the compute type.
-pub(crate) fn scalar_arg<'a>(compute: Compute, s: crate::Scalar) -> Arg<'a> {
-    match compute {
-        Compute::F32 => Arg::F32(s.to_f64() as f32),
-        Compute::F64 => Arg::F64(s.to_f64()),
-        Compute::I64 => Arg::I64(s.to_i64()),
-    }
 }
 
 #[cfg(test)]

@@ -22,6 +22,7 @@ pub(crate) mod map;
 pub(crate) mod nonzero;
 pub(crate) mod norm;
 mod norm_channels;
+mod prelude;
 mod radix_select;
 pub(crate) mod reduce;
 pub(crate) mod scan;
@@ -38,8 +39,8 @@ pub(crate) mod window;
 #[cfg(test)]
 mod tests;
 
+use crate::backend::Backend;
 use crate::backend::problem::*;
-use crate::backend::{Backend, mark_written};
 use crate::storage::Image;
 use crate::{Result, Tensor};
 

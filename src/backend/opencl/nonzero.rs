@@ -1,16 +1,7 @@
 //! Nonzero and masked select on OpenCL: `kernels/nonzero.cl`. The first launch counts the nonzero elements of each chunk of the mask,
 //! and the host reads the counts to size the result. From the counts, the second launch computes where each chunk begins in the result.
 
-use smallvec::SmallVec;
-
-use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, bits_type, default_group_size, dims_words, index_type, needs_64_bit, offset_type,
-};
-use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
-use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice};
-use crate::layout::collapse::StridedDims;
-use crate::{Compute, DType, Result, Tensor};
+use crate::backend::opencl::prelude::*;
 
 const TEMPLATE: &str = include_str!("../../../kernels/nonzero.cl");
 

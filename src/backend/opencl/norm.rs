@@ -1,21 +1,8 @@
 //! Normalisation on OpenCL: `kernels/norm.cl`.
 
-use smallvec::SmallVec;
-
-use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, VECTOR_ACCESS, default_group_size, needs_64_bit, safe_range_defines, vector_width, vectors_per_item,
-};
-use crate::backend::opencl::kernels::{KernelConfig, Vectors, args, element_types, kernel_config};
-use crate::backend::opencl::launch_cache::{self, Key, OpKind};
-use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::map::scalar_arg;
 use crate::backend::opencl::norm_channels;
-use crate::backend::problem::map::Params;
-use crate::backend::problem::norm::{NormForward, Normalisation, RowGrouping, Variance};
-use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice, FAST_DIVISION};
-use crate::tensor::Layout;
-use crate::{DType, Result, Scalar, Tensor};
+use crate::backend::opencl::prelude::*;
+use crate::device::opencl::FAST_DIVISION;
 
 const TEMPLATE: &str =
     concat!(include_str!("../../../kernels/norm.cl"), include_str!("../../../kernels/norm_processor.cl"));
@@ -199,10 +186,8 @@ pub(crate) fn make_plan(rows: &Normalisation) -> Result<LaunchPlan> {
     if schedule.slices == 0 {
         let slots = rows.columns.map_or(rows.count(), |parts| parts.shape().dims()[0]);
         let global = slots.div_ceil(schedule.group / schedule.lanes) * schedule.group;
-        return Ok(LaunchPlan::single(
-            device,
-            kernel_launch(device, rows, "", Some(&schedule), (global, schedule.group))?,
-        ));
+        let launch = kernel_launch(device, rows, "", Some(&schedule), (global, schedule.group))?;
+        return Ok(LaunchPlan::single(device, launch));
     }
     let numbers = registers_per_element(rows.x, rows.z.is_some(), false);
     let schedule =

@@ -1,14 +1,7 @@
 //! Batch norm on GPUs for channels-last tensors: `kernels/norm_channels.cl`.
 
-use crate::backend::opencl::geometry::{VECTOR_ACCESS, declarable_local_memory, needs_64_bit, vector_width};
-use crate::backend::opencl::kernels::{KernelConfig, Vectors, element_types, kernel_config};
-use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::map::scalar_arg;
 use crate::backend::opencl::norm::{ARGUMENTS, norm_operands, precision_defines};
-use crate::backend::problem::norm::Normalisation;
-use crate::device::DeviceKind;
-use crate::device::opencl::ClDevice;
-use crate::{Result, Scalar, Tensor};
+use crate::backend::opencl::prelude::*;
 
 const TEMPLATE: &str = include_str!("../../../kernels/norm_channels.cl");
 
@@ -123,9 +116,8 @@ impl ChannelSchedule {
         (0..tensors.len()).for_each(|k| launch.push_tensor(k));
         let along = |t: Option<&Tensor>| t.map_or(0, |t| t.strides()[1] as i64);
         let counts = [rows, channels, chunk, slices].map(|n| n as i64);
-        launch.push_words(
-            counts.into_iter().chain(steps.map(|s| s as i64)).chain([along(norm.weight), along(norm.bias)]),
-        );
+        let words = counts.into_iter().chain(steps.map(|s| s as i64));
+        launch.push_words(words.chain([along(norm.weight), along(norm.bias)]));
         launch.push_fixed([scalar_arg(dtype.compute(), Scalar::Float(norm.eps))]);
         if !part.is_empty() {
             // The scratch tensor follows all other tensors. Its elements are pairs of numbers.

@@ -1,16 +1,8 @@
 //! Selection from few long lines by radix search: `kernels/radix_select.cl`. For each digit, one pass counts elements without moving
 //! them. The only temporaries are the digit histograms of slices and the state of the search.
 
-use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, dims_words, index_type, needs_64_bit,
-};
-use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
+use crate::backend::opencl::prelude::*;
 use crate::backend::opencl::{select, sort};
-use crate::backend::problem::lines::Lines;
-use crate::backend::problem::select::{RankQuery, Selected, key_bits};
-use crate::device::DeviceKind;
-use crate::device::opencl::ClDevice;
-use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/radix_select.cl");
 

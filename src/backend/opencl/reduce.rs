@@ -2,25 +2,8 @@
 
 use std::ops::RangeInclusive;
 
-use smallvec::SmallVec;
-
-use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, index_type, lanes_per_row, needs_64_bit,
-    safe_range_defines, tuned_group_size, vector_width,
-};
-use crate::backend::opencl::kernels::{
-    Define, KernelConfig, KernelKey, Vectors, args, get_or_build_kernel, kernel_config,
-};
-use crate::backend::opencl::launch_cache::{self, Key, OpKind};
-use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::map::scalar_arg;
-use crate::backend::problem::map::Params;
-use crate::backend::problem::reduction::{Axes, Combination, Element, Reduction, ReductionPlan, Rescaled, Rule};
-use crate::device::DeviceKind;
-use crate::device::opencl::{ARRIVAL_COUNTERS, ClDevice};
-use crate::expr::Expr;
-use crate::expr::program::Program;
-use crate::{Compute, DType, Result, Scalar, Tensor};
+use crate::backend::opencl::prelude::*;
+use crate::device::opencl::ARRIVAL_COUNTERS;
 
 const TEMPLATE: &str = concat!(
     include_str!("../../../kernels/reduce.cl"),
@@ -47,7 +30,7 @@ enum ReduceStage {
 /// Reduces in one launch, or in two if few results have many elements each.
 pub(crate) fn launch_reduction(reduction: &Reduction) -> Result<()> {
     let Reduction { rule, x, mask, out, number, .. } = *reduction;
-    let id = launch_cache::static_id(reduction.rule);
+    let id = static_id(reduction.rule);
     let first = [id, number.to_bits()];
     let numbers: SmallVec<[u64; 8]> = first.into_iter().chain(mask.iter().map(|&reduced| reduced.into())).collect();
     let key = Key { kind: OpKind::Reduce, numbers: &numbers, exprs: &[], tensors: &[x, out] };
@@ -71,11 +54,8 @@ fn make_plan(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor, number
     let partial = Some(if arg { (2 * count, DType::I64) } else { (count, acc.dtype()) });
     if schedule.combines_in_last_group(device) {
         let both = ReductionKernel { rule, input: t.dtype, output: out.dtype, acc, stage: ReduceStage::LastGroup };
-        return Ok(LaunchPlan::new(
-            device,
-            partial,
-            [both.kernel_launch(device, (0, start), 1, plan, &schedule, number)?],
-        ));
+        let launch = both.kernel_launch(device, (0, start), 1, plan, &schedule, number)?;
+        return Ok(LaunchPlan::new(device, partial, [launch]));
     }
     let stage = if arg { ReduceStage::First } else { ReduceStage::Whole };
     let (first, second) = rule.stages();
@@ -139,6 +119,7 @@ impl ReduceSchedule {
         let units = device.info().compute_units.max(1);
         let (outs, n) = (plan.outs, plan.n);
         if device.info().kind == DeviceKind::Cpu {
+            let (width, lanes) = (1, 1);
             let contiguous = plan.reduced.rank() == 1 && plan.reduced.inner().1 == 1 && plan.kept.rank() == 1;
             if contiguous
                 && plan.kept.inner().1 == n as isize
@@ -147,16 +128,7 @@ impl ReduceSchedule {
                 && !reads_pairs
             {
                 let (global, local) = (outs.div_ceil(16), DEFAULT_GROUP_SIZE);
-                return ReduceSchedule {
-                    width: 1,
-                    row: n,
-                    by_column: false,
-                    lanes: 1,
-                    slices: 1,
-                    chunk: n,
-                    global,
-                    local,
-                };
+                return ReduceSchedule { width, row: n, by_column: false, lanes, slices: 1, chunk: n, global, local };
             }
             // A work-item computes sixteen adjacent columns if columns are contiguous, otherwise one result.
             let (columns, across) = plan.kept.inner();
@@ -168,7 +140,7 @@ impl ReduceSchedule {
             let global = items * slices;
             // A work-group takes extra time, so work-groups are large if there are many work-items. Few work-items are balanced best in groups of one.
             let local = if global >= 64 * 8 * units { DEFAULT_GROUP_SIZE } else { 1 };
-            return ReduceSchedule { width: 1, row: 0, by_column, lanes: 1, slices, chunk, global, local };
+            return ReduceSchedule { width, row: 0, by_column, lanes, slices, chunk, global, local };
         }
         let group = default_group_size(device);
         let by_column = plan.by_column();
@@ -199,15 +171,6 @@ impl ReduceSchedule {
         let groups = self.global / self.local / self.slices;
         device.info().kind != DeviceKind::Cpu && groups <= ARRIVAL_COUNTERS && device.has_fence()
     }
-}
-
-/// Cuts n elements into at most `wanted` slices of at least `least` elements, a multiple of `unit`. Returns the number of slices and the slice length.
-fn cut_into_slices(n: usize, wanted: usize, least: usize, unit: usize) -> (usize, usize) {
-    if wanted <= 1 {
-        return (1, n);
-    }
-    let chunk = n.div_ceil(wanted.min(4096)).max(least).next_multiple_of(unit);
-    (n.div_ceil(chunk), chunk)
 }
 
 /// A sum that is computed again with scaled elements if it overflows or underflows, and its accumulator.
@@ -256,23 +219,13 @@ impl ReductionKernel<'_> {
         let config = kernel_config! {
             "A" => input, "B" => output, "ACC" => acc, "FROM" => input.compute().cl_name(),
             "NK" => plan.kept.rank(), "NR" => plan.reduced.rank(), "IDX" => index_type(wide), "GROUP" => group,
-            "" => match rule.combination {
-                Combination::Add => "OP_SUM",
-                Combination::Mul => "OP_PROD",
-                Combination::Max | Combination::ArgMax => "OP_MAX",
-                Combination::Min | Combination::ArgMin => "OP_MIN",
-            },
+            "" => ["OP_SUM", "OP_PROD", "OP_MAX", "OP_MIN", "OP_MAX", "OP_MIN"][rule.combination as usize],
             "" => Vectors(input, schedule.width), "COLUMNS" => schedule.by_column && schedule.width > 1,
             "LOWEST" => low, "HIGHEST" => high, "STEP" => step, "STEP16" => step16, "INTEGERS" => integers,
             "ROW" => (schedule.row > 0).then_some(schedule.row),
             "" => rule.rescaled.map(|rescaled| RescaledSum(rescaled, acc)), "ARG" => rule.combination.is_arg(),
             "NONZERO" => rule.element == Element::NonZero,
-            "" => match self.stage {
-                ReduceStage::Whole => "",
-                ReduceStage::First => "PARTIAL",
-                ReduceStage::Second => "PAIRS",
-                ReduceStage::LastGroup => "LAST_GROUP_SUMS",
-            },
+            "" => ["", "PARTIAL", "PAIRS", "LAST_GROUP_SUMS"][self.stage as usize],
         };
         let element = if let Element::Formula(e) = &rule.element { Some(e) } else { None };
         let exprs: SmallVec<[Expr; 2]> = element.into_iter().chain(&rule.finish).cloned().collect();
@@ -305,8 +258,8 @@ impl ReductionKernel<'_> {
         }
         if self.stage == ReduceStage::LastGroup {
             launch.push_tensor_at(y + 1, 0, elements(self.rule.combination.is_arg()));
-            launch.push_arrivals();
-            launch.push_first_arrival();
+            launch.push(Argument::Arrivals);
+            launch.push(Argument::FirstArrival);
         }
         Ok(launch)
     }

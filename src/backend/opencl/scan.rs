@@ -1,14 +1,6 @@
 //! Scans on OpenCL, in one or three launches: `kernels/scan.cl`.
 
-use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, dims_words, index_type, needs_64_bit,
-};
-use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
-use crate::backend::problem::lines::Lines;
-use crate::backend::problem::scan::{RunningReduction, Scan};
-use crate::device::DeviceKind;
-use crate::device::opencl::ClDevice;
-use crate::{Compute, DType, Result, Tensor};
+use crate::backend::opencl::prelude::*;
 
 const TEMPLATE: &str = include_str!("../../../kernels/scan.cl");
 
@@ -54,7 +46,15 @@ pub(crate) fn launch_scan(problem: &RunningReduction) -> Result<()> {
     };
     let group = default_group_size(device);
     let serial = cpu || (lines.is_interleaved() && lines.count >= 64 * device.info().compute_units);
-    let (chunk, slices) = cut_into_slices(device, lines, serial, group);
+    let units = device.info().compute_units.max(1);
+    let (least, unit, enough) = match serial {
+        true => (1 << 14, 64, units),
+        false => (8 * group * ELEMENTS_PER_ITEM, group * ELEMENTS_PER_ITEM, 2 * units),
+    };
+    // A line is cut only if there are too few lines to keep the device busy.
+    let whole = lines.count >= enough || lines.n < 2 * least;
+    let wanted = if whole { 1 } else { (4 * units).div_ceil(lines.count) };
+    let (slices, chunk) = cut_into_slices(lines.n, wanted, least, unit);
     let indices = indices.unwrap_or(values);
     let job = ScanLaunches { kind, x, values, indices, totals: values, lines, acc, serial, group };
     if slices == 1 {
@@ -70,22 +70,6 @@ pub(crate) fn launch_scan(problem: &RunningReduction) -> Result<()> {
     job.launch(device, Phase::Totals, chunk, slices)?;
     job.launch(device, Phase::Between, slices, slices)?;
     job.launch(device, Phase::Finish, chunk, slices)
-}
-
-/// Returns the length of slices and the number of slices of a line. The number is 1 unless there are too few lines to keep the device busy.
-fn cut_into_slices(device: &ClDevice, lines: &Lines, serial: bool, group: usize) -> (usize, usize) {
-    let units = device.info().compute_units.max(1);
-    let (least, unit, enough) = if serial {
-        (1 << 14, 64, units)
-    } else {
-        (8 * group * ELEMENTS_PER_ITEM, group * ELEMENTS_PER_ITEM, 2 * units)
-    };
-    if lines.count >= enough || lines.n < 2 * least {
-        return (lines.n, 1);
-    }
-    let wanted = (4 * units).div_ceil(lines.count).min(1 << 12);
-    let chunk = lines.n.div_ceil(wanted).max(least).next_multiple_of(unit);
-    (chunk, lines.n.div_ceil(chunk))
 }
 
 impl ScanLaunches<'_> {

@@ -1,18 +1,7 @@
 //! Scatter on GPUs: `kernels/scatter.cl`.
 
-use smallvec::SmallVec;
-
 use crate::backend::opencl::gather::{TEMPLATE, combine_into_units, element_config, push_indexed, relative_offset};
-use crate::backend::opencl::geometry::{
-    MAX_VECTOR_BYTES, STRIDED_DIMS, bits_type, default_group_size, dims_words, index_type, needs_64_bit,
-};
-use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
-use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::problem::index::{Indexed, Scatter};
-use crate::backend::problem::lines::without_dim;
-use crate::device::opencl::ClDevice;
-use crate::layout::collapse::StridedDims;
-use crate::{Result, Shape};
+use crate::backend::opencl::prelude::*;
 
 const WRITES: &str = include_str!("../../../kernels/scatter.cl");
 

@@ -1,17 +1,8 @@
 //! Top-k, k-th value and median without sorting whole lines: `kernels/select.cl` on GPUs, `kernels/select_serial.cl` on CPUs, and
 //! [`radix_select`] for few long lines.
 
-use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, STRIDED_DIMS, clamp_group_size, default_group_size, dims_words, index_type, needs_64_bit,
-};
-use crate::backend::opencl::kernels::{Bit, KernelConfig, args, kernel_config};
+use crate::backend::opencl::prelude::*;
 use crate::backend::opencl::{radix_select, sort};
-use crate::backend::problem::lines::Lines;
-use crate::backend::problem::select::{RankQuery, Selected, dims_with};
-use crate::device::DeviceKind;
-use crate::device::opencl::ClDevice;
-use crate::tensor::Dims;
-use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/select.cl");
 const SERIAL_TEMPLATE: &str = include_str!("../../../kernels/select_serial.cl");
@@ -124,9 +115,30 @@ fn launch(
     slices: usize,
     to: &Selected,
 ) -> Result<()> {
-    let n = lines.n;
+    let (n, words) = (lines.n, dims_words(&lines.strided));
+    let lines_config = |wide: bool| {
+        kernel_config! {
+            "" => sort::KeyType(x.dtype), "INDEX_TYPE" => index_type(needs_64_bit([n])), "NK" => lines.rank(),
+            "IDX" => index_type(wide),
+        }
+    };
+    let views = || -> Result<_> {
+        let from = from.unwrap_or(&to.indices);
+        Ok((x.device_view()?, to.values().device_view()?, to.indices.device_view()?, from.device_view()?))
+    };
     if let (Query::First { k, descending, .. }, true) = (query, is_serial(device)) {
-        return launch_serial(device, *k, *descending, x, from, lines, inner, slices, to);
+        let cap = if *k <= 8 { 8 } else { MAX_CPU_K };
+        let wide = needs_64_bit([lines.count * n + DEFAULT_GROUP_SIZE, lines.count * slices * k]);
+        let config = kernel_config! { "" => lines_config(wide), "CAP" => cap, "FROM" => from.is_some() };
+        let parts = [STRIDED_DIMS, sort::KEYS, SERIAL_TEMPLATE];
+        let kernel = config.kernel(device, "choose_serial", "choose", &parts)?;
+        let ((x, y, indices, from), flip) = (views()?, if *descending { u64::MAX } else { 0 });
+        let args = args![
+            x, y, indices, from; &words[..], lines.count, n, lines.step, inner, *k, slices as u32, flip
+        ];
+        let items = lines.count * slices;
+        let local = if items >= 512 * device.info().compute_units { DEFAULT_GROUP_SIZE } else { 1 };
+        return device.launch(&kernel, &args, &[items], &[clamp_group_size(&kernel, local)]);
     }
     let share = n.div_ceil(slices);
     let group = share.div_ceil(4).next_power_of_two().clamp(32, default_group_size(device));
@@ -143,47 +155,11 @@ fn launch(
         }
     };
     let config = kernel_config! {
-        "" => sort::KeyType(x.dtype), "INDEX_TYPE" => index_type(needs_64_bit([n])), "NK" => lines.rank(),
-        "IDX" => index_type(wide), "GROUP" => group, "PER" => per, "CAP" => cap, "DESCENDING" => Bit(descending),
+        "" => lines_config(wide), "GROUP" => group, "PER" => per, "CAP" => cap, "DESCENDING" => Bit(descending),
         "TOP" => top, "FROM" => from.is_some() && top, "RESIDENT" => resident,
     };
     let kernel = config.kernel(device, "choose", "choose", &[STRIDED_DIMS, sort::KEYS, TEMPLATE])?;
-    let words = dims_words(&lines.strided);
-    let (x, y, indices) = (x.device_view()?, to.values().device_view()?, to.indices.device_view()?);
-    let from = from.unwrap_or(&to.indices).device_view()?;
+    let (x, y, indices, from) = views()?;
     let args = args![x, y, indices, from; &words[..], n, lines.step, inner, k, slices as u32, rule];
     device.launch(&kernel, &args, &[lines.count * slices * group], &[group])
-}
-
-/// Launches the selection of the first `k` elements on a CPU.
-#[expect(clippy::too_many_arguments, reason = "the parts of a launch")]
-fn launch_serial(
-    device: &'static ClDevice,
-    k: usize,
-    descending: bool,
-    x: &Tensor,
-    from: Option<&Tensor>,
-    lines: &Lines,
-    inner: usize,
-    slices: usize,
-    to: &Selected,
-) -> Result<()> {
-    let cap = if k <= 8 { 8 } else { MAX_CPU_K };
-    let wide = needs_64_bit([lines.count * lines.n + DEFAULT_GROUP_SIZE, lines.count * slices * k]);
-    let config = kernel_config! {
-        "" => sort::KeyType(x.dtype), "INDEX_TYPE" => index_type(needs_64_bit([lines.n])), "NK" => lines.rank(),
-        "IDX" => index_type(wide), "CAP" => cap, "FROM" => from.is_some(),
-    };
-    let parts = [STRIDED_DIMS, sort::KEYS, SERIAL_TEMPLATE];
-    let kernel = config.kernel(device, "choose_serial", "choose", &parts)?;
-    let words = dims_words(&lines.strided);
-    let (x, y, indices) = (x.device_view()?, to.values().device_view()?, to.indices.device_view()?);
-    let from = from.unwrap_or(&to.indices).device_view()?;
-    let args = args![
-        x, y, indices, from; &words[..], lines.count, lines.n, lines.step, inner, k, slices as u32,
-        if descending { u64::MAX } else { 0 }
-    ];
-    let items = lines.count * slices;
-    let local = if items >= 512 * device.info().compute_units { DEFAULT_GROUP_SIZE } else { 1 };
-    device.launch(&kernel, &args, &[items], &[clamp_group_size(&kernel, local)])
 }

@@ -1,11 +1,6 @@
 //! `arange` and `linspace` on OpenCL: `kernels/sequence.cl`.
 
-use crate::backend::opencl::geometry::launch_tuned;
-use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
-use crate::backend::problem::sequence::Sequence;
-use crate::device::DeviceKind;
-use crate::device::opencl::Arg;
-use crate::{DType, Result, Tensor};
+use crate::backend::opencl::prelude::*;
 
 const TEMPLATE: &str = include_str!("../../../kernels/sequence.cl");
 

@@ -1,17 +1,6 @@
 //! Softmax, log-softmax, logsumexp and their gradients on OpenCL: `kernels/softmax.cl`.
 
-use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, ROW_BLOCKS, STRIDED_DIMS, default_group_size, dims_words, index_type, lanes_per_row,
-    max_group_size, needs_64_bit, slice_rows, tuned_group_size, vector_width, vectors_per_item,
-};
-use crate::backend::opencl::kernels::{Bit, KernelConfig, Vectors, args, kernel_config};
-use crate::backend::opencl::launch_cache::{self, Key, OpKind};
-use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::problem::map::Params;
-use crate::backend::problem::softmax::{RowOp, Softmax, SoftmaxRows};
-use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice};
-use crate::{DType, Error, Result, Tensor};
+use crate::backend::opencl::prelude::*;
 
 pub(crate) const ROWS: &str = include_str!("../../../kernels/rows.cl");
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/softmax.cl");
@@ -108,13 +97,7 @@ impl SoftmaxSchedule {
 
 /// Returns the macro that selects the operation in the templates.
 fn operation_macro(kind: RowOp) -> &'static str {
-    match kind {
-        RowOp::Softmax | RowOp::MaskedSoftmax => "SOFTMAX",
-        RowOp::LogSoftmax => "LOG_SOFTMAX",
-        RowOp::LogSumExp => "LOGSUMEXP",
-        RowOp::SoftmaxGrad => "SOFTMAX_GRAD",
-        RowOp::LogSoftmaxGrad => "LOG_SOFTMAX_GRAD",
-    }
+    ["SOFTMAX", "SOFTMAX", "LOG_SOFTMAX", "LOGSUMEXP", "SOFTMAX_GRAD", "LOG_SOFTMAX_GRAD"][kind as usize]
 }
 
 /// Computes the operation in one launch, or in two if rows are too long for registers.
@@ -169,9 +152,8 @@ pub(crate) fn make_plan(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) 
     let mut launch = KernelLaunch::new(kernel, global, local);
     (0..3).for_each(|k| launch.push_tensor(k));
     launch.push_words(dims_words(&rows.strided));
-    launch.push_fixed(args![; count, n]);
-    launch.push_fixed(rows.steps.map(Arg::from));
-    launch.push_fixed(args![; schedule.by_column, schedule.lanes as u32, rows.mask.causal, rows.mask.first]);
+    let ([a, b, c], SoftmaxMask { causal, first, .. }) = (rows.steps, rows.mask);
+    launch.push_fixed(args![; count, n, a, b, c, schedule.by_column, schedule.lanes as u32, causal, first]);
     Ok(LaunchPlan::single(device, launch))
 }
 

@@ -1,19 +1,8 @@
 //! Sorting on OpenCL: `kernels/sort.cl`. Blocks are sorted and then merged pairwise, with one launch for each round of merges. Long lines
 //! are sorted by a radix sort with 8-bit digits. On CPUs, each work-item counts and moves the digits of one tile.
 
-use crate::backend::opencl::geometry::{
-    DEFAULT_GROUP_SIZE, STRIDED_DIMS, bits_type, clamp_group_size, declarable_local_memory, default_group_size,
-    dims_words, index_type, launch_tuned, needs_64_bit,
-};
-use crate::backend::opencl::kernels::{Define, KernelConfig, args, kernel_config};
+use crate::backend::opencl::prelude::*;
 use crate::backend::opencl::scan;
-use crate::backend::problem::lines::Lines;
-use crate::backend::problem::scan::{RunningReduction, Scan};
-use crate::backend::problem::select::{Search, key_bits};
-use crate::device::DeviceKind;
-use crate::device::opencl::{ClDevice, TuningParameter};
-use crate::layout::collapse::StridedDims;
-use crate::{Compute, DType, Result, Tensor};
 
 pub(crate) const KEYS: &str = include_str!("../../../kernels/key.cl");
 const TEMPLATE: &str = include_str!("../../../kernels/sort.cl");

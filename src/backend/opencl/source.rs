@@ -83,17 +83,15 @@ fn literal(value: f64, compute: Compute) -> String {
     match compute {
         Compute::I64 => format!("({}L)", value as i64),
         _ if value.is_nan() => format!("({})NAN", compute.cl_name()),
-        _ if value.is_infinite() => format!("({}{}INFINITY)", if value < 0.0 { "-" } else { "" }, type_cast(compute)),
+        _ if value.is_infinite() => {
+            format!("({}({})INFINITY)", if value < 0.0 { "-" } else { "" }, compute.cl_name())
+        }
         Compute::F32 => match value as f32 {
             narrow if narrow.is_infinite() => literal(f64::from(narrow), compute),
             narrow => format!("({narrow:e}f)"),
         },
         Compute::F64 => format!("({value:e})"),
     }
-}
-
-fn type_cast(compute: Compute) -> String {
-    format!("({})", compute.cl_name())
 }
 
 /// Returns the OpenCL C expression of one primitive. Operands are names or parenthesised literals.
@@ -118,21 +116,9 @@ fn primitive_expression(op: Op, args: &[&str], compute: Compute) -> String {
             Unary::Ceil => rounding("ceil"),
             Unary::Round => rounding("rint"),
             Unary::Trunc => rounding("trunc"),
-            Unary::Sqrt => call("sqrt"),
-            Unary::Exp => call("exp"),
-            Unary::Log => call("log"),
-            Unary::Log2 => call("log2"),
-            Unary::Log10 => call("log10"),
-            Unary::Expm1 => call("expm1"),
-            Unary::Log1p => call("log1p"),
-            Unary::Sin => call("sin"),
-            Unary::Cos => call("cos"),
-            Unary::Tanh => call("tanh"),
-            Unary::Erf => call("erf"),
-            Unary::Erfc => call("erfc"),
-            Unary::Lgamma => call("lgamma"),
-            Unary::Atan => call("atan"),
             Unary::Sigmoid => call_typed("sigmoid"),
+            // OpenCL has a function with the name of every other primitive.
+            op => call(&format!("{op:?}").to_lowercase()),
         },
         Op::Binary(op) => match op {
             Binary::Add => infix("+", "add"),

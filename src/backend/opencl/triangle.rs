@@ -1,10 +1,6 @@
 //! Triangular matrices (`tril`, `triu`) on OpenCL: `kernels/triangle.cl`.
 
-use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, bits_type, index_type, launch_tuned, needs_64_bit, offset_type, vector_width,
-};
-use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
-use crate::{Result, Tensor};
+use crate::backend::opencl::prelude::*;
 
 const TEMPLATE: &str = include_str!("../../../kernels/triangle.cl");
 

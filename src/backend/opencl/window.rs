@@ -1,17 +1,7 @@
 //! Pooling, unfold (im2col) and fold (col2im) on OpenCL: `kernels/window.cl`.
 
-use std::sync::Arc;
-
-use smallvec::SmallVec;
-
-use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, VECTOR_ACCESS, bits_type, index_type, launch_tuned, needs_64_bit, offset_type, vector_width,
-};
 use crate::backend::opencl::image;
-use crate::backend::opencl::kernels::{KernelConfig, Vectors, args, element_types, kernel_config};
-use crate::backend::problem::windows::{Divisor, Im2col, PoolTask, Pooling, Windows};
-use crate::device::opencl::{ClDevice, ClKernel};
-use crate::{Result, Tensor};
+use crate::backend::opencl::prelude::*;
 
 const TEMPLATE: &str = include_str!("../../../kernels/window.cl");
 

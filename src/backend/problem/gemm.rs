@@ -136,17 +136,23 @@ fn split_matrix_dims<T: Copy>(dims: &[T]) -> (&[T], [T; 2]) {
     (batch, [matrix[0], matrix[1]])
 }
 
-/// The product plus a bias. The common epilogues are static, because building an expression allocates.
-pub(crate) static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
+/// The common epilogues. They are static, because building an expression allocates.
+pub(crate) struct Epilogues {
+    /// The product without further operations.
+    pub(crate) product: Expr,
+    /// The product plus a bias.
+    pub(crate) biased: Expr,
+    /// relu of the product: without a bias, and with a bias.
+    pub(crate) relu: [Expr; 2],
+    /// The product times the derivative of relu at input 1, for the backward pass of relu.
+    pub(crate) relu_grad: Expr,
+}
 
-/// relu of the product: without a bias, and with a bias.
-pub(crate) static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
-
-/// The product times the derivative of relu at input 1, for the backward pass of relu.
-pub(crate) static RELU_GRAD: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
-
-/// The product without further operations.
-pub(crate) static PRODUCT: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
+pub(crate) static EPILOGUES: LazyLock<Epilogues> = LazyLock::new(|| {
+    let (product, biased) = (Expr::input(0), Expr::input(0) + Expr::input(1));
+    let relu_grad = &product * Expr::input(1).relu().diff(1);
+    Epilogues { relu: [product.relu(), biased.relu()], product, biased, relu_grad }
+});
 
 #[cfg(test)]
 mod tests {

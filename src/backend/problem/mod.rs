@@ -18,17 +18,14 @@ pub(crate) mod sequence;
 pub(crate) mod softmax;
 pub(crate) mod windows;
 
-pub(crate) use attention::{AttentionBackward, Blocking, FusedAttention};
-pub(crate) use conv::{Conv2d, Convolution};
-pub(crate) use cross_entropy::LabelEntropy;
-pub(crate) use gemm::Gemm;
-pub(crate) use index::{IndexTerm, Indexed, Scatter};
-pub(crate) use interpolation::Interpolate;
-pub(crate) use map::Formulas;
-pub(crate) use norm::{Channels, NormForward, Normalisation, Variance};
-pub(crate) use reduction::Reduction;
-pub(crate) use scan::RunningReduction;
-pub(crate) use select::{RankedElement, Search, Selected, Sorting, TopK};
-pub(crate) use sequence::Sequence;
-pub(crate) use softmax::Softmax;
-pub(crate) use windows::{Im2col, Pooling, Windows};
+pub(crate) use self::{
+    attention::*, conv::*, cross_entropy::*, gemm::*, index::*, interpolation::*, lines::*, map::*, norm::*,
+    operand::*, reduction::*, scan::*, select::*, sequence::*, softmax::*, windows::*,
+};
+use crate::Tensor;
+
+/// Increments the version counter of a tensor that a kernel has just written, and returns the tensor.
+pub(crate) fn mark_written(made: Tensor) -> Tensor {
+    made.storage.bump_version();
+    made
+}

@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::error::Excerpt;
+use crate::sync::OnDrop;
 use crate::{Error, Result};
 
 const PRECISION_NAMES: [&str; 3] = ["highest", "high", "medium"];
@@ -64,12 +65,7 @@ pub(crate) fn split_terms() -> usize {
 
 /// Runs `f` with the precision `"highest"` on this thread, or with `"high"` if `highest` is false.
 pub(crate) fn with_matmul_precision<R>(highest: bool, f: impl FnOnce() -> R) -> R {
-    struct Restore(Option<usize>);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            SCOPED_PRECISION.set(self.0);
-        }
-    }
-    let _restore = Restore(SCOPED_PRECISION.replace(Some(usize::from(!highest))));
+    let before = SCOPED_PRECISION.replace(Some(usize::from(!highest)));
+    let _restore = OnDrop(|| SCOPED_PRECISION.set(before));
     f()
 }

@@ -54,7 +54,7 @@ pub(crate) use context::{ARRIVAL_COUNTERS, ClDevice, MappedBuffer};
 pub(crate) use discovery::{count, info, is_available, may_have_any, open, open_device, opened};
 pub(crate) use driver::{ClAt, ClBuffer, ClEvent, ClImage, ClKernel};
 pub(crate) use errors::{ClError, Class};
-pub(crate) use fault::{Fault, FaultReads, index_fault};
+pub(crate) use fault::{Fault, index_fault};
 pub use fault::{report_faults_to_any_thread, reported_faults};
 pub(crate) use host_memory::HostMemory;
 pub(crate) use launch::Arg;

@@ -4,7 +4,7 @@ use std::slice;
 
 use crate::MemoryFormat;
 use crate::backend::problem::map::Formulas;
-use crate::backend::{self, Backend};
+use crate::backend::{self, Recorded};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
@@ -107,7 +107,7 @@ pub(crate) fn allocate_result(inputs: &[&Tensor], layout: Layout, dtype: DType, 
 /// Launches formulas. For channels-last results, the dims of all operands are reordered so that results are row-major, because backends
 /// have their fastest kernels for that order. Formulas with random numbers are not reordered, because the order of the elements
 /// determines the numbers.
-fn launch_formulas(backend: &dyn Backend, formulas: &Formulas) -> Result<()> {
+fn launch_formulas(backend: Recorded, formulas: &Formulas) -> Result<()> {
     let first = formulas.outputs[0];
     if is_uninit_scope() && formulas.outputs.iter().all(|t| t.is_uninit()) {
         return Ok(());

@@ -9,7 +9,7 @@ use std::slice;
 use smallvec::smallvec;
 
 use crate::autograd::{Factor, Gradients};
-use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT, RELU, RELU_GRAD};
+use crate::backend::problem::gemm::{EPILOGUES, Gemm};
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::{elementwise, reduce};
@@ -166,10 +166,10 @@ fn linear_layer(
     let row = vector.then(|| insert_dim(x, 0));
     let rows = row.as_ref().unwrap_or(x);
 
-    let sum = if bias.is_some() { BIASED.clone() } else { PRODUCT.clone() };
+    let sum = if bias.is_some() { EPILOGUES.biased.clone() } else { EPILOGUES.product.clone() };
     let mut results: SmallVec<[Expr; 2]> = smallvec![f.map_or_else(|| sum.clone(), |f| f(&sum))];
     // The derivative of relu can be computed from its result, which is saved anyway.
-    let known = RELU.iter().find(|known| **known == results[0]);
+    let known = EPILOGUES.relu.iter().find(|known| **known == results[0]);
     let relu = known.is_some();
     if let Some(known) = known {
         results[0] = known.clone(); // an equal formula whose program is already cached
@@ -202,7 +202,7 @@ fn linear_layer(
     let saved_b = bias.filter(|_| f.is_some()).map(Saved::new);
     // The incoming gradient times the derivative of `f`, as a formula that reads the gradient and the saved sum.
     let factor = f.zip(before).map(|(f, t)| {
-        let product = if relu { RELU_GRAD.clone() } else { &*PRODUCT * f(&Expr::input(1)).diff(1) };
+        let product = if relu { EPILOGUES.relu_grad.clone() } else { &EPILOGUES.product * f(&Expr::input(1)).diff(1) };
         Factor { product, tensor: Saved::new(&t) }
     });
     let (weight_shape, biased) = (weight.shape().clone(), bias.is_some());
@@ -234,7 +234,7 @@ fn linear_layer(
                 let g = Gemm {
                     sums: Some(&sums),
                     out: ctx.slot(1),
-                    ..Gemm::plain(op, &a, &x, slice::from_ref(&PRODUCT), &dtype)
+                    ..Gemm::plain(op, &a, &x, slice::from_ref(&EPILOGUES.product), &dtype)
                 };
                 (Some(g.compute_one()?), Some(sums))
             }
@@ -304,7 +304,7 @@ fn layer_gradients(
 
 /// Computes the product without an epilogue, and writes it to `out` if possible.
 fn plain_product(op: &'static str, a: &Tensor, b: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
-    Gemm { out, ..Gemm::plain(op, a, b, slice::from_ref(&PRODUCT), &a.dtype) }.compute_one()
+    Gemm { out, ..Gemm::plain(op, a, b, slice::from_ref(&EPILOGUES.product), &a.dtype) }.compute_one()
 }
 
 /// Computes the gradient of an operand of shape `target`: the product, summed over the batch dims along which the operand was broadcast.

@@ -5,7 +5,7 @@
 
 use std::sync::LazyLock;
 
-use crate::backend::problem::gemm::{Gemm, PRODUCT};
+use crate::backend::problem::gemm::{EPILOGUES, Gemm};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
 use crate::ops::record_gradients;
@@ -63,7 +63,7 @@ pub(crate) fn scaled_product_into(
     let read = input.filter(|(_, beta)| beta.to_f64() != 0.0).map(|(t, _)| t);
     let (epilogue, scalars) = match read {
         Some(_) => (&*ALPHA_BETA_EPILOGUE, &scalars[..]),
-        None if alpha.to_f64() == 1.0 => (&*PRODUCT, &[][..]),
+        None if alpha.to_f64() == 1.0 => (&EPILOGUES.product, &[][..]),
         None => (&*ALPHA_EPILOGUE, &scalars[..1]),
     };
     let epilogue = std::slice::from_ref(epilogue);

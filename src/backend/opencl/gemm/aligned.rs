@@ -70,7 +70,7 @@ fn copy_aligned(t: &Tensor) -> Result<Tensor> {
 mod tests {
     use super::*;
     use crate::backend::opencl::gemm::tests::{PRETEND_GPU, small_ints};
-    use crate::backend::problem::gemm::PRODUCT;
+    use crate::backend::problem::gemm::EPILOGUES;
     use crate::device::opencl;
     use crate::{DType, Device};
 
@@ -113,7 +113,7 @@ mod tests {
                 [a.narrow(1, 1, 512).unwrap(), b.narrow(0, 2, 512).unwrap()],
             ];
             let product = |[a, b]: [Tensor; 2]| {
-                let g = Gemm::plain("test", &a, &b, std::slice::from_ref(&PRODUCT), &DType::F32);
+                let g = Gemm::plain("test", &a, &b, std::slice::from_ref(&EPILOGUES.product), &DType::F32);
                 if device != Device::Cpu {
                     let [m, n] = [a.shape().dims()[a.rank() - 2], b.shape().dims()[b.rank() - 1]];
                     let shape = Shape::from([m, n]);
@@ -132,7 +132,7 @@ mod tests {
         assert!(got == run(Device::Cpu));
         // This product is below the size limits, so no matrix is copied.
         let t = small_ints([65, 65], DType::BF16, Device::OpenCL(0));
-        let small = Gemm::plain("test", &t, &t, std::slice::from_ref(&PRODUCT), &DType::F32);
+        let small = Gemm::plain("test", &t, &t, std::slice::from_ref(&EPILOGUES.product), &DType::F32);
         PRETEND_GPU.set(true);
         let copied = aligned_copies(&small, t.shape());
         PRETEND_GPU.set(false);

@@ -2,22 +2,12 @@
 
 use std::fmt::Write;
 
-use smallvec::SmallVec;
-
 use crate::backend::opencl::gemm::GemmKernel;
 use crate::backend::opencl::gemm_mma::WindowsOperand;
-use crate::backend::opencl::geometry::define_if;
-use crate::backend::opencl::{gemm_mma, gemm_thin, implicit_gemm};
-use crate::expr::Expr;
-use crate::expr::program::Program;
-use crate::{Compute, DType};
+use crate::backend::opencl::prelude::*;
+use crate::backend::opencl::{gemm_mma, gemm_thin};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/gemm.cl");
-
-/// True if the epilogue returns the product unchanged.
-fn is_product(program: &Program) -> bool {
-    program.exprs() == [Expr::input(0)]
-}
 
 /// The configuration of a product's kernel, without the epilogue.
 #[derive(Hash)]
@@ -103,7 +93,7 @@ impl GemmConfig {
         if let Some(windows) = as_windows {
             let (left, apart) = (windows.is_left() as u8, define_if(windows.are_strided(), "APART"));
             let _ = writeln!(defines, "#define WINDOWS {numbers}\n#define LEFT {left}\n{apart}");
-            numbers += implicit_gemm::WINDOW_PARAMETERS;
+            numbers += gemm_mma::WINDOW_PARAMETERS;
         }
         for i in 0..program.scalars() {
             let _ = write!(operands, ", const {c} s{i}");
@@ -139,7 +129,7 @@ impl GemmConfig {
             && wide == 8
             && halves
             && !parts
-            && is_product(program)
+            && program.exprs() == [Expr::input(0)]
         {
             let offset = offset("row_", "col_", 0, first);
             let _ =
@@ -156,8 +146,9 @@ impl GemmConfig {
             match variant {
                 #[cfg(test)]
                 GemmKernel::Mma(mma)
-                    if mma.windows.is_some() && implicit_gemm::tests::PRETENDED_CORES.get().is_some() =>
-                    implicit_gemm::tests::STAND_IN,
+                    if mma.windows.is_some()
+                        && crate::backend::opencl::implicit_gemm::tests::PRETENDED_CORES.get().is_some() =>
+                    crate::backend::opencl::implicit_gemm::tests::STAND_IN,
                 GemmKernel::Mma(_) => gemm_mma::TEMPLATE,
                 GemmKernel::Thin(_) => gemm_thin::TEMPLATE,
                 _ => "",

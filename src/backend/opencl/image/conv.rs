@@ -1,16 +1,6 @@
 //! Convolutions that read their input and filter as images.
 
-use super::{
-    Blocks, Tensor4, cached_image, exact_format, image_arg, image_device, image_kernel, items_per_image,
-    none_if_out_of_memory, single_use_image, slice,
-};
-use crate::backend::mark_written;
-use crate::backend::opencl::geometry::launch_tuned;
-use crate::backend::opencl::kernels::args;
-use crate::backend::problem::conv::Conv2d;
-use crate::backend::problem::windows::sizes_4d;
-use crate::device::opencl::TuningParameter;
-use crate::{Result, Tensor};
+use super::*;
 
 /// The number of adjacent outputs of a row that a work-item computes: COLUMNS in the template.
 const COLUMNS: usize = 4;

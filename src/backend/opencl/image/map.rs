@@ -2,19 +2,8 @@
 
 use std::fmt::Write;
 
-use smallvec::SmallVec;
-
-use super::{
-    Blocks, TEMPLATE, Tensor4, exact_format, image_arg, image_device, none_if_out_of_memory, single_use_image,
-};
-use crate::backend::opencl::geometry::launch_tuned;
-use crate::backend::opencl::kernels::{KernelKey, args, get_or_build_kernel};
-use crate::backend::opencl::map::scalar_arg;
-use crate::backend::problem::map::{Formulas, Launch};
-use crate::device::opencl::{Arg, TuningParameter};
-use crate::expr::program::Program;
+use super::*;
 use crate::storage::Image;
-use crate::{Compute, DType, Result, Tensor};
 
 /// The number of image arguments that every device supports.
 const MAX_IMAGE_ARGS: usize = 8;

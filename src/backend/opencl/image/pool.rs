@@ -1,12 +1,7 @@
 //! Pooling that reads its input as an image.
 
-use super::{exact_format, image_arg, image_device, items_per_image, none_if_out_of_memory, single_use_image, slice};
-use crate::Result;
-use crate::backend::opencl::geometry::{launch_tuned, needs_64_bit};
-use crate::backend::opencl::kernels::args;
+use super::*;
 use crate::backend::opencl::window::{divisor_code, window_kernel, words};
-use crate::backend::problem::windows::{PoolTask, Pooling, sizes_4d};
-use crate::device::opencl::TuningParameter;
 
 /// Computes [`pool`](crate::backend::Backend::pool) for maxima and means. Returns false if buffers should be read. A batch whose image
 /// would be too high is divided.

@@ -2,17 +2,7 @@
 
 use std::fmt::Write;
 
-use smallvec::SmallVec;
-
-use super::{Blocks, TEMPLATE, Tensor4, cached_image, exact_format, image_arg, image_device, none_if_out_of_memory};
-use crate::backend::opencl::geometry::launch_tuned;
-use crate::backend::opencl::kernels::{BufferView, KernelKey, args, get_or_build_kernel};
-use crate::backend::opencl::map::scalar_arg;
-use crate::backend::problem::gemm::{Gemm, GemmPlan};
-use crate::device::opencl::{Arg, TuningParameter};
-use crate::expr::program::Program;
-use crate::tensor::Layout;
-use crate::{Compute, DType, Result, Shape, Tensor};
+use super::*;
 
 /// Multiplies `[.., k]` by a weight `[k, n]`. The weight's image is cached until the weight changes. Returns false if buffers should be read.
 pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {

@@ -4,10 +4,8 @@
 
 use crate::backend::opencl::implicit_gemm::channels_last::{Matrix, Strided, padded};
 use crate::backend::opencl::implicit_gemm::{PIECE_BYTES, Steps};
-use crate::backend::problem::windows::{Windows, sizes_4d};
-use crate::tensor::Layout;
+use crate::backend::opencl::prelude::*;
 use crate::tensor::view::reshape_detached;
-use crate::{MemoryFormat, Result, Shape, Tensor};
 
 /// The maximum number of elements of a block, which is the number of columns of the narrowest tile.
 const MAX_BLOCK_ELEMENTS: usize = 64;

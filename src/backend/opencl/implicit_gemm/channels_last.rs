@@ -1,13 +1,7 @@
 //! Channels-last images and weights, as the products read them. Other layouts are copied (`kernels/channels_last.cl`).
 
-use smallvec::SmallVec;
-
-use crate::backend::opencl::geometry::bits_type;
 use crate::backend::opencl::implicit_gemm::{PIECE_BYTES, Phase, Steps};
-use crate::backend::opencl::kernels::{KernelConfig, args, kernel_config};
-use crate::backend::problem::windows::{Windows, sizes_4d};
-use crate::tensor::Layout;
-use crate::{MemoryFormat, Result, Tensor};
+use crate::backend::opencl::prelude::*;
 
 const TEMPLATE: &str = include_str!("../../../../kernels/channels_last.cl");
 
@@ -102,22 +96,13 @@ pub(super) struct Matrix {
     pub(super) taps: [isize; 2],
 }
 
-impl Matrix {
-    pub(super) fn is_along_k(&self) -> bool {
-        self.channel == 1
-    }
-}
-
 impl Strided {
     /// Returns the view for images `[N, groups * channels, rows, columns]`.
     pub(super) fn images(t: &Tensor, groups: usize) -> Strided {
         let ([n, c, rows, columns], s) = (sizes_4d(t), t.strides());
         let each = c / groups;
-        Strided {
-            skip: 0,
-            dims: [n, groups, each, rows, columns],
-            strides: [s[0], s[1] * each as isize, s[1], s[2], s[3]],
-        }
+        let strides = [s[0], s[1] * each as isize, s[1], s[2], s[3]];
+        Strided { skip: 0, dims: [n, groups, each, rows, columns], strides }
     }
 
     /// Returns a view of only the pixels that strided windows of a single tap read. None if products can read the images without a copy.

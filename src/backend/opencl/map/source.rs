@@ -2,14 +2,10 @@
 
 use std::fmt::Write;
 
-use crate::backend::opencl::geometry::index_type;
 use crate::backend::opencl::map::{Form, MapConfig, MapOperand, MemoryAccess};
+use crate::backend::opencl::prelude::*;
 use crate::backend::opencl::source::draw_type;
-use crate::backend::problem::map::Launch;
-use crate::backend::problem::operand::OperandKind;
-use crate::device::DeviceKind;
-use crate::device::opencl::{ClDevice, FAST_DIVISION};
-use crate::{Compute, DType};
+use crate::device::opencl::FAST_DIVISION;
 
 const TEMPLATE: &str = include_str!("../../../../kernels/elementwise.cl");
 
@@ -128,8 +124,8 @@ pub(super) fn generate_source(device: &ClDevice, launch: &Launch, config: &MapCo
                 let _ = write!(fetch_line, "LOAD_LINE(p{k} + {line}, tile{k}[c]); ");
             }
             let _ = writeln!(w, "#define TRANSPOSED {transposed}\n#define FETCH {fetch}");
-            if let Some(lines) = lines {
-                let nontemporal = if lines.nontemporal { "#define STREAMED\n" } else { "" };
+            if let Some(nontemporal) = lines {
+                let nontemporal = if nontemporal { "#define STREAMED\n" } else { "" };
                 let line = writer.line_statements(side, dim, inner);
                 let _ = writeln!(w, "#define LINE {side}\n{nontemporal}#define FETCH_LINE {fetch_line}");
                 let _ = writeln!(w, "#define ELEMENT_LINE {line}");

@@ -1,10 +1,10 @@
 //! Compares formulas whose numbers are kernel arguments with the same formulas with the numbers compiled in.
 
+use crate::Device;
 use crate::backend;
 use crate::backend::problem::map::Formulas;
 use crate::device::opencl;
 use crate::ops::elementwise::map::*;
-use crate::{Device, backend::Backend};
 
 /// Returns formulas of two inputs and the two numbers `a` and `b`, to be computed in one launch.
 fn formulas(e: &[Expr], a: f64, b: f64) -> Vec<Expr> {
@@ -54,7 +54,7 @@ fn constants_as_arguments_give_the_bits_of_literals() -> Result<()> {
                 let outputs: Vec<&Tensor> = to.iter().collect();
                 let (inputs, params) = (&[&x, &y], Params::default());
                 let problem = Formulas { op: "test", inputs, params, program: &program, outputs: &outputs };
-                backend::launch(outputs.iter().copied(), |b: &dyn Backend| b.map(&problem))?;
+                backend::launch(outputs.iter().copied(), |b| b.map(&problem))?;
                 Tensor::map_into(&[&x, &y], &[], &lifted.iter().collect::<Vec<_>>(), |e, _| formulas(e, a, b))?;
                 for (i, (right, got)) in literal.iter().zip(&lifted).enumerate() {
                     assert_eq!(bits(got)?, bits(right)?, "formula {i} of {a} and {b}, {dtype} on {device}");

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::conv::Convolution;
-use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT};
+use crate::backend::problem::gemm::{EPILOGUES, Gemm};
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::device::DeviceKind;
 use crate::ops::linalg::matmul::matrix_transpose;
@@ -173,7 +173,7 @@ impl Convolution for Im2colConvolution {
             let dtype = if is_last { y.dtype } else { wide };
             let slot = slot.take_if(|_| is_last);
             let out = slot.and_then(|s| Some(s.with_layout(s.layout.reshape(&shape)?)));
-            let epilogue = if sum.is_some() { &*BIASED } else { &*PRODUCT };
+            let epilogue = if sum.is_some() { &EPILOGUES.biased } else { &EPILOGUES.product };
             let before = sum.as_ref();
             let gemm = Gemm::plain(op, &grad, &columns, slice::from_ref(epilogue), &dtype);
             sum = Some(Gemm { out, extras: before.as_slice(), ..gemm }.compute_one()?);
@@ -203,7 +203,7 @@ pub(super) fn multiply_columns(
     let matrices = if transposed { matrix_transpose(&matrices) } else { matrices };
     let rows = matrices.shape().dims()[1];
     let bias_view = bias.map(|b| reshape_detached(b, &Shape::from([groups, rows, 1]))).transpose()?;
-    let epilogue = if bias.is_some() { &*BIASED } else { &*PRODUCT };
+    let epilogue = if bias.is_some() { &EPILOGUES.biased } else { &EPILOGUES.product };
     let g = Gemm { out, ..Gemm::plain(op, &matrices, columns, slice::from_ref(epilogue), &columns.dtype) };
     let inputs: SmallVec<[&Tensor; 3]> = [columns, weight].into_iter().chain(bias).collect();
     let out = match autograd::is_tracked(&inputs) && autograd::is_gradients_only() {
@@ -240,7 +240,7 @@ pub(super) fn multiply_columns(
                     let (a, b) = if transposed { (b, a) } else { (a, b) };
                     let dtype = grad.dtype;
                     let b = matrix_transpose(&b);
-                    let g = Gemm { out: slot, ..Gemm::plain(op, &a, &b, slice::from_ref(&*PRODUCT), &dtype) };
+                    let g = Gemm { out: slot, ..Gemm::plain(op, &a, &b, slice::from_ref(&EPILOGUES.product), &dtype) };
                     let made = g.compute_one()?;
                     made.with_layout(Layout { offset: made.layout.offset, ..Layout::contiguous(shape.clone()) })
                 }
