@@ -13,26 +13,29 @@ operations! {
     equal(input: x, other: x): Reduction, All -> Bool => |a| bool_tensor(a.tensor(0)?, a.tensor(0)?.equal(a.tensor(1)?)?);
     allclose(input: x, other: x, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = false): Reduction, All -> Bool
         => |a| bool_tensor(a.tensor(0)?, a.tensor(0)?.allclose(a.tensor(1)?, a.float(0)?, a.float(1)?, a.bool(2)?)?);
-    bitwise_not / bitwise_not_ (input: x): Elementwise, Integers -> Same;
-    round_decimals(input: x, decimals: int) "round": Elementwise, Floats -> Same
-        => |a| a.tensor(0)?.round_decimals(a.int(0)? as i32);
-    positive(input: x): View, Numbers -> Same, differentiable;
-    prelu(input: x, weight: x): Elementwise, Floats -> Same, differentiable;
-    glu(input: x, dim: int = -1) functional: NeuralNetwork, Floats -> Same, differentiable;
-}
-
-impl Tensor {
     /// Inverts the bits: `-1 - x` for integers, the logical negation for bools (PyTorch's `bitwise_not`). Fails with
     /// [`Error::UnsupportedDType`] for floats.
-    #[track_caller]
-    pub fn bitwise_not(&self) -> Result<Tensor> {
-        return_replacement!(op = "bitwise_not", [self]);
+    bitwise_not / bitwise_not_ (input: x): Elementwise, Integers -> Same = |op, self| {
         match self.dtype() {
             DType::Bool => self.logical_not(),
             _ => self.bitwise_xor_scalar(-1).with_op(op),
         }
-    }
+    };
+    round_decimals(input: x, decimals: int) "round": Elementwise, Floats -> Same
+        => |a| a.tensor(0)?.round_decimals(a.int(0)? as i32);
+    positive(input: x): View, Numbers -> Same, differentiable;
+    prelu(input: x, weight: x): Elementwise, Floats -> Same, differentiable;
+    /// Multiplies the first half of the elements along `dim` by the sigmoid of the second half (PyTorch's `glu`). Differentiable. Fails
+    /// if the size of `dim` is odd.
+    glu(input: x, dim: int = -1) functional: NeuralNetwork, Floats -> Same, differentiable = |op, self, dim| {
+        let size = self.shape().dims()[self.shape().dim(op, dim)?];
+        invalid!(op if !size.is_multiple_of(2), "dimension {dim} has size {size}, it must be even");
+        let (x, gate) = (self.narrow(dim, 0, size / 2)?, self.narrow(dim, size / 2, size / 2)?);
+        Tensor::map(&[&x, &gate], |e| &e[0] * e[1].sigmoid()).with_op(op)
+    };
+}
 
+impl Tensor {
     /// The in-place form of [`Tensor::bitwise_not`].
     pub fn bitwise_not_(&self) -> Result<&Tensor> {
         match self.dtype() {
@@ -69,17 +72,6 @@ impl Tensor {
         let along_channels: Shape = (0..self.rank()).map(|d| if d == 1 { weight.numel() } else { 1 }).collect();
         let (weight, leaky) = (weight.reshape(&along_channels)?, Expr::input(0).leaky_relu(Expr::input(1)));
         apply_formula(op, &[self, &weight], self.dtype(), &leaky, |i| leaky.diff(i))
-    }
-
-    /// Multiplies the first half of the elements along `dim` by the sigmoid of the second half (PyTorch's `glu`). Differentiable. Fails
-    /// if the size of `dim` is odd.
-    #[track_caller]
-    pub fn glu(&self, dim: isize) -> Result<Tensor> {
-        return_replacement!(op = "glu", [self], dim);
-        let size = self.shape().dims()[self.shape().dim(op, dim)?];
-        invalid!(op if !size.is_multiple_of(2), "dimension {dim} has size {size}, it must be even");
-        let (x, gate) = (self.narrow(dim, 0, size / 2)?, self.narrow(dim, size / 2, size / 2)?);
-        Tensor::map(&[&x, &gate], |e| &e[0] * e[1].sigmoid()).with_op(op)
     }
 
     /// Rounds to `decimals` decimal places, ties to even. A negative number rounds to tens, hundreds and so on (PyTorch's `round`

@@ -20,6 +20,34 @@ impl_from! { Assigned<'a>:
     ['a, T: Into<Scalar>] T, number => Assigned::Number(number.into());
 }
 
+/// Reads argument `i`, a list of integers, as indices: one for each dim.
+pub(crate) fn read_indices(a: &Args, i: usize) -> Result<Vec<Index>> {
+    Ok(a.ints(i)?.into_iter().map(Index::At).collect())
+}
+
+operations! {
+    slice_assign(input: x, src: x, indices: ints) "Tensor.__setitem__": Indexing, All -> Same, differentiable
+        => |a| a.tensor(0)?.slice_assign(&read_indices(a, 0)?[..], a.tensor(1)?);
+    slice_assign_(input: x, src: x, indices: ints) "Tensor.__setitem__": InPlace, All -> Same
+        => |a| a.tensor(0)?.slice_assign_(&read_indices(a, 0)?[..], a.tensor(1)?).map(Tensor::shallow_clone);
+    slice_scatter(input: x, src: x, dim: int = 0, start: int?, end: int?, step: int = 1): Indexing, All -> Same, differentiable;
+    /// Returns a copy of this tensor in which `src` replaces the slice at `index` of dim `dim` (PyTorch's `select_scatter`).
+    /// Differentiable with respect to both tensors.
+    select_scatter(input: x, src: x, dim: int, index: int):
+        Indexing, All -> Same, differentiable = |op, self, src, dim, index| {
+        let d = self.shape().dim(op, dim)?;
+        self.assigned_copy(op, src, false, move |l| l.select(op, d, index))
+    };
+    /// Returns a copy of this tensor in which `src` replaces the diagonal that [`Tensor::diagonal`] returns for the same arguments
+    /// (PyTorch's `diagonal_scatter`). Differentiable with respect to both tensors.
+    diagonal_scatter(input: x, src: x, offset: int = 0, dim1: int = 0, dim2: int = 1):
+        Indexing, All -> Same, differentiable = |op, self, src, offset, dim1, dim2| {
+        let (a, b) = (self.shape().dim(op, dim1)?, self.shape().dim(op, dim2)?);
+        invalid!(op if a == b, "a diagonal needs two dimensions, and {dim1} and {dim2} are the same");
+        self.assigned_copy(op, src, false, move |l| Ok(l.diagonal(offset, a, b)))
+    };
+}
+
 impl Tensor {
     /// Assigns a number, or a tensor that is broadcast and converted, to the elements that [`Tensor::i`] returns for the same indices, in
     /// place, as in Python's `x[...] = value`. Fails as [`Tensor::i`] and [`Tensor::copy_`] do.
@@ -68,25 +96,6 @@ impl Tensor {
         let (d, ends) = (self.shape().dim(op, dim)?, (start.into(), end.into()));
         return_replacement!(op, [self, src], dim, ends.0, ends.1, step);
         self.assigned_copy(op, src, false, move |l| l.slice(op, d, ends, step))
-    }
-
-    /// Returns a copy of this tensor in which `src` replaces the slice at `index` of dim `dim` (PyTorch's `select_scatter`).
-    /// Differentiable with respect to both tensors.
-    #[track_caller]
-    pub fn select_scatter(&self, src: &Tensor, dim: isize, index: isize) -> Result<Tensor> {
-        return_replacement!(op = "select_scatter", [self, src], dim, index);
-        let d = self.shape().dim(op, dim)?;
-        self.assigned_copy(op, src, false, move |l| l.select(op, d, index))
-    }
-
-    /// Returns a copy of this tensor in which `src` replaces the diagonal that [`Tensor::diagonal`] returns for the same arguments
-    /// (PyTorch's `diagonal_scatter`). Differentiable with respect to both tensors.
-    #[track_caller]
-    pub fn diagonal_scatter(&self, src: &Tensor, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
-        return_replacement!(op = "diagonal_scatter", [self, src], offset, dim1, dim2);
-        let (a, b) = (self.shape().dim(op, dim1)?, self.shape().dim(op, dim2)?);
-        invalid!(op if a == b, "a diagonal needs two dimensions, and {dim1} and {dim2} are the same");
-        self.assigned_copy(op, src, false, move |l| Ok(l.diagonal(offset, a, b)))
     }
 
     /// Returns a copy of the tensor in which `src` replaces the elements of the view that `pick` selects.

@@ -8,14 +8,60 @@ use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
 
 operations! {
-    unique(input: x): Sorting, All -> Same;
-    unique_inverse(input: x) "unique": Sorting, All -> Same;
-    unique_counts(input: x) "unique": Sorting, All -> Same;
+    /// Returns the distinct elements in ascending order, as a vector (PyTorch's `unique`). Each NaN counts as distinct. Waits for the device.
+    unique(input: x): Sorting, All -> Same = |op, self| {
+        Ok(split_into_runs(&flatten_detached(self)?.sort(0, false)?.0)?.0)
+    };
+    /// Returns the vector of [`Tensor::unique`], and a tensor of this shape with the index of each element's value in that vector
+    /// (PyTorch's `unique` with `return_inverse`). Waits for the device.
+    unique_inverse(input: x) "unique": Sorting, All -> Same = |op, self| -> (Tensor, Tensor) {
+        let (sorted, order) = flatten_detached(self)?.sort(0, false)?;
+        let (values, running, _) = split_into_runs(&sorted)?;
+        let inverse = running.sub_scalar(1)?.index_select(0, &order.argsort(0, false)?)?;
+        Ok((values, inverse.reshape(self.shape())?))
+    };
+    /// Returns the vector of [`Tensor::unique`], and the number of occurrences of each value (PyTorch's `unique` with `return_counts`).
+    /// Waits for the device.
+    unique_counts(input: x) "unique": Sorting, All -> Same = |op, self| -> (Tensor, Tensor) {
+        let (values, _, starts) = split_into_runs(&flatten_detached(self)?.sort(0, false)?.0)?;
+        Ok((values, starts.diff(1, 0)?))
+    };
     unique_all(input: x, dim: int?) "unique": Sorting, All -> Same;
-    unique_consecutive(input: x): Sorting, All -> Same;
+    /// Collapses each run of equal elements in row-major order. Returns the value of each run, a tensor of this shape with the index of each
+    /// element's run, and the length of each run (PyTorch's `unique_consecutive` with `return_inverse` and `return_counts`). Waits for the device.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[1i64, 1, 2, 2, 2, 1], 6, Device::Cpu)?;
+    /// let (values, inverse, counts) = t.unique_consecutive()?;
+    /// assert_eq!(values.to_vec::<i64>()?, [1, 2, 1]);
+    /// assert_eq!(inverse.to_vec::<i64>()?, [0, 0, 1, 1, 1, 2]);
+    /// assert_eq!(counts.to_vec::<i64>()?, [2, 3, 1]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    unique_consecutive(input: x): Sorting, All -> Same = |op, self| -> (Tensor, Tensor, Tensor) {
+        let (values, running, starts) = split_into_runs(&flatten_detached(self)?)?;
+        Ok((values, running.sub_scalar(1)?.reshape(self.shape())?, starts.diff(1, 0)?))
+    };
     bincount(input: x, weights: x?, minlength: size = 0): Sorting, IntegersOnly -> I64;
     histc(input: x, bins: size = 100, min: float = 0, max: float = 0): Sorting, Floats -> Same;
-    nonzero(input: x): Indexing, All -> I64;
+    /// Returns the indices of the nonzero elements, one row for each element in row-major order, as an i64 tensor of shape
+    /// `[count, rank]` (PyTorch's `nonzero`). NaN counts as nonzero. Waits for the device.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[0f32, 1.0, 2.0, 0.0], [2, 2], Device::Cpu)?;
+    /// assert_eq!(t.nonzero()?.to_vec::<i64>()?, [0, 1, 1, 0]);
+    /// assert_eq!(t.masked_select(&t.gt_scalar(1)?)?.to_vec::<f32>()?, [2.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    nonzero(input: x): Indexing, All -> I64 = |op, self| {
+        if self.rank() == 0 {
+            let count = nonzero_indices(self, &[1])?.numel();
+            return Tensor::zeros([count, 0], (DType::I64, self.device()));
+        }
+        nonzero_indices(self, self.shape().dims())
+    };
     masked_select(input: x, mask: x): Indexing, All -> Same, differentiable;
 }
 
@@ -97,33 +143,6 @@ fn row_ranks(rows: &Tensor) -> Result<Tensor> {
 }
 
 impl Tensor {
-    /// Returns the distinct elements in ascending order, as a vector (PyTorch's `unique`). Each NaN counts as distinct. Waits for the device.
-    #[track_caller]
-    pub fn unique(&self) -> Result<Tensor> {
-        return_replacement!("unique", [self]);
-        Ok(split_into_runs(&flatten_detached(self)?.sort(0, false)?.0)?.0)
-    }
-
-    /// Returns the vector of [`Tensor::unique`], and a tensor of this shape with the index of each element's value in that vector
-    /// (PyTorch's `unique` with `return_inverse`). Waits for the device.
-    #[track_caller]
-    pub fn unique_inverse(&self) -> Result<(Tensor, Tensor)> {
-        return_replacement!("unique_inverse", [self]);
-        let (sorted, order) = flatten_detached(self)?.sort(0, false)?;
-        let (values, running, _) = split_into_runs(&sorted)?;
-        let inverse = running.sub_scalar(1)?.index_select(0, &order.argsort(0, false)?)?;
-        Ok((values, inverse.reshape(self.shape())?))
-    }
-
-    /// Returns the vector of [`Tensor::unique`], and the number of occurrences of each value (PyTorch's `unique` with `return_counts`).
-    /// Waits for the device.
-    #[track_caller]
-    pub fn unique_counts(&self) -> Result<(Tensor, Tensor)> {
-        return_replacement!("unique_counts", [self]);
-        let (values, _, starts) = split_into_runs(&flatten_detached(self)?.sort(0, false)?.0)?;
-        Ok((values, starts.diff(1, 0)?))
-    }
-
     /// Returns the distinct elements, a tensor of this shape with the index of each element's value, and the number of occurrences of each
     /// value (PyTorch's `unique` with `return_inverse`, `return_counts` and `dim`). Waits for the device.
     ///
@@ -162,45 +181,6 @@ impl Tensor {
         }
     }
 
-    /// Collapses each run of equal elements in row-major order. Returns the value of each run, a tensor of this shape with the index of each
-    /// element's run, and the length of each run (PyTorch's `unique_consecutive` with `return_inverse` and `return_counts`). Waits for the device.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let t = Tensor::from_slice(&[1i64, 1, 2, 2, 2, 1], 6, Device::Cpu)?;
-    /// let (values, inverse, counts) = t.unique_consecutive()?;
-    /// assert_eq!(values.to_vec::<i64>()?, [1, 2, 1]);
-    /// assert_eq!(inverse.to_vec::<i64>()?, [0, 0, 1, 1, 1, 2]);
-    /// assert_eq!(counts.to_vec::<i64>()?, [2, 3, 1]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn unique_consecutive(&self) -> Result<(Tensor, Tensor, Tensor)> {
-        return_replacement!("unique_consecutive", [self]);
-        let (values, running, starts) = split_into_runs(&flatten_detached(self)?)?;
-        Ok((values, running.sub_scalar(1)?.reshape(self.shape())?, starts.diff(1, 0)?))
-    }
-
-    /// Returns the indices of the nonzero elements, one row for each element in row-major order, as an i64 tensor of shape
-    /// `[count, rank]` (PyTorch's `nonzero`). NaN counts as nonzero. Waits for the device.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let t = Tensor::from_slice(&[0f32, 1.0, 2.0, 0.0], [2, 2], Device::Cpu)?;
-    /// assert_eq!(t.nonzero()?.to_vec::<i64>()?, [0, 1, 1, 0]);
-    /// assert_eq!(t.masked_select(&t.gt_scalar(1)?)?.to_vec::<f32>()?, [2.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn nonzero(&self) -> Result<Tensor> {
-        return_replacement!("nonzero", [self]);
-        if self.rank() == 0 {
-            let count = nonzero_indices(self, &[1])?.numel();
-            return Tensor::zeros([count, 0], (DType::I64, self.device()));
-        }
-        nonzero_indices(self, self.shape().dims())
-    }
-
     /// Returns the elements where `mask` is not zero, in row-major order, as a vector (PyTorch's `masked_select`). Tensor and mask are
     /// broadcast against each other. Waits for the device. Differentiable.
     #[track_caller]
@@ -221,9 +201,10 @@ impl Tensor {
         self.broadcast_to(sizes)?.reshape([shape.numel()])?.index_select(0, &selected)
     }
 
-    /// Counts how often each of the numbers 0, 1, 2, ... occurs in a vector of integers, as i64 (PyTorch's `bincount`). With weights,
-    /// adds up the weights instead, in their dtype. The result has at least `minlength` elements, and the same bits on every run. Waits
-    /// for the device.
+    /// Counts how often each of the numbers 0, 1, 2, ... occurs in a vector of integers, as i64 (PyTorch's `bincount`). With weights, adds
+    /// up the weights instead, in their dtype. The result has at least `minlength` elements, and the same bits on every run. Waits for the
+    /// device. Fails with [`Error::UnsupportedDType`] for floats, bool and weights that are not floats; [`Error::Invalid`] if the tensor is
+    /// not a vector or has a negative element; [`Error::ShapeMismatch`] for weights of another shape.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -231,10 +212,6 @@ impl Tensor {
     /// assert_eq!(t.bincount(None, 5)?.to_vec::<i64>()?, [0, 2, 0, 1, 0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] for floats, bool and weights that are not floats; [`Error::Invalid`] if the tensor is not a vector or
-    /// has a negative element; [`Error::ShapeMismatch`] for weights of another shape.
     #[track_caller]
     pub fn bincount(&self, weights: Option<&Tensor>, minlength: usize) -> Result<Tensor> {
         let op = "bincount";

@@ -13,16 +13,9 @@ use crate::promote_types;
 const MATMUL_MIN_POINTS: usize = 26;
 
 operations! {
-    vector_norm(input: x, ord: float = 2, dim: dims, keepdim: bool = false) linalg: LinearAlgebra, Floats -> Same, differentiable;
-    cdist(x1: x, x2: x, p: float = 2): LinearAlgebra, Floats -> Same, differentiable;
-    pairwise_distance(x1: x, x2: x, p: float = 2, eps: float = 1e-6, keepdim: bool = false) functional:
-        LinearAlgebra, Floats -> Same, differentiable;
-    cosine_similarity(x1: x, x2: x, dim: int = 1, eps: float = 1e-8) functional: LinearAlgebra, Floats -> Same, differentiable;
-}
-
-impl Tensor {
     /// Returns the norm of order `ord` over `dims`, `sum(|x|^ord)^(1/ord)` (PyTorch's `linalg.vector_norm`). Order 0 counts the nonzero
-    /// elements, and infinite orders return the largest or smallest magnitude. Differentiable; the gradient of a norm of 0 is 0.
+    /// elements, and infinite orders return the largest or smallest magnitude. Differentiable; the gradient of a norm of 0 is 0. Fails as
+    /// [`Tensor::norm`] does, and with [`Error::Invalid`] for an `ord` of NaN, and for an infinite order over no elements.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -31,17 +24,24 @@ impl Tensor {
     /// assert_eq!((norm(1.0)?, norm(2.0)?, norm(f64::INFINITY)?), (7.0, 5.0, 4.0));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::norm`]; [`Error::Invalid`] for an `ord` of NaN, and for an infinite order over no elements.
-    #[track_caller]
-    pub fn vector_norm(&self, ord: f64, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
-        let (op, dims) = ("vector_norm", dims.into());
-        return_replacement!(op, [self], ord, &dims, keepdim);
+    vector_norm(input: x, ord: float = 2, dim: dims, keepdim: bool = false) linalg:
+        LinearAlgebra, Floats -> Same, differentiable = |op, self, ord, dims, keepdim| {
         cast_first!(autocast_to_f32(&[self])?, |x| x[0].vector_norm(ord, dims, keepdim));
         self.norm_of_order(op, ord, dims, keepdim)
-    }
+    };
+    cdist(x1: x, x2: x, p: float = 2): LinearAlgebra, Floats -> Same, differentiable;
+    /// Returns the distance of order `p` between vectors along the last dim, with `eps` added to each difference (PyTorch's
+    /// `pairwise_distance`, with defaults of 2 and 1e-6). Differentiable. Fails as [`Tensor::vector_norm`] does.
+    pairwise_distance(x1: x, x2: x, p: float = 2, eps: float = 1e-6, keepdim: bool = false) functional:
+        LinearAlgebra, Floats -> Same, differentiable = |op, self, other, p, eps, keepdim| {
+        let difference = self.sub(other).with_op(op)?;
+        difference.dtype.check_float(op)?;
+        difference.add_scalar(eps)?.norm_of_order(op, p, ReduceDims::from(-1), keepdim)
+    };
+    cosine_similarity(x1: x, x2: x, dim: int = 1, eps: float = 1e-8) functional: LinearAlgebra, Floats -> Same, differentiable;
+}
 
+impl Tensor {
     fn norm_of_order(&self, op: &'static str, ord: f64, dims: ReduceDims, keepdim: bool) -> Result<Tensor> {
         self.dtype.check_float(op)?;
         if ord == 2.0 {
@@ -122,16 +122,6 @@ impl Tensor {
         // The maximum over no coordinates would be an error, but the distance is 0, as for p = 1.
         let p = if *k == 0 { 1.0 } else { p };
         differences.norm_of_order(op, p, ReduceDims::from(-1), false)
-    }
-
-    /// Returns the distance of order `p` between vectors along the last dim, with `eps` added to each difference (PyTorch's
-    /// `pairwise_distance`, with defaults of 2 and 1e-6). Differentiable. Fails as [`Tensor::vector_norm`] does.
-    #[track_caller]
-    pub fn pairwise_distance(&self, other: &Tensor, p: f64, eps: f64, keepdim: bool) -> Result<Tensor> {
-        return_replacement!(op = "pairwise_distance", [self, other], p, eps, keepdim);
-        let difference = self.sub(other).with_op(op)?;
-        difference.dtype.check_float(op)?;
-        difference.add_scalar(eps)?.norm_of_order(op, p, ReduceDims::from(-1), keepdim)
     }
 
     /// Returns the cosine of the angle between vectors along `dim`: the dot product divided by the product of the norms, where each norm

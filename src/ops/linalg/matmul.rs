@@ -115,8 +115,9 @@ impl Tensor {
 
     /// Computes [`Tensor::linear`] followed by a formula, `f(x wᵀ + b)`, in one launch.
     ///
-    /// If a gradient will be computed, the same launch also stores `x wᵀ + b` for the backward pass. For relu, the backward pass needs
-    /// the result instead, which must not be changed in place before.
+    /// If a gradient will be computed, the same launch also stores `x wᵀ + b` for the backward pass. For relu, the backward pass needs the
+    /// result instead, which must not be changed in place before. Fails as [`Tensor::linear`] does, and with [`Error::Invalid`] if `f`
+    /// reads anything except its argument; [`Error::UnsupportedDType`] if `f` needs floats and the tensors are integers.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -125,10 +126,6 @@ impl Tensor {
     /// assert_eq!(x.linear_map(&w, None, |z| z.relu())?.to_vec::<f32>()?, [0.0, 3.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Returns the errors of [`Tensor::linear`]; [`Error::Invalid`] if `f` reads anything except its argument;
-    /// [`Error::UnsupportedDType`] if `f` needs floats and the tensors are integers.
     #[track_caller]
     pub fn linear_map(&self, weight: &Tensor, bias: Option<&Tensor>, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -177,17 +174,8 @@ fn linear_layer(
     if tracked && f.is_some() && !relu {
         results.push(sum);
     }
-    let g = Gemm {
-        op,
-        a: rows,
-        b: &matrix_transpose(weight),
-        epilogue: &results,
-        extras: bias.as_slice(),
-        scalars: &[],
-        out: None,
-        dtypes: &[dtype, dtype][..results.len()],
-        sums: None,
-    };
+    let (columns, dtypes) = (matrix_transpose(weight), &[dtype, dtype][..results.len()]);
+    let g = Gemm { extras: bias.as_slice(), dtypes, ..Gemm::plain(op, rows, &columns, &results, &dtype) };
     if !tracked {
         let out = g.compute_one()?;
         return Ok(if vector { remove_dim(&out, 0) } else { out });
@@ -230,12 +218,8 @@ fn linear_layer(
                     Some(slot) => slot,
                     None => Tensor::empty_with_shape(&weight_shape.dims()[..1], dtype, grad.device())?,
                 };
-                let a = matrix_transpose(&grad);
-                let g = Gemm {
-                    sums: Some(&sums),
-                    out: ctx.slot(1),
-                    ..Gemm::plain(op, &a, &x, slice::from_ref(&PRODUCT), &dtype)
-                };
+                let (a, product, out) = (matrix_transpose(&grad), slice::from_ref(&*PRODUCT), ctx.slot(1));
+                let g = Gemm { sums: Some(&sums), out, ..Gemm::plain(op, &a, &x, product, &dtype) };
                 (Some(g.compute_one()?), Some(sums))
             }
             (x, slot) => {
@@ -253,9 +237,8 @@ fn linear_layer(
             Some(w) => Some(match ctx.take_input_factor(0) {
                 None => product_summed_to(op, &grad, w, &shape, ctx.slot(0))?,
                 Some(factor) => {
-                    let product = slice::from_ref(&factor.product);
-                    Gemm { extras: &[factor.tensor.get(op)?], ..Gemm::plain(op, &grad, w, product, &dtype) }
-                        .compute_one()?
+                    let (product, extras) = (slice::from_ref(&factor.product), [factor.tensor.get(op)?]);
+                    Gemm { extras: &extras, ..Gemm::plain(op, &grad, w, product, &dtype) }.compute_one()?
                 }
             }),
             None => None,

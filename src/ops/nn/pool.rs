@@ -194,8 +194,10 @@ pools! {
     /// The maximum of each window (PyTorch's `max_pool1d`): x is `[N, C, L]` or `[C, L]`. All dtypes except bool. Differentiable.
     /// Fails as [`Tensor::max_pool2d`] does.
     max_pool1d(kernel: usize, options: MaxPoolOptions<1>) -> Tensor: max_pool(([kernel], options));
-    /// The maximum of each window (PyTorch's `max_pool2d`): x is `[N, C, H, W]` or `[C, H, W]`. A window with a NaN gives NaN.
-    /// All dtypes except bool. One launch. Differentiable: the gradient goes to the first of equal elements.
+    /// The maximum of each window (PyTorch's `max_pool2d`): x is `[N, C, H, W]` or `[C, H, W]`. A window with a NaN gives NaN. All dtypes
+    /// except bool. One launch. Differentiable: the gradient goes to the first of equal elements. Fails with [`Error::Invalid`] for a wrong
+    /// number of dims, images that are empty or smaller than a window, a padding of more than half a window, a dilated window that is
+    /// entirely padding, or a stride of 0; [`Error::UnsupportedDType`] for bool.
     ///
     /// ```
     /// use claystone::{Device, MaxPoolOptions, Tensor};
@@ -204,10 +206,6 @@ pools! {
     /// assert_eq!(y.to_vec::<f32>()?, [5.0, 7.0, 13.0, 15.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a wrong number of dims, images that are empty or smaller than a window, a padding of more than half a
-    /// window, a dilated window that is entirely padding, or a stride of 0; [`Error::UnsupportedDType`] for bool.
     max_pool2d(kernel: [usize; 2], options: MaxPoolOptions<2>) -> Tensor: max_pool((kernel, options));
     /// The maximum of each window (PyTorch's `max_pool3d`): x is `[N, C, D, H, W]` or `[C, D, H, W]`. All dtypes except bool. Two launches.
     /// Differentiable. Fails as [`Tensor::max_pool2d`] does.

@@ -25,15 +25,9 @@ impl<const D: usize> Windows<D> {
     ) -> Result<Windows<D>> {
         let mut grid = [0; D];
         for d in 0..D {
-            if [kernel, stride, padding, padding_after, dilation]
-                .iter()
-                .any(|numbers| numbers[d] >= MAX_WINDOW_PARAMETER)
-            {
-                let reason = format!(
-                    "kernel {kernel:?}, stride {stride:?}, padding {padding:?} and dilation {dilation:?} have to be below 2^30"
-                );
-                return Err(Error::invalid(op, reason));
-            }
+            let parameters = [kernel, stride, padding, padding_after, dilation];
+            invalid!(op if parameters.iter().any(|numbers| numbers[d] >= MAX_WINDOW_PARAMETER),
+                "kernel {kernel:?}, stride {stride:?}, padding {padding:?} and dilation {dilation:?} have to be below 2^30");
             invalid!(op if [kernel[d], stride[d], dilation[d]].contains(&0),
                 "kernel {kernel:?}, stride {stride:?} and dilation {dilation:?} have to be above 0");
             let window = dilation[d].saturating_mul(kernel[d] - 1).saturating_add(1);
@@ -47,17 +41,9 @@ impl<const D: usize> Windows<D> {
 
     /// Creates `grid` windows that cover `image`, as adaptive pooling does.
     pub(crate) fn adaptive(image: [usize; D], grid: [usize; D]) -> Windows<D> {
-        let (zero, one) = ([0; D], [1; D]);
-        Windows {
-            image,
-            kernel: one,
-            grid,
-            stride: one,
-            padding: zero,
-            padding_after: zero,
-            dilation: one,
-            adaptive: true,
-        }
+        let (padding, one) = ([0; D], [1; D]);
+        let (kernel, stride, dilation) = (one, one, one);
+        Windows { image, kernel, grid, stride, padding, padding_after: padding, dilation, adaptive: true }
     }
 
     /// Returns the first and the end index of the image elements of window `o` along dim `d`. The window's elements are `dilation[d]`
@@ -293,8 +279,7 @@ pub(crate) fn as_images(op: &'static str, x: &Tensor, directions: usize) -> Resu
         Some(2) => true,
         _ => {
             let dims = ["L", "H, W", "D, H, W"][directions - 1];
-            let reason = format!("the input is [C, {dims}] or [N, C, {dims}], this one has shape {}", x.shape());
-            return Err(Error::invalid(op, reason));
+            fail!(op, "the input is [C, {dims}] or [N, C, {dims}], this one has shape {}", x.shape());
         }
     };
     let x = if directions == 1 { x.unsqueeze(-2)? } else { x.shallow_clone() };
@@ -318,8 +303,9 @@ pub(crate) fn last_sizes<const D: usize>(t: &Tensor) -> [usize; D] {
 
 /// Copies the elements of each window of images to a column (PyTorch's `nn.functional.unfold`).
 ///
-/// `[N, C, H, W]` gives `[N, C KH KW, windows]`, and `[C, H, W]` gives `[C KH KW, windows]`. Each option is a pair: a number for rows and
-/// a number for columns. Elements in the padding are 0. Any dtype, one launch. Differentiable.
+/// `[N, C, H, W]` gives `[N, C KH KW, windows]`, and `[C, H, W]` gives `[C KH KW, windows]`. Each option is a pair: a number for rows and a
+/// number for columns. Elements in the padding are 0. Any dtype, one launch. Differentiable. Fails with [`Error::Invalid`] for a wrong
+/// number of dims, windows larger than the padded image, or a stride or dilation of 0.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::functional::{fold, unfold}};
@@ -330,9 +316,6 @@ pub(crate) fn last_sizes<const D: usize>(t: &Tensor) -> [usize; D] {
 /// assert_eq!(overlaps.i((0, 1, 1))?.item::<f32>()?, 16.0); // four windows have the 4 in the middle
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`Error::Invalid`] for a wrong number of dims, windows larger than the padded image, or a stride or dilation of 0.
 #[track_caller]
 pub fn unfold(
     x: &Tensor,
@@ -375,10 +358,7 @@ pub fn fold(
     let (batch, rows, count) = match *columns.shape().dims() {
         [rows, count] => (1, rows, count),
         [n, rows, count] => (n, rows, count),
-        _ => {
-            let reason = format!("columns are [N, C KH KW, windows], these have shape {}", columns.shape());
-            return Err(Error::invalid(op, reason));
-        }
+        _ => fail!(op, "columns are [N, C KH KW, windows], these have shape {}", columns.shape()),
     };
     let [oh, ow] = windows.grid;
     invalid!(op if rows % taps != 0 || count != oh.saturating_mul(ow),

@@ -162,7 +162,9 @@ impl Tensor {
     ///
     /// A vector of weights gives a vector of indices, and a matrix gives one row of indices for each of its rows. Without replacement, no
     /// index occurs twice in a row. Waits for the device, to check the weights. A captured graph does not check the weights, and its
-    /// replays return meaningless indices for invalid weights.
+    /// replays return meaningless indices for invalid weights. Fails with [`Error::UnsupportedDType`] for integers and bool;
+    /// [`Error::Invalid`] for a scalar, three or more dims, no weights, a weight that is negative or not finite, a row without a positive
+    /// weight, and, without replacement, a row with fewer positive weights than samples.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -172,10 +174,6 @@ impl Tensor {
     /// assert!(weights.sub_scalar(1)?.multinomial(10, true).is_err());
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a scalar, three or more dims, no weights, a weight that
-    /// is negative or not finite, a row without a positive weight, and, without replacement, a row with fewer positive weights than samples.
     #[track_caller]
     pub fn multinomial(&self, samples: usize, replacement: bool) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -234,7 +232,7 @@ impl Tensor {
 const SECOND_SEED_KEY_OFFSET: u64 = 0x9E37_79B9_7F4A_7C15;
 
 fn to_host_f64(x: &Tensor) -> Result<Vec<f64>> {
-    x.to_device(crate::Device::Cpu)?.to_dtype(DType::F64)?.to_vec()
+    x.to_device(Device::HOST)?.to_dtype(DType::F64)?.to_vec()
 }
 
 /// Returns cumulative sums of the weights, scaled to integers with a total of about 2^61. Integer sums are exact in any order, and need

@@ -176,7 +176,8 @@ impl Tensor {
         new_random("randn", shape.into(), options, &[], Expr::normal(0))
     }
 
-    /// Returns uniform random integers in `low..high`, of any dtype except bool (PyTorch's `randint`). One launch.
+    /// Returns uniform random integers in `low..high`, of any dtype except bool (PyTorch's `randint`). One launch. Fails with
+    /// [`Error::Invalid`] for an empty range, a range of more than 2^31 numbers, and a range outside that of the dtype.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -184,9 +185,6 @@ impl Tensor {
     /// assert!(dice.iter().all(|d| (1..7).contains(d)));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for an empty range, a range of more than 2^31 numbers, and a range outside that of the dtype.
     #[track_caller]
     pub fn randint(low: i64, high: i64, shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -194,7 +192,7 @@ impl Tensor {
         unsupported!(op if options.dtype == DType::Bool, DType::Bool, "integers or floats");
         let range = high.checked_sub(low).filter(|r| (1..=1i64 << 31).contains(r));
         let Some(range) = range else {
-            return Err(Error::invalid(op, format!("{low}..{high} must hold between 1 and 2^31 numbers")));
+            fail!(op, "{low}..{high} must hold between 1 and 2^31 numbers");
         };
         let (dtype, last) = (options.dtype, high - 1);
         [low, last].into_iter().try_for_each(|end| Scalar::Int(end).check_within(op, dtype))?;

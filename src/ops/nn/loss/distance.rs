@@ -1,8 +1,36 @@
 //! Losses that compare vectors.
 
 use crate::ops::dispatch::prelude::*;
-use crate::ops::nn::loss::{losses, reduce_losses, same_shape};
+use crate::ops::nn::loss::{losses, read_reduction, reduce_losses, same_shape};
 use crate::{LossReduction, promote_types};
+
+operations! {
+    cosine_embedding_loss(input1: x, input2: x, target: x, margin: float = 0, reduction: text @read_reduction = "mean") functional:
+        Loss, Floats -> Same, differentiable;
+    /// Computes `max(0, margin + |a - p| - |a - n|)` of an anchor (this tensor), a positive and a negative example (PyTorch's
+    /// `triplet_margin_loss`, with a default margin of 1).
+    ///
+    /// The distances are p-norms over the last dim, with 1e-6 added to each difference. With `swap`, the distance between the two
+    /// examples replaces the distance of the negative example if it is smaller. Differentiable. Fails as [`Tensor::mse_loss`] does, and
+    /// with [`Error::Invalid`] unless p is above 0.
+    triplet_margin_loss(anchor: x, positive: x, negative: x, margin: float = 1, p: float = 2, swap: bool = false,
+        reduction: text @read_reduction = "mean") functional: Loss, Floats -> Same, differentiable = |op, self, positive, negative, margin, p, swap, reduction| {
+        same_shape(op, &[self, positive, negative])?;
+        let far = |a: &Tensor, b: &Tensor| a.pairwise_distance(b, p, 1e-6, false);
+        let each = || {
+            let (near, mut other) = (far(self, positive)?, far(self, negative)?);
+            if swap {
+                other = other.minimum(&far(positive, negative)?)?;
+            }
+            let losses = Tensor::map(&[&near, &other], |e| {
+                let loss = &e[0] - &e[1] + margin;
+                loss.lt(0.0).select(0.0, loss)
+            })?;
+            reduce_losses(losses, reduction)
+        };
+        each().with_op(op)
+    };
+}
 
 impl Tensor {
     /// Computes `1 - cos` for pairs of vectors with target 1, and `max(0, cos - margin)` for target -1 (PyTorch's
@@ -37,38 +65,5 @@ impl Tensor {
             let (near, far) = (1.0 - &e[0], &e[0] - margin);
             e[1].eq(1.0).select(near, 0.0) + e[1].eq(-1.0).select(far.lt(0.0).select(0.0, far), 0.0)
         })
-    }
-
-    /// Computes `max(0, margin + |a - p| - |a - n|)` of an anchor (this tensor), a positive and a negative example (PyTorch's
-    /// `triplet_margin_loss`, with a default margin of 1).
-    ///
-    /// The distances are p-norms over the last dim, with 1e-6 added to each difference. With `swap`, the distance between the two
-    /// examples replaces the distance of the negative example if it is smaller. Differentiable. Fails as [`Tensor::mse_loss`] does, and
-    /// with [`Error::Invalid`] unless p is above 0.
-    #[track_caller]
-    pub fn triplet_margin_loss(
-        &self,
-        positive: &Tensor,
-        negative: &Tensor,
-        margin: f64,
-        p: f64,
-        swap: bool,
-        reduction: LossReduction,
-    ) -> Result<Tensor> {
-        return_replacement!(op = "triplet_margin_loss", [self, positive, negative], margin, p, swap, reduction);
-        same_shape(op, &[self, positive, negative])?;
-        let far = |a: &Tensor, b: &Tensor| a.pairwise_distance(b, p, 1e-6, false);
-        let each = || {
-            let (near, mut other) = (far(self, positive)?, far(self, negative)?);
-            if swap {
-                other = other.minimum(&far(positive, negative)?)?;
-            }
-            let losses = Tensor::map(&[&near, &other], |e| {
-                let loss = &e[0] - &e[1] + margin;
-                loss.lt(0.0).select(0.0, loss)
-            })?;
-            reduce_losses(losses, reduction)
-        };
-        each().with_op(op)
     }
 }
