@@ -1,7 +1,6 @@
 //! Elementwise operations that are composed of table rows, and aliases that PyTorch has for some operations.
 
 use crate::ReduceDims;
-use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
 
 /// Wraps the bool `says`, the result of a method, in a tensor, because the catalogue's operations return tensors.

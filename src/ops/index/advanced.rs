@@ -7,7 +7,6 @@ use crate::backend::problem::index::{Combine, IndexTerm, Indexed};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::{check_index, gradient_of_read};
 use crate::ops::index::scatter::copy_if_shared;
-use crate::ops::record_gradients;
 
 /// Index tensors that have been checked against the shape of a tensor.
 struct AdvancedIndex {

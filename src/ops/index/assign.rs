@@ -1,6 +1,5 @@
 //! Assignment to a part of a tensor, in place or as a differentiable copy.
 
-use crate::autograd::{is_tracked, record_differentiable};
 use crate::layout::shape::impl_from;
 use crate::ops::dispatch::prelude::*;
 use crate::tensor::index::{Index, Indices, index_layout};
@@ -114,11 +113,11 @@ impl Tensor {
         }
         let out = self.cast(self.dtype)?;
         out.with_layout(pick(&out.layout)?).copy_(&src.detach()).with_op(op)?;
-        if !is_tracked(&[self, src]) || !self.dtype.is_float() {
+        if !autograd::is_tracked(&[self, src]) || !self.dtype.is_float() {
             return Ok(out);
         }
         let (shape, dtype): (Shape, _) = (src.shape().clone(), src.dtype);
-        Ok(record_differentiable(op, out, &[self, src], move |ctx| {
+        Ok(autograd::record_differentiable(op, out, &[self, src], move |ctx| {
             let grad = ctx.grad()?;
             let rest =
                 ctx.needs_gradient(0).then(|| grad.assigned_copy(op, &Tensor::zeros((), &grad)?, true, pick.clone()));

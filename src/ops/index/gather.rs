@@ -11,7 +11,6 @@
 
 use crate::backend::problem::index::Indexed;
 use crate::ops::dispatch::prelude::*;
-use crate::ops::record_gradients;
 
 pub use crate::ops::index::scatter_reduce::ScatterReduce;
 

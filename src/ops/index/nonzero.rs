@@ -186,7 +186,7 @@ impl Tensor {
     #[track_caller]
     pub fn masked_select(&self, mask: &Tensor) -> Result<Tensor> {
         return_replacement!(op = "masked_select", [self, mask]);
-        crate::ops::same_device(op, &[self, mask])?;
+        same_device(op, &[self, mask])?;
         let shape = self.shape().broadcast(op, mask.shape())?;
         let over = |t: &Tensor| t.with_layout(t.layout.broadcast_to(&shape));
         let mask = over(mask);

@@ -4,7 +4,6 @@
 use crate::backend::problem::index::{Combine, Indexed, Scatter};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::{broadcast_index, with_dim_size, without_stride};
-use crate::ops::record_gradients;
 
 impl Indexed<'_> {
     /// Writes `x` to `target` through the index. `layout` is the layout of `target` with stride 0 along the indexed dim `d`.

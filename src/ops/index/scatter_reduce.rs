@@ -5,7 +5,6 @@ use crate::error::{Excerpt, in_steps};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::broadcast_index;
 use crate::ops::index::scatter::{expand_number, scatter};
-use crate::ops::record_gradients_with_result;
 
 /// The reduction that [`Tensor::scatter_reduce`] and [`Tensor::index_reduce`] apply to all values that are written to one element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -4,7 +4,6 @@ use crate::backend::problem::gemm::Gemm;
 use crate::backend::problem::reduction::SafeRange;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::products::scaled_product_into;
-use crate::ops::record_gradients_with_result;
 use crate::ops::reduce::statistics::sum_of_squares;
 use crate::ops::reduce::{Mask, ReduceDims, reduced_shape};
 use crate::promote_types;

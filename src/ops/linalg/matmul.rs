@@ -8,7 +8,7 @@ use std::slice;
 
 use smallvec::smallvec;
 
-use crate::autograd::{Factor, Gradients};
+use crate::autograd::Factor;
 use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT, RELU, RELU_GRAD};
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;

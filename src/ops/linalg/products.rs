@@ -8,7 +8,6 @@ use std::sync::LazyLock;
 use crate::backend::problem::gemm::{Gemm, PRODUCT};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
-use crate::ops::record_gradients;
 
 /// The epilogues `alpha * (a b)` and `alpha * (a b) + beta * input`.
 static EPILOGUES: LazyLock<[Expr; 2]> = LazyLock::new(|| {

@@ -1,11 +1,8 @@
 //! Launches of one formula for many tensors: [`map_each`] and [`foreach_into`].
 
-use smallvec::SmallVec;
-
 use crate::error::for_each_part;
 use crate::expr::table::ROWS;
 use crate::ops::dispatch::prelude::*;
-use crate::{Expr, Result, Scalar, Shape, Tensor};
 
 /// The maximum number of operands of one launch. Every device accepts this number, and one launch takes no more time than separate
 /// launches.

@@ -1,10 +1,7 @@
 //! One step of an LSTM cell and its gradients, for callers such as PyTorch's autograd that store the data for the backward pass
 //! themselves. The layers of `nn` do not use these functions.
 
-use smallvec::SmallVec;
-
 use crate::ops::dispatch::prelude::*;
-use crate::{Expr, Result, Tensor, no_grad};
 
 /// Checks that `gates` is `[N, 4 H]` and that the other tensors are `[N, H]`.
 fn check(op: &'static str, gates: &Tensor, others: &[&Tensor]) -> Result<()> {

@@ -13,21 +13,13 @@ mod fused;
 #[cfg(test)]
 mod tests;
 
-use smallvec::SmallVec;
-
 use crate::autograd::rng_replay::replay_draws;
-use crate::autograd::{Gradients, Saved};
-use crate::ops::dispatch::args::Args;
-use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
 use crate::ops::linalg::products::{scaled_product, scaled_product_into};
 use crate::ops::nn::attention::blocks::BlockedAttention;
 use crate::ops::nn::attention::fused::Fused;
 use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
-use crate::ops::record_gradients;
-use crate::tensor::{Dims, Layout};
-use crate::{DType, Result, Scalar, Shape, Tensor, autograd, no_grad};
 
 /// Options of [`Tensor::scaled_dot_product_attention`]. By default every query attends to every key.
 ///

@@ -21,7 +21,6 @@
 mod columns;
 pub(crate) mod options;
 
-use crate::autograd::Gradients;
 use crate::backend::problem::conv::{Conv2d, Convolution};
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::ops::dispatch::prelude::*;

@@ -6,16 +6,11 @@
 
 pub(crate) mod methods;
 
-use smallvec::SmallVec;
-
-use crate::autograd::{Gradients, Saved};
-use crate::backend::problem::map::Params;
 use crate::backend::problem::norm::{NormForward, Normalisation, RowGrouping, broadcast_view, unbind};
+use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply_one;
 use crate::ops::reduce;
-use crate::tensor::Dims;
 use crate::tensor::view::reshape_detached;
-use crate::{Expr, Result, Shape, Tensor, autograd, backend};
 
 /// Optional tensors and parameters of [`Tensor::batch_norm`], with PyTorch's defaults.
 #[derive(Debug, Clone, Copy)]

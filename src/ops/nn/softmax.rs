@@ -8,7 +8,6 @@ use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossRed
 use crate::backend::problem::softmax::{MaskKind, RowOp, Softmax, SoftmaxMask};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply_one;
-use crate::ops::record_gradients_with_result;
 use crate::ops::reduce;
 use crate::tensor::view::detach_at_least_1d;
 

@@ -3,7 +3,6 @@
 use std::borrow::Borrow;
 
 use crate::MemoryFormat;
-use crate::autograd::{is_tracked, record_differentiable, record_unary_differentiable};
 use crate::layout::shape::NewShape;
 use crate::ops::PadMode;
 use crate::ops::dispatch::prelude::*;
@@ -172,7 +171,7 @@ impl Tensor {
     }
 
     pub(crate) fn recorded_copy(&self, op: &'static str) -> Result<Tensor> {
-        Ok(record_unary_differentiable(op, self.deep_copy(false)?, self, Ok))
+        Ok(autograd::record_unary_differentiable(op, self.deep_copy(false)?, self, Ok))
     }
 
     fn repeat_by(&self, op: &'static str, repeats: &[usize]) -> Result<Tensor> {
@@ -269,10 +268,10 @@ fn join(op: &'static str, all: &[&Tensor], dim: isize) -> Result<Tensor> {
             start += n;
         }
     }
-    if !is_tracked(&tensors) || !dtype.is_float() {
+    if !autograd::is_tracked(&tensors) || !dtype.is_float() {
         return Ok(out);
     }
-    Ok(record_differentiable(op, out, &tensors, move |ctx| {
+    Ok(autograd::record_differentiable(op, out, &tensors, move |ctx| {
         let grad = ctx.grad()?;
         let mut start = 0;
         let mut piece = |(i, &(n, dtype)): (usize, &(usize, DType))| {

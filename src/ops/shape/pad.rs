@@ -1,6 +1,5 @@
 //! Padding of the ends of dims.
 
-use crate::autograd::record_unary_differentiable;
 use crate::ops::dispatch::prelude::*;
 
 /// The elements that [`Tensor::pad`] adds around a tensor.
@@ -107,7 +106,7 @@ impl Tensor {
         }
         out.with_layout(inside).copy_(&self.detach())?;
         let back: Dims<isize> = pads.iter().map(|p| -p).collect();
-        Ok(record_unary_differentiable(op, out, self, move |grad| grad.crop(&back)))
+        Ok(autograd::record_unary_differentiable(op, out, self, move |grad| grad.crop(&back)))
     }
 
     /// Adds `before` elements before and `after` elements after the tensor along dim `d`, copied from the tensor itself.

@@ -6,7 +6,7 @@
 
 pub(crate) mod select;
 
-use super::{result_type, same_device, same_dtype};
+use super::result_type;
 use crate::Compute;
 use crate::backend::problem::select::{RankQuery, RankedElement, Search, Selected, Sorting, TopK};
 use crate::ops::dispatch::prelude::*;

@@ -3,18 +3,14 @@
 use std::ops::Range;
 use std::slice;
 
-use smallvec::SmallVec;
-
-use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::conv::{Convolution, max_column_block_bytes};
 use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT};
 use crate::backend::problem::windows::{Windows, sizes_4d};
+use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::matmul::matrix_transpose;
 use crate::ops::nn::conv::ConvProblem;
 use crate::ops::reduce;
-use crate::tensor::Layout;
 use crate::tensor::view::reshape_detached;
-use crate::{DType, Result, Shape, Tensor, autograd};
 
 /// The minimum number of windows of an image that gets its own product. Smaller images become columns of one product, whose result is
 /// copied to reorder it.

@@ -1,6 +1,5 @@
 //! Losses for classification. Classes are given as labels or as probabilities.
 
-use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::loss::{divide_by_batch, read_reduction, reduce_losses};
 use crate::{CrossEntropy, LossReduction, autocast_dtype};

@@ -3,7 +3,6 @@
 use std::f64::consts::PI;
 
 use crate::LossReduction;
-use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::loss::{check_positive, losses, losses_of_equal_shapes, read_reduction, reduce_losses, same_shape};
 
@@ -170,7 +169,7 @@ impl Tensor {
         same_shape(op, &[self, target])?;
         self.dtype().check_float(op)?;
         let inputs: Vec<&Tensor> = [self, target].into_iter().chain(weight).collect();
-        crate::ops::same_dtype(op, &inputs)?;
+        same_dtype(op, &inputs)?;
         return_replacement!(op, inputs, reduction);
         let (x, t) = (Expr::input(0), Expr::input(1));
         let scale = weight.map_or(Expr::constant(1.0), |_| Expr::input(2));

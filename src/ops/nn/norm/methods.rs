@@ -1,7 +1,6 @@
 //! The norms as methods of `Tensor`: argument checks, and the view of rows that each norm uses.
 
 use crate::backend::problem::norm::{RowGrouping, unbind};
-use crate::ops::apply_formula;
 use crate::ops::dispatch::autocast::halves_to_f32;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::record_formula;
