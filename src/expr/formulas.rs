@@ -5,7 +5,19 @@
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
-use crate::expr::{Binary, Expr, GELU_CUBE, SQRT_2_OVER_PI, Unary};
+use crate::expr::{Binary, Expr, GELU_CUBE, Leaf, SQRT_2_OVER_PI, Unary};
+
+macro_rules! leaves {
+    ($($(#[$doc:meta])* $name:ident => $leaf:ident;)*) => {
+        /// Leaves.
+        impl Expr { $(
+            $(#[$doc])*
+            pub fn $name(i: usize) -> Expr {
+                Expr::leaf(Leaf::$leaf(i))
+            }
+        )* }
+    };
+}
 
 macro_rules! unary {
     ($($(#[$doc:meta])* $name:ident => $op:ident;)*) => {
@@ -30,6 +42,23 @@ macro_rules! binary {
             }
         )* }
     };
+}
+
+leaves! {
+    /// The current element of the `i`-th operand.
+    input => Input;
+    /// The `i`-th scalar argument, which is passed when the formula runs, so that another value (such as a learning rate) needs no new
+    /// kernel.
+    scalar => Scalar;
+    /// A random number in [0, 1), a multiple of 2⁻²⁴, determined by the `i`-th seed and the element's index. The number is the same on
+    /// every device, and in f32 and f64.
+    uniform => Uniform;
+    /// A standard normal random number, determined by the `i`-th seed and the element's index. It is computed in f32, and is the same on
+    /// every device, and in f32 and f64.
+    normal => Normal;
+    /// A number in 0..2³² with 32 random bits, determined by the `i`-th seed and the element's index. It is rounded if the formula is
+    /// evaluated in f32.
+    bits => Bits;
 }
 
 unary! {
