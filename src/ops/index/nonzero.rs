@@ -26,7 +26,40 @@ operations! {
         let (values, _, starts) = split_into_runs(&flatten_detached(self)?.sort(0, false)?.0)?;
         Ok((values, starts.diff(1, 0)?))
     };
-    unique_all(input: x, dim: int?) "unique": Sorting, All -> Same;
+    /// Returns the distinct elements, a tensor of this shape with the index of each element's value, and the number of occurrences of each
+    /// value (PyTorch's `unique` with `return_inverse`, `return_counts` and `dim`). Waits for the device.
+    ///
+    /// With a dim, slices along that dim are compared instead of elements. The results are then the distinct slices in lexicographic
+    /// order, and vectors of indices and counts.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[1i64, 2, 0, 5, 1, 2], [3, 2], Device::Cpu)?;
+    /// let (rows, inverse, counts) = t.unique_all(0)?;
+    /// assert_eq!(rows.to_vec::<i64>()?, [0, 5, 1, 2]);
+    /// assert_eq!((inverse.to_vec::<i64>()?, counts.to_vec::<i64>()?), (vec![1, 0, 1], vec![1, 2]));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    unique_all(input: x, dim: int?) "unique": Sorting, All -> Same = |op, self, dim| -> (Tensor, Tensor, Tensor) {
+        let slices = match dim {
+            Some(dim) => {
+                self.shape().dim(op, dim)?;
+                self.detach().movedim(dim, 0)?
+            }
+            None => flatten_detached(self)?,
+        };
+        let n = slices.shape().dims()[0];
+        let columns = slices.shape().dims()[1..].iter().product();
+        let inverse = row_ranks(&slices.reshape([n, columns])?)?;
+        let (sorted, order) = inverse.sort(0, false)?;
+        let (_, _, starts) = split_into_runs(&sorted)?;
+        let first = order.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
+        let values = slices.index_select(0, &first)?;
+        match dim {
+            Some(dim) => Ok((values.movedim(0, dim)?, inverse, starts.diff(1, 0)?)),
+            None => Ok((values, inverse.reshape(self.shape())?, starts.diff(1, 0)?)),
+        }
+    };
     /// Collapses each run of equal elements in row-major order. Returns the value of each run, a tensor of this shape with the index of each
     /// element's run, and the length of each run (PyTorch's `unique_consecutive` with `return_inverse` and `return_counts`). Waits for the device.
     ///
@@ -44,7 +77,34 @@ operations! {
         Ok((values, running.sub_scalar(1)?.reshape(self.shape())?, starts.diff(1, 0)?))
     };
     bincount(input: x, weights: x?, minlength: size = 0): Sorting, IntegersOnly -> I64;
-    histc(input: x, bins: size = 100, min: float = 0, max: float = 0): Sorting, Floats -> Same;
+    /// Counts the elements in each of `bins` equal parts of `min` to `max`, in this tensor's dtype (PyTorch's `histc`). Floats.
+    ///
+    /// Elements outside the range, and NaN, are not counted; `max` itself is counted in the last part. If `min` and `max` are equal, the
+    /// minimum and maximum of the elements are used instead. Waits for the device. Fails with [`Error::Invalid`] for zero bins, for `max`
+    /// below `min`, and for limits that are not finite.
+    histc(input: x, bins: size = 100, min: float = 0, max: float = 0):
+        Sorting, Floats -> Same = |op, self, bins, min, max| {
+        self.dtype.check_float(op)?;
+        let (mut low, mut high) = (min, max);
+        if low == high && self.numel() > 0 {
+            let end = |t: Tensor| t.to_device(Device::HOST)?.to_dtype(DType::F64)?.item::<f64>();
+            (low, high) = (end(self.detach().min((), false)?)?, end(self.detach().max((), false)?)?);
+        }
+        if low == high {
+            (low, high) = (low - 1.0, high + 1.0);
+        }
+        invalid!(op if bins == 0 || !(low < high && (high - low).is_finite()), "{low} to {high} cannot be divided into {bins} bins");
+        let (x, [low_, high_, parts]) = (Expr::input(0), [0, 1, 2].map(Expr::scalar));
+        let part = ((&x - &low_) / (&high_ - &low_) * &parts).floor().min(&parts - 1.0);
+        let part = [(x.ge(&low_) * x.le(&high_)).select(part, &parts)];
+        let scalars = [Scalar::Float(low), Scalar::Float(high), Scalar::Float(bins as f64)];
+        let params = Params::from_scalars(&scalars);
+        let counts = count_in_blocks(&flatten_detached(&self.detach())?, bins, |block| {
+            let part = apply(op, &[block], params, &part, &[DType::I64])?.remove(0);
+            part.bincount(None, bins.saturating_add(1))
+        })?;
+        counts.narrow(0, 0, bins)?.to_dtype(self.dtype)
+    };
     /// Returns the indices of the nonzero elements, one row for each element in row-major order, as an i64 tensor of shape
     /// `[count, rank]` (PyTorch's `nonzero`). NaN counts as nonzero. Waits for the device.
     ///
@@ -62,7 +122,23 @@ operations! {
         }
         nonzero_indices(self, self.shape().dims())
     };
-    masked_select(input: x, mask: x): Indexing, All -> Same, differentiable;
+    /// Returns the elements where `mask` is not zero, in row-major order, as a vector (PyTorch's `masked_select`). Tensor and mask are
+    /// broadcast against each other. Waits for the device. Differentiable.
+    masked_select(input: x, mask: x): Indexing, All -> Same, differentiable = |op, self, mask| {
+        same_device(op, &[self, mask])?;
+        let shape = self.shape().broadcast(op, mask.shape())?;
+        let over = |t: &Tensor| t.with_layout(t.layout.broadcast_to(&shape));
+        let mask = over(mask);
+        if shape.numel() > 0
+            && !autograd::is_tracked(&[self])
+            && let Some(selected) = backend::of_device(self.device()).masked_select(&over(self), &mask)?
+        {
+            return Ok(selected);
+        }
+        let selected = nonzero_indices(&mask, &[shape.numel()])?.reshape([-1])?;
+        let sizes: Vec<isize> = shape.dims().iter().map(|&n| n as isize).collect();
+        self.broadcast_to(sizes)?.reshape([shape.numel()])?.index_select(0, &selected)
+    };
 }
 
 /// Returns the numbers `first..end` on the tensor's device, as i64.
@@ -143,64 +219,6 @@ fn row_ranks(rows: &Tensor) -> Result<Tensor> {
 }
 
 impl Tensor {
-    /// Returns the distinct elements, a tensor of this shape with the index of each element's value, and the number of occurrences of each
-    /// value (PyTorch's `unique` with `return_inverse`, `return_counts` and `dim`). Waits for the device.
-    ///
-    /// With a dim, slices along that dim are compared instead of elements. The results are then the distinct slices in lexicographic
-    /// order, and vectors of indices and counts.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let t = Tensor::from_slice(&[1i64, 2, 0, 5, 1, 2], [3, 2], Device::Cpu)?;
-    /// let (rows, inverse, counts) = t.unique_all(0)?;
-    /// assert_eq!(rows.to_vec::<i64>()?, [0, 5, 1, 2]);
-    /// assert_eq!((inverse.to_vec::<i64>()?, counts.to_vec::<i64>()?), (vec![1, 0, 1], vec![1, 2]));
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn unique_all(&self, dim: impl Into<Option<isize>>) -> Result<(Tensor, Tensor, Tensor)> {
-        let dim = dim.into();
-        return_replacement!(op = "unique_all", [self], dim);
-        let slices = match dim {
-            Some(dim) => {
-                self.shape().dim(op, dim)?;
-                self.detach().movedim(dim, 0)?
-            }
-            None => flatten_detached(self)?,
-        };
-        let n = slices.shape().dims()[0];
-        let columns = slices.shape().dims()[1..].iter().product();
-        let inverse = row_ranks(&slices.reshape([n, columns])?)?;
-        let (sorted, order) = inverse.sort(0, false)?;
-        let (_, _, starts) = split_into_runs(&sorted)?;
-        let first = order.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
-        let values = slices.index_select(0, &first)?;
-        match dim {
-            Some(dim) => Ok((values.movedim(0, dim)?, inverse, starts.diff(1, 0)?)),
-            None => Ok((values, inverse.reshape(self.shape())?, starts.diff(1, 0)?)),
-        }
-    }
-
-    /// Returns the elements where `mask` is not zero, in row-major order, as a vector (PyTorch's `masked_select`). Tensor and mask are
-    /// broadcast against each other. Waits for the device. Differentiable.
-    #[track_caller]
-    pub fn masked_select(&self, mask: &Tensor) -> Result<Tensor> {
-        return_replacement!(op = "masked_select", [self, mask]);
-        same_device(op, &[self, mask])?;
-        let shape = self.shape().broadcast(op, mask.shape())?;
-        let over = |t: &Tensor| t.with_layout(t.layout.broadcast_to(&shape));
-        let mask = over(mask);
-        if shape.numel() > 0
-            && !autograd::is_tracked(&[self])
-            && let Some(selected) = backend::of_device(self.device()).masked_select(&over(self), &mask)?
-        {
-            return Ok(selected);
-        }
-        let selected = nonzero_indices(&mask, &[shape.numel()])?.reshape([-1])?;
-        let sizes: Vec<isize> = shape.dims().iter().map(|&n| n as isize).collect();
-        self.broadcast_to(sizes)?.reshape([shape.numel()])?.index_select(0, &selected)
-    }
-
     /// Counts how often each of the numbers 0, 1, 2, ... occurs in a vector of integers, as i64 (PyTorch's `bincount`). With weights, adds
     /// up the weights instead, in their dtype. The result has at least `minlength` elements, and the same bits on every run. Waits for the
     /// device. Fails with [`Error::UnsupportedDType`] for floats, bool and weights that are not floats; [`Error::Invalid`] if the tensor is
@@ -238,35 +256,5 @@ impl Tensor {
                 sorted.searchsorted(&index_range(0, size.saturating_add(1), self)?, false)?.diff(1, 0)
             }),
         }
-    }
-
-    /// Counts the elements in each of `bins` equal parts of `min` to `max`, in this tensor's dtype (PyTorch's `histc`). Floats.
-    ///
-    /// Elements outside the range, and NaN, are not counted; `max` itself is counted in the last part. If `min` and `max` are equal, the
-    /// minimum and maximum of the elements are used instead. Waits for the device. Fails with [`Error::Invalid`] for zero bins, for `max`
-    /// below `min`, and for limits that are not finite.
-    #[track_caller]
-    pub fn histc(&self, bins: usize, min: f64, max: f64) -> Result<Tensor> {
-        return_replacement!(op = "histc", [self], bins, min, max);
-        self.dtype.check_float(op)?;
-        let (mut low, mut high) = (min, max);
-        if low == high && self.numel() > 0 {
-            let end = |t: Tensor| t.to_device(Device::HOST)?.to_dtype(DType::F64)?.item::<f64>();
-            (low, high) = (end(self.detach().min((), false)?)?, end(self.detach().max((), false)?)?);
-        }
-        if low == high {
-            (low, high) = (low - 1.0, high + 1.0);
-        }
-        invalid!(op if bins == 0 || !(low < high && (high - low).is_finite()), "{low} to {high} cannot be divided into {bins} bins");
-        let (x, [low_, high_, parts]) = (Expr::input(0), [0, 1, 2].map(Expr::scalar));
-        let part = ((&x - &low_) / (&high_ - &low_) * &parts).floor().min(&parts - 1.0);
-        let part = [(x.ge(&low_) * x.le(&high_)).select(part, &parts)];
-        let scalars = [Scalar::Float(low), Scalar::Float(high), Scalar::Float(bins as f64)];
-        let params = Params::from_scalars(&scalars);
-        let counts = count_in_blocks(&flatten_detached(&self.detach())?, bins, |block| {
-            let part = apply(op, &[block], params, &part, &[DType::I64])?.remove(0);
-            part.bincount(None, bins.saturating_add(1))
-        })?;
-        counts.narrow(0, 0, bins)?.to_dtype(self.dtype)
     }
 }

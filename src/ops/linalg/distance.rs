@@ -28,7 +28,37 @@ operations! {
         cast_first!(autocast_to_f32(&[self])?, |x| x[0].vector_norm(ord, dims, keepdim));
         self.norm_of_order(op, ord, dims, keepdim)
     };
-    cdist(x1: x, x2: x, p: float = 2): LinearAlgebra, Floats -> Same, differentiable;
+    /// Returns the distances of order `p` between all rows of `[.., m, k]` and all rows of `[.., n, k]`, as `[.., m, n]` (PyTorch's
+    /// `cdist`). The leading dims are broadcast. Differentiable; the gradient of a distance of 0 is 0.
+    ///
+    /// Euclidean distances between many points use one matrix product, which loses digits for points that nearly coincide. Floats.
+    /// Fails with [`Error::Invalid`] for a negative `p`.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::from_slice(&[0f32, 0.0, 3.0, 0.0], [2, 2], Device::Cpu)?;
+    /// let b = Tensor::from_slice(&[0f32, 4.0], [1, 2], Device::Cpu)?;
+    /// assert_eq!(a.cdist(&b, 2.0)?.to_vec::<f32>()?, [4.0, 5.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    cdist(x1: x, x2: x, p: float = 2): LinearAlgebra, Floats -> Same, differentiable = |op, self, other, p| {
+        cast_first!(autocast_to_f32(&[self, other])?, |x| x[0].cdist(&x[1], p));
+        same_dtype(op, &[self, other])?;
+        same_device(op, &[self, other])?;
+        self.dtype.check_float(op)?;
+        let ([.., m, k], [.., n, l]) = (self.shape().dims(), other.shape().dims()) else {
+            return Err(shape_mismatch(op, self, other, "both are [.., points, k]"));
+        };
+        mismatch!(op if k != l, self, other, "points on both sides must have the same number of coordinates");
+        invalid!(op if p.is_nan() || p < 0.0, "p is {p}, it must not be negative");
+        if p == 2.0 && *m.max(n) >= MATMUL_MIN_POINTS && *k > 0 {
+            return euclidean_distances(self, other);
+        }
+        let differences = self.unsqueeze(-2)?.sub(&other.unsqueeze(-3)?).with_op(op)?;
+        // The maximum over no coordinates would be an error, but the distance is 0, as for p = 1.
+        let p = if *k == 0 { 1.0 } else { p };
+        differences.norm_of_order(op, p, ReduceDims::from(-1), false)
+    };
     /// Returns the distance of order `p` between vectors along the last dim, with `eps` added to each difference (PyTorch's
     /// `pairwise_distance`, with defaults of 2 and 1e-6). Differentiable. Fails as [`Tensor::vector_norm`] does.
     pairwise_distance(x1: x, x2: x, p: float = 2, eps: float = 1e-6, keepdim: bool = false) functional:
@@ -37,7 +67,30 @@ operations! {
         difference.dtype.check_float(op)?;
         difference.add_scalar(eps)?.norm_of_order(op, p, ReduceDims::from(-1), keepdim)
     };
-    cosine_similarity(x1: x, x2: x, dim: int = 1, eps: float = 1e-8) functional: LinearAlgebra, Floats -> Same, differentiable;
+    /// Returns the cosine of the angle between vectors along `dim`: the dot product divided by the product of the norms, where each norm
+    /// is clamped to at least `eps` (PyTorch's `cosine_similarity`, with defaults of 1 for `dim` and 1e-8 for `eps`). Differentiable.
+    /// Fails as [`Tensor::norm`] does.
+    cosine_similarity(x1: x, x2: x, dim: int = 1, eps: float = 1e-8) functional:
+        LinearAlgebra, Floats -> Same, differentiable = |op, self, other, dim, eps| {
+        cast_first!(autocast_to_f32(&[self, other])?, |x| x[0].cosine_similarity(&x[1], dim, eps));
+        let dtype = promote_types(self.dtype, other.dtype);
+        dtype.check_float(op)?;
+        let compute = dtype.compute().dtype();
+        if [self, other].iter().any(|t| t.dtype != compute) {
+            let [a, b] = [self, other].map(|t| t.to_dtype(compute));
+            return a?.cosine_similarity(&b?, dim, eps)?.to_dtype(dtype);
+        }
+        let shape = self.shape().broadcast(op, other.shape())?;
+        let (a, b) = (self.expand(&shape)?, other.expand(&shape)?);
+        // Elements are divided by the norms first, so that products neither overflow nor underflow.
+        let norm = |t: &Tensor| t.norm(dim, true).with_op(op)?.clamp_min(eps);
+        let cosines = || {
+            let normalised_products =
+                Tensor::map(&[&a, &norm(&a)?, &b, &norm(&b)?], |e| (&e[0] / &e[1]) * (&e[2] / &e[3]))?;
+            normalised_products.sum(dim, false)
+        };
+        cosines().with_op(op)
+    };
 }
 
 impl Tensor {
@@ -87,66 +140,6 @@ impl Tensor {
             return Ok(kept);
         }
         kept.reshape(reduced_shape(kept.shape(), &dims.mask(op, kept.shape())?, false))
-    }
-
-    /// Returns the distances of order `p` between all rows of `[.., m, k]` and all rows of `[.., n, k]`, as `[.., m, n]` (PyTorch's
-    /// `cdist`). The leading dims are broadcast. Differentiable; the gradient of a distance of 0 is 0.
-    ///
-    /// Euclidean distances between many points use one matrix product, which loses digits for points that nearly coincide. Floats.
-    /// Fails with [`Error::Invalid`] for a negative `p`.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let a = Tensor::from_slice(&[0f32, 0.0, 3.0, 0.0], [2, 2], Device::Cpu)?;
-    /// let b = Tensor::from_slice(&[0f32, 4.0], [1, 2], Device::Cpu)?;
-    /// assert_eq!(a.cdist(&b, 2.0)?.to_vec::<f32>()?, [4.0, 5.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn cdist(&self, other: &Tensor, p: f64) -> Result<Tensor> {
-        return_replacement!(op = "cdist", [self, other], p);
-        cast_first!(autocast_to_f32(&[self, other])?, |x| x[0].cdist(&x[1], p));
-        same_dtype(op, &[self, other])?;
-        same_device(op, &[self, other])?;
-        self.dtype.check_float(op)?;
-        let ([.., m, k], [.., n, l]) = (self.shape().dims(), other.shape().dims()) else {
-            return Err(shape_mismatch(op, self, other, "both are [.., points, k]"));
-        };
-        mismatch!(op if k != l, self, other, "points on both sides must have the same number of coordinates");
-        invalid!(op if p.is_nan() || p < 0.0, "p is {p}, it must not be negative");
-        if p == 2.0 && *m.max(n) >= MATMUL_MIN_POINTS && *k > 0 {
-            return euclidean_distances(self, other);
-        }
-        let differences = self.unsqueeze(-2)?.sub(&other.unsqueeze(-3)?).with_op(op)?;
-        // The maximum over no coordinates would be an error, but the distance is 0, as for p = 1.
-        let p = if *k == 0 { 1.0 } else { p };
-        differences.norm_of_order(op, p, ReduceDims::from(-1), false)
-    }
-
-    /// Returns the cosine of the angle between vectors along `dim`: the dot product divided by the product of the norms, where each norm
-    /// is clamped to at least `eps` (PyTorch's `cosine_similarity`, with defaults of 1 for `dim` and 1e-8 for `eps`). Differentiable.
-    /// Fails as [`Tensor::norm`] does.
-    #[track_caller]
-    pub fn cosine_similarity(&self, other: &Tensor, dim: isize, eps: f64) -> Result<Tensor> {
-        return_replacement!(op = "cosine_similarity", [self, other], dim, eps);
-        cast_first!(autocast_to_f32(&[self, other])?, |x| x[0].cosine_similarity(&x[1], dim, eps));
-        let dtype = promote_types(self.dtype, other.dtype);
-        dtype.check_float(op)?;
-        let compute = dtype.compute().dtype();
-        if [self, other].iter().any(|t| t.dtype != compute) {
-            let [a, b] = [self, other].map(|t| t.to_dtype(compute));
-            return a?.cosine_similarity(&b?, dim, eps)?.to_dtype(dtype);
-        }
-        let shape = self.shape().broadcast(op, other.shape())?;
-        let (a, b) = (self.expand(&shape)?, other.expand(&shape)?);
-        // Elements are divided by the norms first, so that products neither overflow nor underflow.
-        let norm = |t: &Tensor| t.norm(dim, true).with_op(op)?.clamp_min(eps);
-        let cosines = || {
-            let normalised_products =
-                Tensor::map(&[&a, &norm(&a)?, &b, &norm(&b)?], |e| (&e[0] / &e[1]) * (&e[2] / &e[3]))?;
-            normalised_products.sum(dim, false)
-        };
-        cosines().with_op(op)
     }
 }
 

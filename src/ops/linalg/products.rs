@@ -187,7 +187,27 @@ operations! {
         scaled_product(op, Some((self, beta)), &rows, &b.reshape([batch * k, n])?, alpha)
     };
     multi_dot(tensors: xs) linalg: LinearAlgebra, Numbers -> Same, differentiable;
-    matrix_power(input: x, n: size) linalg: LinearAlgebra, Numbers -> Same, differentiable;
+    /// Raises a square matrix, or each matrix of a batch, to the power n by repeated squaring (PyTorch's `matrix_power`). The power 0 is
+    /// the identity. Differentiable. Fails as [`Tensor::matmul`] does, and with [`Error::Invalid`] unless the matrices are square.
+    matrix_power(input: x, n: size) linalg: LinearAlgebra, Numbers -> Same, differentiable = |op, self, n| {
+        let rows = match *self.shape().dims() {
+            [.., rows, columns] if rows == columns => rows,
+            _ => fail!(op, "the matrices must be square, and the shape is {}", self.shape()),
+        };
+        if n == 0 {
+            return Tensor::eye(rows, (self.dtype, self.device()))?.expand(self.shape());
+        }
+        let (mut power, mut square): (Option<Tensor>, _) = (None, self.shallow_clone());
+        for bit in 0..=n.ilog2() {
+            if bit > 0 {
+                square = square.matmul(&square).with_op(op)?;
+            }
+            if n >> bit & 1 == 1 {
+                power = Some(power.map_or(Ok(square.shallow_clone()), |p| square.matmul(&p).with_op(op))?);
+            }
+        }
+        Ok(power.unwrap_or(square))
+    };
     /// Returns the sum of a matrix's diagonal, as i64 for integers (PyTorch's `trace`). Differentiable. Fails with [`Error::Invalid`]
     /// unless this tensor is a matrix.
     trace(input: x): LinearAlgebra, Numbers -> Sum, differentiable = |op, self| {
@@ -270,30 +290,6 @@ impl Tensor {
         }
         let order = cheapest_order(&sizes);
         multiply_chain(&tensors, &order, 0, tensors.len() - 1).with_op(op)
-    }
-
-    /// Raises a square matrix, or each matrix of a batch, to the power n by repeated squaring (PyTorch's `matrix_power`). The power 0 is
-    /// the identity. Differentiable. Fails as [`Tensor::matmul`] does, and with [`Error::Invalid`] unless the matrices are square.
-    #[track_caller]
-    pub fn matrix_power(&self, n: usize) -> Result<Tensor> {
-        return_replacement!(op = "matrix_power", [self], n);
-        let rows = match *self.shape().dims() {
-            [.., rows, columns] if rows == columns => rows,
-            _ => fail!(op, "the matrices must be square, and the shape is {}", self.shape()),
-        };
-        if n == 0 {
-            return Tensor::eye(rows, (self.dtype, self.device()))?.expand(self.shape());
-        }
-        let (mut power, mut square): (Option<Tensor>, _) = (None, self.shallow_clone());
-        for bit in 0..=n.ilog2() {
-            if bit > 0 {
-                square = square.matmul(&square).with_op(op)?;
-            }
-            if n >> bit & 1 == 1 {
-                power = Some(power.map_or(Ok(square.shallow_clone()), |p| square.matmul(&p).with_op(op))?);
-            }
-        }
-        Ok(power.unwrap_or(square))
     }
 }
 

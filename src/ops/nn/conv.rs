@@ -25,7 +25,7 @@ use crate::backend::problem::conv::{Conv2d, Convolution};
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::conv::columns::{Im2colConvolution, multiply_columns};
-use crate::ops::nn::window::{as_images, last_sizes, restore_rank, sizes_5d, weight_as_2d};
+use crate::ops::nn::window::{as_images, last_sizes, restore_rank, weight_as_2d};
 use crate::ops::reduce;
 
 pub use crate::ops::nn::conv::options::{ConvOptions, ConvTransposeOptions};
@@ -37,7 +37,12 @@ macro_rules! convolutions {
             $(#[doc = $doc])+
             #[track_caller]
             pub fn $name(&self, weight: &Tensor, bias: Option<&Tensor>, options: $options) -> Result<Tensor> {
-                $convolve(stringify!($name), self, weight, bias, options)
+                let _caller = Caller::enter();
+                let (op, inputs): (_, Dims<&Tensor>) =
+                    (stringify!($name), [self, weight].into_iter().chain(bias).collect());
+                cast_first!(autocast_inputs(op, &inputs)?, |x| x[0].$name(&x[1], x.get(2), options));
+                return_replacement!(op, inputs; || options.arguments());
+                $convolve(op, &inputs, options)
             }
         )* }
     };
@@ -143,21 +148,10 @@ fn check<const D: usize>(op: &'static str, inputs: &[&Tensor], groups: usize, tr
     Ok(out)
 }
 
-#[track_caller]
-fn convolution<const D: usize>(
-    op: &'static str,
-    original: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    options: ConvOptions<D>,
-) -> Result<Tensor> {
-    let _caller = Caller::enter();
-    let inputs: Dims<&Tensor> = [original, weight].into_iter().chain(bias).collect();
-    cast_first!(autocast_inputs(op, &inputs)?, |x| convolution(op, &x[0], &x[1], x.get(2), options));
+fn convolution<const D: usize>(op: &'static str, inputs: &[&Tensor], options: ConvOptions<D>) -> Result<Tensor> {
     let ConvOptions { stride, padding, dilation, groups } = options;
-    let arguments = || vec![(&stride).into(), padding.into(), (&dilation).into(), groups.into()];
-    return_replacement!(op, inputs; arguments);
-    check::<D>(op, &inputs, groups, false)?;
+    let (original, weight, bias) = (inputs[0], inputs[1], inputs.get(2).copied());
+    check::<D>(op, inputs, groups, false)?;
     let (x, kernel) = (as_images(op, original, D)?, last_sizes(weight));
     let [before, behind] = padding.sides(op, kernel, stride, dilation)?;
     let windows = Windows::new(op, last_sizes(&x), kernel, [stride, before, behind, dilation])?;
@@ -167,7 +161,7 @@ fn convolution<const D: usize>(
         problem.convolve(&x, &weight, bias)?
     } else {
         // The slices of a window become channels of an image, and the windows along the depth become more images.
-        let ([n, c, depth, h, w], [oh, ow]) = (sizes_5d(&x), problem.windows.grid);
+        let ([n, c, depth, h, w], [oh, ow]) = (last_sizes(&x), problem.windows.grid);
         let slices = windows.depth_pass(h * w).im2col(op, &x.reshape([n, c, depth, h * w])?, true)?;
         let images = slices.reshape([c * kernel[0], n * windows.grid[0], h, w])?.transpose(0, 1)?;
         let out = problem.convolve(&images, &weight, bias)?;
@@ -176,22 +170,14 @@ fn convolution<const D: usize>(
     restore_rank(&out, original, D)
 }
 
-#[track_caller]
 fn transposed_convolution<const D: usize>(
     op: &'static str,
-    original: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
+    inputs: &[&Tensor],
     options: ConvTransposeOptions<D>,
 ) -> Result<Tensor> {
-    let _caller = Caller::enter();
-    let inputs: Dims<&Tensor> = [original, weight].into_iter().chain(bias).collect();
-    cast_first!(autocast_inputs(op, &inputs)?, |x| transposed_convolution(op, &x[0], &x[1], x.get(2), options));
     let ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = options;
-    let arguments =
-        || vec![(&stride).into(), padding.into(), (&output_padding).into(), groups.into(), (&dilation).into()];
-    return_replacement!(op, inputs; arguments);
-    let channels = check::<D>(op, &inputs, groups, true)?;
+    let (original, weight, bias) = (inputs[0], inputs[1], inputs.get(2).copied());
+    let channels = check::<D>(op, inputs, groups, true)?;
     let (x, kernel) = (as_images(op, original, D)?, last_sizes(weight));
     let (grid, mut image): ([usize; D], _) = (last_sizes(&x), [0; D]);
     let [before, behind] = padding.sides(op, kernel, stride, dilation)?;
@@ -215,7 +201,7 @@ fn transposed_convolution<const D: usize>(
         problem.transposed(&x, &weight, bias)?
     } else {
         // Each slice to which an element is added is a channel of the 2-D images. Overlapping slices are added up.
-        let ([n, c, depth, h, w], [ih, iw]) = (sizes_5d(&x), problem.windows.image);
+        let ([n, c, depth, h, w], [ih, iw]) = (last_sizes(&x), problem.windows.image);
         let images = x.transpose(1, 2)?.reshape([n * depth, c, h, w])?;
         let slices = problem.transposed(&images, &weight, None)?;
         let slices = slices.reshape([n, depth, channels, kernel[0], 1, ih * iw])?.permute(&[0, 2, 3, 4, 1, 5])?;

@@ -106,7 +106,7 @@ impl<const D: usize> Windows<D> {
         let ([n, c, _, windows], shape) = (sizes_4d(&plane_indices), out.shape().clone());
         let columns = |t: &Tensor| t.reshape([n, c, t.numel() / (n * c).max(1)]);
         let plane_index = columns(&plane_indices)?.gather(2, &columns(&slice)?)?.reshape(&shape)?;
-        let [.., h, w] = sizes_5d(x);
+        let [h, w] = last_sizes(x);
         let before = slice.floor_divide_scalar(windows.max(1) as i64)?.mul_scalar((h * w) as i64)?;
         Ok((out, before.reshape(&shape)?.add(&plane_index)?))
     }
@@ -115,7 +115,7 @@ impl<const D: usize> Windows<D> {
     /// within its slice. The second, `[N, C, windows along the depth, windows]`, says which of the slices' maxima is the window's
     /// maximum. If several elements are equal, the first is the maximum.
     fn max_of_slices(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
-        let ([n, c, depth, h, w], [oh, ow]) = (sizes_5d(x), self.last_two_dims().grid);
+        let ([n, c, depth, h, w], [oh, ow]) = (last_sizes(x), self.last_two_dims().grid);
         let (rows, plane_indices) = self.last_two_dims().max_of_planes(op, &x.reshape([n, c * depth, h, w])?)?;
         let shape = [n, c, depth, oh * ow];
         let (out, slice) = self.depth_pass(oh * ow).max_of_planes(op, &rows.reshape(shape)?)?;
@@ -127,7 +127,7 @@ impl<const D: usize> Windows<D> {
         if D < 3 {
             return self.last_two_dims().mean_of_planes(op, x, divisor);
         }
-        let ([n, c, depth, h, w], [oh, ow]) = (sizes_5d(x), self.last_two_dims().grid);
+        let ([n, c, depth, h, w], [oh, ow]) = (last_sizes(x), self.last_two_dims().grid);
         let then = if let Divisor::Number(_) = divisor { Divisor::Number(1) } else { divisor };
         // In half precision, the mean of the slices' means would be rounded twice, so the means are computed in f32.
         let wide = if x.dtype.size() == 2 { x.to_dtype(DType::F32)? } else { x.shallow_clone() };
@@ -290,10 +290,6 @@ pub(crate) fn as_images(op: &'static str, x: &Tensor, directions: usize) -> Resu
 pub(crate) fn restore_rank(out: &Tensor, x: &Tensor, directions: usize) -> Result<Tensor> {
     let out = if directions == 1 { out.squeeze(-2)? } else { out.shallow_clone() };
     if x.rank() == directions + 2 { Ok(out) } else { out.squeeze(0) }
-}
-
-pub(crate) fn sizes_5d(t: &Tensor) -> [usize; 5] {
-    last_sizes(t)
 }
 
 pub(crate) fn last_sizes<const D: usize>(t: &Tensor) -> [usize; D] {

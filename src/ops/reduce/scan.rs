@@ -87,7 +87,27 @@ operations! {
     cummin(input: x, dim: int): Scan, All -> Same, differentiable = |op, self, dim| -> (Tensor, Tensor) {
         self.cumulative_extreme(op, Scan::Min, dim)
     };
-    logcumsumexp(input: x, dim: int): Scan, Floats -> Same, differentiable;
+    /// Returns the cumulative `log(sum(exp(x)))` along `dim`, without overflow (PyTorch's `logcumsumexp`). Floats. Differentiable.
+    logcumsumexp(input: x, dim: int): Scan, Floats -> Same, differentiable = |op, self, dim| {
+        self.dtype.check_float(op)?;
+        let out = scan(op, Scan::LogSumExp, self, dim)?.0;
+        if !autograd::is_tracked(&[self]) {
+            return Ok(out);
+        }
+        let (x, result, dtype) = (Saved::new(self), Saved::new(&out), self.dtype);
+        Ok(autograd::record_differentiable(op, out, &[self], move |ctx| {
+            let (x, result, grad) =
+                (half_to_f32(x.get(op)?)?, half_to_f32(&ctx.unpack_result(&result)?)?, half_to_f32(&ctx.grad()?)?);
+            let log = grad.abs()?.log()?.sub(&result)?;
+            // For each sign of grad, the reversed cumulative sum of |grad| * exp(x - result), computed with logarithms.
+            let part = |other_sign: &Tensor| {
+                let log = log.masked_fill(other_sign, f64::NEG_INFINITY)?;
+                apply_reversed(&log, dim, |t| t.logcumsumexp(dim))?.add(&x)?.exp()
+            };
+            let grad = part(&grad.le_scalar(0)?)?.sub(&part(&grad.ge_scalar(0)?)?)?.to_dtype(dtype)?;
+            Ok(SmallVec::from_iter([Some(grad)]))
+        }))
+    };
     /// Takes the differences of adjacent elements along `dim`, `n` times (PyTorch's `diff`). For bool, a difference is whether adjacent
     /// elements differ. Differentiable. Fails with [`Error::DimOutOfRange`] for a scalar.
     ///
@@ -151,29 +171,5 @@ impl Tensor {
             _ => Tensor::zeros(&shape, &grad)?.scatter_add(dim, saved.get(op)?, &grad),
         });
         Ok((out, indices))
-    }
-
-    /// Returns the cumulative `log(sum(exp(x)))` along `dim`, without overflow (PyTorch's `logcumsumexp`). Floats. Differentiable.
-    #[track_caller]
-    pub fn logcumsumexp(&self, dim: isize) -> Result<Tensor> {
-        return_replacement!(op = "logcumsumexp", [self], dim);
-        self.dtype.check_float(op)?;
-        let out = scan(op, Scan::LogSumExp, self, dim)?.0;
-        if !autograd::is_tracked(&[self]) {
-            return Ok(out);
-        }
-        let (x, result, dtype) = (Saved::new(self), Saved::new(&out), self.dtype);
-        Ok(autograd::record_differentiable(op, out, &[self], move |ctx| {
-            let (x, result, grad) =
-                (half_to_f32(x.get(op)?)?, half_to_f32(&ctx.unpack_result(&result)?)?, half_to_f32(&ctx.grad()?)?);
-            let log = grad.abs()?.log()?.sub(&result)?;
-            // For each sign of grad, the reversed cumulative sum of |grad| * exp(x - result), computed with logarithms.
-            let part = |other_sign: &Tensor| {
-                let log = log.masked_fill(other_sign, f64::NEG_INFINITY)?;
-                apply_reversed(&log, dim, |t| t.logcumsumexp(dim))?.add(&x)?.exp()
-            };
-            let grad = part(&grad.le_scalar(0)?)?.sub(&part(&grad.ge_scalar(0)?)?)?.to_dtype(dtype)?;
-            Ok(SmallVec::from_iter([Some(grad)]))
-        }))
     }
 }

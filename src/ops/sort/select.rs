@@ -57,8 +57,50 @@ operations! {
         select_elements(op, self, dim, keepdim, |x| element_of_rank(op, x, dim, RankQuery::NanMedian))
     };
     mode(input: x, dim: int = -1, keepdim: bool = false): Sorting, All -> Same, differentiable;
-    quantile(input: x, q: float, dim: int, keepdim: bool = false): Sorting, Floats -> Same, differentiable;
-    nanquantile(input: x, q: float, dim: int, keepdim: bool = false): Sorting, Floats -> Same, differentiable;
+    /// Returns the quantile `q` along `dim`, interpolated linearly between two elements (PyTorch's `quantile`). NaN if any element is NaN.
+    /// Floats. Differentiable. Fails with [`Error::Invalid`] for a `q` outside 0 to 1 and if the dim is empty.
+    quantile(input: x, q: float, dim: int, keepdim: bool = false):
+        Sorting, Floats -> Same, differentiable = |op, self, q, dim, keepdim| {
+        check_quantile(op, self, q)?;
+        let last = match self.rank() {
+            0 => 0,
+            _ => self.shape().dims()[self.shape().dim(op, dim)?].saturating_sub(1),
+        };
+        let position = q * last as f64;
+        let mut high = None;
+        let low = select_elements(op, self, dim, keepdim, |x| {
+            let ranks = [position.floor(), position.ceil()].map(|rank| RankQuery::OrNan(rank as usize));
+            let mut found = elements_of_ranks(op, x, dim, &ranks[..1 + usize::from(position.fract() > 0.0)])?;
+            high = found.split_off(1).pop();
+            Ok(found.remove(0))
+        })?;
+        match high {
+            Some(high) => low.0.lerp(&select_elements(op, self, dim, keepdim, |_| Ok(high))?.0, position.fract()),
+            None => Ok(low.0),
+        }
+    };
+    /// Returns the [`Tensor::quantile`] of the elements that are not NaN (PyTorch's `nanquantile`). NaN if all are NaN. Differentiable.
+    /// Fails as [`Tensor::quantile`] does.
+    nanquantile(input: x, q: float, dim: int, keepdim: bool = false):
+        Sorting, Floats -> Same, differentiable = |op, self, q, dim, keepdim| {
+        check_quantile(op, self, q)?;
+        let mut between = None;
+        let (low, _) = select_elements(op, self, dim, keepdim, |x| {
+            let nans = count_nans(op, x, x.shape().dim(op, dim)?)?.to_dtype(x.dtype.compute().dtype())?;
+            // In a line in which all elements are NaN, index 0 is selected.
+            let position = ((dim_size(x, dim)? - 1) as f64 - Expr::input(0)).max(0.0) * q;
+            let exprs = [position.floor(), position.ceil(), &position - position.floor()];
+            let dtypes = [DType::I64, DType::I64, nans.dtype];
+            let made = apply(op, &[&nans], Params::default(), &exprs, &dtypes)?;
+            let mut found = elements_of_ranks(op, x, dim, &[RankQuery::Ranks(&made[0]), RankQuery::Ranks(&made[1])])?;
+            between = Some((found.remove(1), made[2].shallow_clone()));
+            Ok(found.remove(0))
+        })?;
+        let Some((high, share)) = between else { return Ok(low) };
+        let share = if keepdim && self.rank() > 0 { share } else { share.squeeze(dim)? };
+        let (high, _) = select_elements(op, self, dim, keepdim, |_| Ok(high))?;
+        low.lerp_tensor(&high, &share)?.to_dtype(self.dtype)
+    };
     /// Returns the maximum along `dim` and its index, as i64 (PyTorch's `max` with a dim): the first if several elements are equal, or
     /// the first NaN if there is one. Differentiable. Fails as [`Tensor::median`] does.
     max_dim(input: x, dim: int, keepdim: bool = false) "max":
@@ -108,54 +150,6 @@ fn dim_size(t: &Tensor, dim: isize) -> Result<usize> {
 }
 
 impl Tensor {
-    /// Returns the quantile `q` along `dim`, interpolated linearly between two elements (PyTorch's `quantile`). NaN if any element is NaN.
-    /// Floats. Differentiable. Fails with [`Error::Invalid`] for a `q` outside 0 to 1 and if the dim is empty.
-    #[track_caller]
-    pub fn quantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
-        return_replacement!(op = "quantile", [self], q, dim, keepdim);
-        check_quantile(op, self, q)?;
-        let last = match self.rank() {
-            0 => 0,
-            _ => self.shape().dims()[self.shape().dim(op, dim)?].saturating_sub(1),
-        };
-        let position = q * last as f64;
-        let mut high = None;
-        let low = select_elements(op, self, dim, keepdim, |x| {
-            let ranks = [position.floor(), position.ceil()].map(|rank| RankQuery::OrNan(rank as usize));
-            let mut found = elements_of_ranks(op, x, dim, &ranks[..1 + usize::from(position.fract() > 0.0)])?;
-            high = found.split_off(1).pop();
-            Ok(found.remove(0))
-        })?;
-        match high {
-            Some(high) => low.0.lerp(&select_elements(op, self, dim, keepdim, |_| Ok(high))?.0, position.fract()),
-            None => Ok(low.0),
-        }
-    }
-
-    /// Returns the [`Tensor::quantile`] of the elements that are not NaN (PyTorch's `nanquantile`). NaN if all are NaN. Differentiable.
-    /// Fails as [`Tensor::quantile`] does.
-    #[track_caller]
-    pub fn nanquantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
-        return_replacement!(op = "nanquantile", [self], q, dim, keepdim);
-        check_quantile(op, self, q)?;
-        let mut between = None;
-        let (low, _) = select_elements(op, self, dim, keepdim, |x| {
-            let nans = count_nans(op, x, x.shape().dim(op, dim)?)?.to_dtype(x.dtype.compute().dtype())?;
-            // In a line in which all elements are NaN, index 0 is selected.
-            let position = ((dim_size(x, dim)? - 1) as f64 - Expr::input(0)).max(0.0) * q;
-            let exprs = [position.floor(), position.ceil(), &position - position.floor()];
-            let dtypes = [DType::I64, DType::I64, nans.dtype];
-            let made = apply(op, &[&nans], Params::default(), &exprs, &dtypes)?;
-            let mut found = elements_of_ranks(op, x, dim, &[RankQuery::Ranks(&made[0]), RankQuery::Ranks(&made[1])])?;
-            between = Some((found.remove(1), made[2].shallow_clone()));
-            Ok(found.remove(0))
-        })?;
-        let Some((high, share)) = between else { return Ok(low) };
-        let share = if keepdim && self.rank() > 0 { share } else { share.squeeze(dim)? };
-        let (high, _) = select_elements(op, self, dim, keepdim, |_| Ok(high))?;
-        low.lerp_tensor(&high, &share)?.to_dtype(self.dtype)
-    }
-
     /// Returns the most frequent element along `dim` (the smallest if several are equally frequent), and the index of its last occurrence
     /// (PyTorch's `mode`). Differentiable. Fails as [`Tensor::median`] does.
     #[track_caller]

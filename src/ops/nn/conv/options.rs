@@ -43,6 +43,10 @@ options! {
 }
 
 impl<const D: usize> ConvOptions<D> {
+    pub(super) fn arguments(self) -> Vec<Argument> {
+        vec![(&self.stride).into(), self.padding.into(), (&self.dilation).into(), self.groups.into()]
+    }
+
     fn from_args(a: &Args) -> Result<Self> {
         let (stride, padding, dilation) = (a.spatial_sizes(0)?, Padding::from_args(a, 1)?, a.spatial_sizes(2)?);
         Ok(ConvOptions { stride, padding, dilation, groups: a.size(3)? })
@@ -50,6 +54,11 @@ impl<const D: usize> ConvOptions<D> {
 }
 
 impl<const D: usize> ConvTransposeOptions<D> {
+    pub(super) fn arguments(self) -> Vec<Argument> {
+        let ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = self;
+        vec![(&stride).into(), padding.into(), (&output_padding).into(), groups.into(), (&dilation).into()]
+    }
+
     fn from_args(a: &Args) -> Result<Self> {
         let (stride, padding, output_padding) = (a.spatial_sizes(0)?, Padding::from_args(a, 1)?, a.spatial_sizes(2)?);
         Ok(ConvTransposeOptions { stride, padding, output_padding, groups: a.size(3)?, dilation: a.spatial_sizes(4)? })
