@@ -233,15 +233,16 @@ impl Operation {
 /// - An entry may define the method, with its documentation before the entry: `= |op, self, other, dim| { .. }`. The names after `self` are
 ///   the names of the other parameters in Rust, and the kinds of the parameters determine their types. `op` is the method's name. A
 ///   registered replacement is called instead of the block. The result is a tensor unless stated: `|op, self| -> (Tensor, Tensor) { .. }`.
+///   With `= manual |op, self| ..`, the block itself calls a replacement, for instance after autocast.
 macro_rules! operations {
     ($(
         $(#[doc = $doc:literal])*
         $name:ident $(/ $in_place:ident)? ($($takes:tt)*) $($module:ident)? $($torch:literal)?:
         $kind:ident, $dtypes:ident -> $gives:ident $(, $gradient:ident)?
-        $(= |$op:ident, $this:ident $(, $arg:ident)*| $(-> $out:ty)? $body:block)? $(=> $call:expr)?;
+        $(= $($mode:ident)? |$op:ident, $this:ident $(, $arg:ident)*| $(-> $out:ty)? $body:block)? $(=> $call:expr)?;
     )*) => {
         impl $crate::Tensor {
-            $(operations! { @method [$($doc)*] $name [$($op $this $body [$($out)?] [$($arg)*])?] $($takes)* })*
+            $(operations! { @method [$($doc)*] $name [$([$($mode)?] $op $this $body [$($out)?] [$($arg)*])?] $($takes)* })*
         }
 
         pub(crate) fn operations() -> Vec<$crate::ops::dispatch::operation::Operation> {
@@ -290,8 +291,9 @@ macro_rules! operations {
     // Defines the method. Parses the parameters one by one, with the names in the first brackets. The other brackets collect the method's
     // parameters, the conversions at its beginning, and the tensors and arguments that a replacement receives.
     (@method $doc:tt $name:ident [] $($takes:tt)*) => {};
-    (@method $doc:tt $name:ident [$op:ident $this:ident $body:block $out:tt $args:tt] $input:ident: x $(, $($rest:tt)*)?) => {
-        operations! { @define [$doc $name $op $this $body $out] $args [] [] [Some($this),] [] $($($rest)*)? }
+    (@method $doc:tt $name:ident [$mode:tt $op:ident $this:ident $body:block $out:tt $args:tt]
+        $input:ident: x $(, $($rest:tt)*)?) => {
+        operations! { @define [$doc $name $mode $op $this $body $out] $args [] [] [Some($this),] [] $($($rest)*)? }
     };
     (@define $m:tt [$n:ident $($ns:ident)*] [$($s:tt)*] $let:tt [$($t:tt)*] $a:tt $p:ident: x? $(, $($rest:tt)*)?) => {
         operations! { @define $m [$($ns)*] [$($s)* $n: Option<&$crate::Tensor>,] $let [$($t)* $n,] $a $($($rest)*)? }
@@ -322,15 +324,22 @@ macro_rules! operations {
         $p:ident: $kind:ident $(@$read:ident)? $(= $default:expr)? $(, $($rest:tt)*)?) => {
         operations! { @define $m [$($ns)*] [$($s)* $n: operations!(@type $kind $($read)?),] $let $t [$($a)* $n,] $($($rest)*)? }
     };
-    (@define [[$($doc:literal)*] $name:ident $op:ident $this:ident $body:block [$($out:ty)?]] []
+    (@define [[$($doc:literal)*] $name:ident $mode:tt $op:ident $this:ident $body:block [$($out:ty)?]] []
         [$($s:tt)*] [$($let:tt)*] $t:tt [$($a:tt)*]) => {
         $(#[doc = $doc])*
         #[track_caller]
+        #[allow(clippy::too_many_arguments)] // PyTorch's functions have as many
         pub fn $name(&$this, $($s)*) -> $crate::Result<operations!(@type result $($out)?)> {
             $($let)*
-            $crate::ops::dispatch::registry::return_replacement!($op = stringify!($name), $t, $($a)*);
+            operations!(@begin $mode $op $name $t $($a)*);
             $body
         }
+    };
+    (@begin [] $op:ident $name:ident $t:tt $($a:tt)*) => {
+        $crate::ops::dispatch::registry::return_replacement!($op = stringify!($name), $t, $($a)*);
+    };
+    (@begin [manual] $op:ident $name:ident $t:tt $($a:tt)*) => {
+        let ($op, _caller): (&'static str, _) = (stringify!($name), $crate::storage::Caller::enter());
     };
     (@type result) => { $crate::Tensor };
     (@type result $t:ty) => { $t };
@@ -340,6 +349,7 @@ macro_rules! operations {
     (@type sizes) => { usize };
     (@type float) => { f64 };
     (@type bool) => { bool };
+    (@type ints read_mask) => { [bool; 3] };
     (@type text read_reduction) => { $crate::LossReduction };
     (@type text read_scatter_reduction) => { $crate::ops::ScatterReduce };
 

@@ -29,7 +29,14 @@ operations! {
         => |a| a.tensor(0)?.slice_assign(&read_indices(a, 0)?[..], a.tensor(1)?);
     slice_assign_(input: x, src: x, indices: ints) "Tensor.__setitem__": InPlace, All -> Same
         => |a| a.tensor(0)?.slice_assign_(&read_indices(a, 0)?[..], a.tensor(1)?).map(Tensor::shallow_clone);
-    slice_scatter(input: x, src: x, dim: int = 0, start: int?, end: int?, step: int = 1): Indexing, All -> Same, differentiable;
+    /// Returns a copy of this tensor in which `src` replaces the part that [`Tensor::slice`] returns for the same arguments (PyTorch's
+    /// `slice_scatter`). Differentiable with respect to both tensors. Fails as [`Tensor::slice`] does.
+    slice_scatter(input: x, src: x, dim: int = 0, start: int?, end: int?, step: int = 1):
+        Indexing, All -> Same, differentiable = manual |op, self, src, dim, start, end, step| {
+        let d = self.shape().dim(op, dim)?;
+        return_replacement!(op, [self, src], dim, start, end, step);
+        self.assigned_copy(op, src, false, move |l| l.slice(op, d, (start, end), step))
+    };
     /// Returns a copy of this tensor in which `src` replaces the slice at `index` of dim `dim` (PyTorch's `select_scatter`).
     /// Differentiable with respect to both tensors.
     select_scatter(input: x, src: x, dim: int, index: int):
@@ -78,23 +85,6 @@ impl Tensor {
             return_replacement!(op, [self, src], &at[..]); // other kinds of indices cannot be arguments of a call by name
         }
         self.assigned_copy(op, src, true, move |l| index_layout(op, l, &items))
-    }
-
-    /// Returns a copy of this tensor in which `src` replaces the part that [`Tensor::slice`] returns for the same arguments (PyTorch's
-    /// `slice_scatter`). Differentiable with respect to both tensors. Fails as [`Tensor::slice`] does.
-    #[track_caller]
-    pub fn slice_scatter(
-        &self,
-        src: &Tensor,
-        dim: isize,
-        start: impl Into<Option<isize>>,
-        end: impl Into<Option<isize>>,
-        step: isize,
-    ) -> Result<Tensor> {
-        let op = "slice_scatter";
-        let (d, ends) = (self.shape().dim(op, dim)?, (start.into(), end.into()));
-        return_replacement!(op, [self, src], dim, ends.0, ends.1, step);
-        self.assigned_copy(op, src, false, move |l| l.slice(op, d, ends, step))
     }
 
     /// Returns a copy of the tensor in which `src` replaces the elements of the view that `pick` selects.

@@ -16,7 +16,25 @@ use crate::ops::{elementwise, reduce};
 
 operations! {
     matmul(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;
-    linear(input: x, weight: x, bias: x?) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    /// Computes a fully connected layer, `x wᵀ + b` (PyTorch's `linear`). x is `[.., in]`, `weight` `[out, in]`, `bias` `[out]`, and the
+    /// result is `[.., out]`. One launch. All tensors have one float dtype.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::ones(&[5, 3], Device::Cpu)?;
+    /// let (w, b) = (Tensor::ones(&[2, 3], Device::Cpu)?, Tensor::ones(&[2], Device::Cpu)?);
+    /// assert_eq!(x.linear(&w, Some(&b))?.to_vec::<f32>()?, [4.0; 10]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    linear(input: x, weight: x, bias: x?) functional:
+        NeuralNetwork, Numbers -> Same, differentiable = manual |op, self, weight, bias| {
+        let tensors: &[&Tensor] = match &bias {
+            Some(bias) => &[self, weight, bias],
+            None => &[self, weight],
+        };
+        return_replacement!(op, tensors);
+        linear_layer(self, weight, bias, None)
+    };
 }
 
 impl Tensor {
@@ -91,26 +109,6 @@ impl Tensor {
             }
             Ok(gradients)
         }))
-    }
-
-    /// Computes a fully connected layer, `x wᵀ + b` (PyTorch's `linear`). x is `[.., in]`, `weight` `[out, in]`, `bias` `[out]`, and the
-    /// result is `[.., out]`. One launch. All tensors have one float dtype.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let x = Tensor::ones(&[5, 3], Device::Cpu)?;
-    /// let (w, b) = (Tensor::ones(&[2, 3], Device::Cpu)?, Tensor::ones(&[2], Device::Cpu)?);
-    /// assert_eq!(x.linear(&w, Some(&b))?.to_vec::<f32>()?, [4.0; 10]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn linear(&self, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let tensors: &[&Tensor] = match &bias {
-            Some(bias) => &[self, weight, bias],
-            None => &[self, weight],
-        };
-        return_replacement!("linear", tensors);
-        linear_layer(self, weight, bias, None)
     }
 
     /// Computes [`Tensor::linear`] followed by a formula, `f(x wᵀ + b)`, in one launch.

@@ -11,6 +11,9 @@ use crate::ops::nn::norm::{BatchNormOptions, Norm};
 /// The result of a norm, and the mean and `1 / sqrt(var + eps)` of each row.
 type WithStatistics = (Tensor, Tensor, Tensor);
 
+/// The gradients of x, the weight and the bias, if wanted.
+type InputGradients = [Option<Tensor>; 3];
+
 /// Computes a norm. Returns the result in `dtype`, the statistics, which have the given shape, and the variances.
 fn forward_with_statistics(
     op: &'static str,
@@ -55,15 +58,13 @@ fn join_statistics(mean: &Tensor, rstd: &Tensor, shape: [usize; 5], dtype: DType
 ///
 /// `tensors` are the gradient of the result, x, the mean, the rstd, the weight and, for a norm that has one, the bias. If no bias is given,
 /// its gradient has the dtype of the weight, or else of x. `check` checks the operands and returns the norm's grouping.
-#[track_caller]
 fn gradients(
     op: &'static str,
     tensors: &[Option<&Tensor>],
     argument: Option<Argument>,
     wanted: [bool; 3],
     check: impl FnOnce() -> Result<RowGrouping>,
-) -> Result<[Option<Tensor>; 3]> {
-    let _caller = Caller::enter();
+) -> Result<InputGradients> {
     let arguments = || argument.into_iter().chain([Argument::from(&wanted.map(usize::from))]).collect();
     if let Some(made) = call_replacement(op, tensors, arguments)? {
         let mut made = made.into_iter();
@@ -105,34 +106,6 @@ fn gradients(
 }
 
 impl Tensor {
-    /// Computes the `wanted` gradients of input, weight and bias of [`Tensor::native_layer_norm`] (PyTorch's `native_layer_norm_backward`).
-    /// This tensor is the gradient of the result. Not recorded for autograd. Fails as [`Tensor::layer_norm`] does.
-    #[track_caller]
-    #[allow(clippy::too_many_arguments)] // the same arguments as PyTorch's function
-    pub fn native_layer_norm_backward(
-        &self,
-        input: &Tensor,
-        normalized_shape: &[usize],
-        mean: &Tensor,
-        rstd: &Tensor,
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-        wanted: [bool; 3],
-    ) -> Result<[Option<Tensor>; 3]> {
-        let op = "native_layer_norm_backward";
-        let tensors = [Some(self), Some(input), Some(mean), Some(rstd), weight, bias];
-        gradients(op, &tensors, Some(normalized_shape.into()), wanted, || {
-            check_last_dims(op, input, normalized_shape, &[])?;
-            // Weight and bias may have a wider dtype than the input, which `gradients` checks.
-            for t in weight.into_iter().chain(bias) {
-                same_device(op, &[input, t])?;
-                let hint = "weight and bias have the normalised shape";
-                mismatch!(op if t.shape().dims() != normalized_shape, input, t, hint);
-            }
-            Ok(RowGrouping::Last(normalized_shape.iter().product()))
-        })
-    }
-
     /// Returns the result of [`Tensor::batch_norm`] in training, and the mean and `1 / sqrt(var + eps)` of each channel (PyTorch's
     /// `native_batch_norm`). The statistics are at least f32. Not recorded for autograd: compute gradients with
     /// [`Tensor::native_batch_norm_backward`]. Fails as [`Tensor::batch_norm`] does.
@@ -153,42 +126,6 @@ impl Tensor {
             let (made, var) = forward_with_statistics(op, (&x, self.dtype), RowGrouping::Batch, given, eps, shape)?;
             update_running_statistics(op, options, n, [&made.1, &var])?;
             Ok(made)
-        })
-    }
-
-    /// Computes the `wanted` gradients of input, weight and bias of [`Tensor::native_batch_norm`] (PyTorch's `native_batch_norm_backward`).
-    /// This tensor is the gradient of the result. Not recorded for autograd. Fails as [`Tensor::batch_norm`] does.
-    #[track_caller]
-    pub fn native_batch_norm_backward(
-        &self,
-        input: &Tensor,
-        mean: &Tensor,
-        rstd: &Tensor,
-        weight: Option<&Tensor>,
-        wanted: [bool; 3],
-    ) -> Result<[Option<Tensor>; 3]> {
-        let op = "native_batch_norm_backward";
-        gradients(op, &[Some(self), Some(input), Some(mean), Some(rstd), weight], None, wanted, || {
-            check_channels(op, input, &[weight]).map(|()| RowGrouping::Batch)
-        })
-    }
-
-    /// Computes the `wanted` gradients of input, weight and bias of [`Tensor::native_group_norm`] (PyTorch's `native_group_norm_backward`).
-    /// This tensor is the gradient of the result. Not recorded for autograd. Fails as [`Tensor::group_norm`] does.
-    #[track_caller]
-    pub fn native_group_norm_backward(
-        &self,
-        input: &Tensor,
-        groups: usize,
-        mean: &Tensor,
-        rstd: &Tensor,
-        weight: Option<&Tensor>,
-        wanted: [bool; 3],
-    ) -> Result<[Option<Tensor>; 3]> {
-        let op = "native_group_norm_backward";
-        let tensors = [Some(self), Some(input), Some(mean), Some(rstd), weight];
-        gradients(op, &tensors, Some(groups.into()), wanted, || {
-            check_groups(op, input, groups, &[weight]).map(|()| RowGrouping::Groups(groups))
         })
     }
 }
@@ -227,16 +164,38 @@ operations! {
             Ok(forward_with_statistics(op, (&x, self.dtype), view, [weight, bias], eps, &shape)?.0)
         })
     };
+    /// Computes the `wanted` gradients of input, weight and bias of [`Tensor::native_layer_norm`] (PyTorch's `native_layer_norm_backward`).
+    /// This tensor is the gradient of the result. Not recorded for autograd. Fails as [`Tensor::layer_norm`] does.
     native_layer_norm_backward(grad_out: x, input: x, normalized_shape: &sizes, mean: x, rstd: x, weight: x?, bias: x?,
-        output_mask: ints @read_mask) "native_layer_norm_backward": NeuralNetwork, Floats -> Same;
+        output_mask: ints @read_mask) "native_layer_norm_backward":
+        NeuralNetwork, Floats -> Same = manual |op, self, input, normalized_shape, mean, rstd, weight, bias, wanted| -> InputGradients {
+        let tensors = [Some(self), Some(input), Some(mean), Some(rstd), weight, bias];
+        gradients(op, &tensors, Some(normalized_shape.into()), wanted, || {
+            check_last_dims(op, input, normalized_shape, &[])?;
+            // Weight and bias may have a wider dtype than the input, which `gradients` checks.
+            for t in weight.into_iter().chain(bias) {
+                same_device(op, &[input, t])?;
+                let hint = "weight and bias have the normalised shape";
+                mismatch!(op if t.shape().dims() != normalized_shape, input, t, hint);
+            }
+            Ok(RowGrouping::Last(normalized_shape.iter().product()))
+        })
+    };
     native_batch_norm(input: x, running_mean: x?, running_var: x?, weight: x?, bias: x?, momentum: float = 0.1, eps: float = 1e-5)
         "native_batch_norm": NeuralNetwork, Floats -> Same => |a| {
         let [running_mean, running_var, weight, bias] = [1, 2, 3, 4].map(|i| a.optional_tensor(i));
         let (training, momentum, eps) = (true, a.float(0)?, a.float(1)?);
         a.tensor(0)?.native_batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps })
     };
+    /// Computes the `wanted` gradients of input, weight and bias of [`Tensor::native_batch_norm`] (PyTorch's `native_batch_norm_backward`).
+    /// This tensor is the gradient of the result. Not recorded for autograd. Fails as [`Tensor::batch_norm`] does.
     native_batch_norm_backward(grad_out: x, input: x, mean: x, rstd: x, weight: x?, output_mask: ints @read_mask)
-        "native_batch_norm_backward": NeuralNetwork, Floats -> Same;
+        "native_batch_norm_backward":
+        NeuralNetwork, Floats -> Same = manual |op, self, input, mean, rstd, weight, wanted| -> InputGradients {
+        gradients(op, &[Some(self), Some(input), Some(mean), Some(rstd), weight], None, wanted, || {
+            check_channels(op, input, &[weight]).map(|()| RowGrouping::Batch)
+        })
+    };
     /// Returns the result of [`Tensor::group_norm`], and the mean and `1 / sqrt(var + eps)` of each group, `[N, groups]` (PyTorch's
     /// `native_group_norm`). The statistics are at least f32. Not recorded for autograd: compute gradients with
     /// [`Tensor::native_group_norm_backward`]. Fails as [`Tensor::group_norm`] does.
@@ -259,6 +218,14 @@ operations! {
             Ok(forward_with_statistics(op, (&x, self.dtype), view, [weight, bias], eps, &shape)?.0)
         })
     };
+    /// Computes the `wanted` gradients of input, weight and bias of [`Tensor::native_group_norm`] (PyTorch's `native_group_norm_backward`).
+    /// This tensor is the gradient of the result. Not recorded for autograd. Fails as [`Tensor::group_norm`] does.
     native_group_norm_backward(grad_out: x, input: x, group: size, mean: x, rstd: x, weight: x?, output_mask: ints @read_mask)
-        "native_group_norm_backward": NeuralNetwork, Floats -> Same;
+        "native_group_norm_backward":
+        NeuralNetwork, Floats -> Same = manual |op, self, input, groups, mean, rstd, weight, wanted| -> InputGradients {
+        let tensors = [Some(self), Some(input), Some(mean), Some(rstd), weight];
+        gradients(op, &tensors, Some(groups.into()), wanted, || {
+            check_groups(op, input, groups, &[weight]).map(|()| RowGrouping::Groups(groups))
+        })
+    };
 }

@@ -91,10 +91,7 @@ impl<const D: usize> Windows<D> {
 
     /// Returns the maximum of each window of x, which has the dims of [`as_images`]. Differentiable.
     pub(crate) fn max(self, op: &'static str, x: &Tensor) -> Result<Tensor> {
-        if D < 3 {
-            return Ok(self.last_two_dims().max_of_planes(op, x)?.0);
-        }
-        Ok(self.max_of_slices(op, x)?.0)
+        Ok(if D < 3 { self.last_two_dims().max_of_planes(op, x)?.0 } else { self.max_of_slices(op, x)?.0 })
     }
 
     /// Returns the result of [`Windows::max`], and the index of each maximum within its image.

@@ -42,8 +42,36 @@ operations! {
             d.le(delta).select(error.square() * 0.5, (&d - 0.5 * delta) * delta)
         })
     };
+    /// Computes `-(t log x + (1 - t) log(1 - x))` of probabilities x and targets t, times an optional weight (PyTorch's
+    /// `binary_cross_entropy`). Logarithms are clamped to at least -100. An x outside `0..=1` gives NaN. Differentiable. Fails as
+    /// [`Tensor::mse_loss`] does, except that the weight is broadcast.
+    ///
+    /// ```
+    /// use claystone::{Device, LossReduction, Tensor};
+    /// let x = Tensor::from_slice(&[0.5f32, 1.0], 2, Device::Cpu)?;
+    /// let t = Tensor::from_slice(&[1f32, 0.0], 2, Device::Cpu)?;
+    /// let losses = x.binary_cross_entropy(&t, None, LossReduction::None)?.to_vec::<f32>()?;
+    /// assert!((losses[0] - 2f32.ln()).abs() < 1e-6 && losses[1] == 100.0);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
     binary_cross_entropy(input: x, target: x, weight: x?, reduction: text @read_reduction = "mean") functional:
-        Loss, Floats -> Same, differentiable;
+        Loss, Floats -> Same, differentiable = manual |op, self, target, weight, reduction| {
+        same_shape(op, &[self, target])?;
+        self.dtype().check_float(op)?;
+        let inputs: Vec<&Tensor> = [self, target].into_iter().chain(weight).collect();
+        same_dtype(op, &inputs)?;
+        return_replacement!(op, inputs, reduction);
+        let (x, t) = (Expr::input(0), Expr::input(1));
+        let scale = weight.map_or(Expr::constant(1.0), |_| Expr::input(2));
+        let loss = -(&t * bounded_log(&x) + (1.0 - &t) * bounded_log(&(1.0 - &x))) * &scale;
+        // This is PyTorch's gradient, which is not zero for probabilities of exactly 0 or 1.
+        let derivative = (&x - &t) / ((1.0 - &x) * &x).max(1e-12) * &scale;
+        let each = || {
+            let of = |i: usize| if i == 0 { derivative.clone() } else { loss.diff(i) };
+            reduce_losses(apply_formula(op, &inputs, self.dtype(), &loss, of)?, reduction)
+        };
+        each().with_op(op)
+    };
     binary_cross_entropy_with_logits(input: x, target: x, weight: x?, pos_weight: x?, reduction: text @read_reduction = "mean")
         functional: Loss, Floats -> Same, differentiable;
     /// Computes the Kullback-Leibler divergence of log-probabilities x from `target` (PyTorch's `kl_div`): `t (log t - x)` for each
@@ -144,43 +172,6 @@ impl Tensor {
     pub fn l1_loss_with(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
         return_replacement!("l1_loss", [self, target], reduction);
         losses_of_equal_shapes("l1_loss", &[self, target], reduction, |x| (&x[0] - &x[1]).abs())
-    }
-
-    /// Computes `-(t log x + (1 - t) log(1 - x))` of probabilities x and targets t, times an optional weight (PyTorch's
-    /// `binary_cross_entropy`). Logarithms are clamped to at least -100. An x outside `0..=1` gives NaN. Differentiable. Fails as
-    /// [`Tensor::mse_loss`] does, except that the weight is broadcast.
-    ///
-    /// ```
-    /// use claystone::{Device, LossReduction, Tensor};
-    /// let x = Tensor::from_slice(&[0.5f32, 1.0], 2, Device::Cpu)?;
-    /// let t = Tensor::from_slice(&[1f32, 0.0], 2, Device::Cpu)?;
-    /// let losses = x.binary_cross_entropy(&t, None, LossReduction::None)?.to_vec::<f32>()?;
-    /// assert!((losses[0] - 2f32.ln()).abs() < 1e-6 && losses[1] == 100.0);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn binary_cross_entropy(
-        &self,
-        target: &Tensor,
-        weight: Option<&Tensor>,
-        reduction: LossReduction,
-    ) -> Result<Tensor> {
-        let op = "binary_cross_entropy";
-        same_shape(op, &[self, target])?;
-        self.dtype().check_float(op)?;
-        let inputs: Vec<&Tensor> = [self, target].into_iter().chain(weight).collect();
-        same_dtype(op, &inputs)?;
-        return_replacement!(op, inputs, reduction);
-        let (x, t) = (Expr::input(0), Expr::input(1));
-        let scale = weight.map_or(Expr::constant(1.0), |_| Expr::input(2));
-        let loss = -(&t * bounded_log(&x) + (1.0 - &t) * bounded_log(&(1.0 - &x))) * &scale;
-        // This is PyTorch's gradient, which is not zero for probabilities of exactly 0 or 1.
-        let derivative = (&x - &t) / ((1.0 - &x) * &x).max(1e-12) * &scale;
-        let each = || {
-            let of = |i: usize| if i == 0 { derivative.clone() } else { loss.diff(i) };
-            reduce_losses(apply_formula(op, &inputs, self.dtype(), &loss, of)?, reduction)
-        };
-        each().with_op(op)
     }
 
     /// Computes [`Tensor::binary_cross_entropy`] of `sigmoid(self)` without overflow (PyTorch's `binary_cross_entropy_with_logits`).

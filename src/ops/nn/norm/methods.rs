@@ -5,7 +5,6 @@ use crate::ops::dispatch::autocast::halves_to_f32;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::record_formula;
 use crate::ops::nn::norm::{BatchNormOptions, normalise};
-use crate::ops::reduce::apply_reduction_to;
 use crate::ops::reduce::table::rows;
 
 /// The weight and the bias, if given.
@@ -99,40 +98,6 @@ pub(crate) fn update_running_statistics(
 }
 
 impl Tensor {
-    /// Computes `(x - mean) / sqrt(var + eps) * weight + bias` over the last dims (PyTorch's `layer_norm`, with a default eps of 1e-5).
-    ///
-    /// The last dims, weight and bias have the normalised shape. Floats, computed at least in f32. For f16 or bf16 inputs, weight and
-    /// bias have the dtype of the input or f32. One launch; GPUs need two for rows that do not fit in registers. Differentiable with
-    /// respect to x, weight and bias.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let x = Tensor::from_slice(&[1f32, 3.0, 5.0, 9.0], [2, 2], Device::Cpu)?;
-    /// let y = x.layer_norm(&[2], None, None, 0.0)?;
-    /// assert_eq!(y.to_vec::<f32>()?, [-1.0, 1.0, -1.0, 1.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn layer_norm(
-        &self,
-        normalized_shape: &[usize],
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-        eps: f64,
-    ) -> Result<Tensor> {
-        let _caller = Caller::enter();
-        let op = "layer_norm";
-        let inputs = given_tensors(self, [weight, bias]);
-        if let Some((wide, dtype)) = cast_to_f32(&inputs)? {
-            let [weight, bias] = weight_and_bias(&wide, [weight, bias]);
-            return wide[0].layer_norm(normalized_shape, weight, bias, eps)?.to_dtype(dtype);
-        }
-        return_replacement!(op, [Some(self), weight, bias], normalized_shape, eps);
-        check_last_dims(op, self, normalized_shape, &[weight, bias])?;
-        let view = RowGrouping::Last(normalized_shape.iter().product());
-        Ok(normalise(op, self, view, [weight, bias], eps, false)?.0)
-    }
-
     /// Computes `x / sqrt(mean(x²) + eps) * weight` over the last dims (PyTorch's `rms_norm`). The last dims and the weight have the
     /// normalised shape. Without an eps, the machine epsilon of the dtype is used. Floats, computed at least in f32. Takes as many
     /// launches as [`Tensor::layer_norm`]. Differentiable.
@@ -152,30 +117,6 @@ impl Tensor {
             _ => f32::EPSILON.into(),
         };
         Ok(normalise(op, self, view, [weight, None], eps.unwrap_or(least), true)?.0)
-    }
-
-    /// Normalises each group of channels of `[N, C, ..]` as [`Tensor::layer_norm`] does, with a weight and a bias for each channel
-    /// (PyTorch's `group_norm`, with a default eps of 1e-5). Takes as many launches as `layer_norm`. Differentiable. Fails as
-    /// [`Tensor::layer_norm`] does, and with [`Error::Invalid`] if the channels are not divisible by the number of groups.
-    #[track_caller]
-    pub fn group_norm(
-        &self,
-        groups: usize,
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-        eps: f64,
-    ) -> Result<Tensor> {
-        let _caller = Caller::enter();
-        let op = "group_norm";
-        let inputs = given_tensors(self, [weight, bias]);
-        if let Some((wide, dtype)) = cast_to_f32(&inputs)? {
-            let [weight, bias] = weight_and_bias(&wide, [weight, bias]);
-            return wide[0].group_norm(groups, weight, bias, eps)?.to_dtype(dtype);
-        }
-        return_replacement!(op, [Some(self), weight, bias], groups, eps);
-        check_groups(op, self, groups, &[weight, bias])?;
-        same_dtype(op, &inputs)?;
-        Ok(normalise(op, self, RowGrouping::Groups(groups), [weight, bias], eps, false)?.0)
     }
 
     /// Subtracts from each channel of `[N, C, ..]` its mean, and divides it by its standard deviation (PyTorch's `batch_norm`).
@@ -243,35 +184,51 @@ impl Tensor {
             None => apply_formula(op, &inputs, self.dtype, &shifted, derivative),
         }
     }
-
-    /// Computes `x / max(|x|, eps)` with the p-norm along `dim` (PyTorch's `normalize`, with defaults of 2, 1 and 1e-12). Floats.
-    /// Differentiable. Fails with [`Error::Invalid`] unless p is above 0.
-    #[track_caller]
-    pub fn normalize(&self, p: f64, dim: isize, eps: f64) -> Result<Tensor> {
-        let op = "normalize";
-        self.dtype.check_float(op)?;
-        return_replacement!(op, [self], p, dim, eps);
-        cast_first!(autocast_to_f32(&[self])?, |x| x[0].normalize(p, dim, eps));
-        invalid!(op if p.is_nan() || p <= 0.0, "p is {p}, it must be above 0");
-        // The norm may overflow f16 even if the quotients do not, so it is computed in f32.
-        let norm = match (self.dtype, p == 2.0) {
-            (DType::F16, true) => apply_reduction_to(&rows::norm, self, &dim.into(), true, DType::F32),
-            (DType::F16, false) => self.to_dtype(DType::F32)?.vector_norm(p, dim, true),
-            _ => self.vector_norm(p, dim, true),
-        };
-        let norm = norm.with_op(op)?;
-        let quotient = Expr::input(0) / Expr::input(1).lt(eps).select(eps, Expr::input(1));
-        apply_formula(op, &[self, &norm], self.dtype, &quotient, |i| quotient.diff(i))
-    }
 }
 
 operations! {
+    /// Computes `(x - mean) / sqrt(var + eps) * weight + bias` over the last dims (PyTorch's `layer_norm`, with a default eps of 1e-5).
+    ///
+    /// The last dims, weight and bias have the normalised shape. Floats, computed at least in f32. For f16 or bf16 inputs, weight and
+    /// bias have the dtype of the input or f32. One launch; GPUs need two for rows that do not fit in registers. Differentiable with
+    /// respect to x, weight and bias.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::from_slice(&[1f32, 3.0, 5.0, 9.0], [2, 2], Device::Cpu)?;
+    /// let y = x.layer_norm(&[2], None, None, 0.0)?;
+    /// assert_eq!(y.to_vec::<f32>()?, [-1.0, 1.0, -1.0, 1.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
     layer_norm(input: x, normalized_shape: &sizes, weight: x?, bias: x?, eps: float = 1e-5) functional:
-        NeuralNetwork, Floats -> Same, differentiable;
+        NeuralNetwork, Floats -> Same, differentiable = manual |op, self, normalized_shape, weight, bias, eps| {
+        let inputs = given_tensors(self, [weight, bias]);
+        if let Some((wide, dtype)) = cast_to_f32(&inputs)? {
+            let [weight, bias] = weight_and_bias(&wide, [weight, bias]);
+            return wide[0].layer_norm(normalized_shape, weight, bias, eps)?.to_dtype(dtype);
+        }
+        return_replacement!(op, [Some(self), weight, bias], normalized_shape, eps);
+        check_last_dims(op, self, normalized_shape, &[weight, bias])?;
+        let view = RowGrouping::Last(normalized_shape.iter().product());
+        Ok(normalise(op, self, view, [weight, bias], eps, false)?.0)
+    };
     rms_norm(input: x, normalized_shape: &sizes, weight: x?, eps: float?) functional:
         NeuralNetwork, Floats -> Same, differentiable;
+    /// Normalises each group of channels of `[N, C, ..]` as [`Tensor::layer_norm`] does, with a weight and a bias for each channel
+    /// (PyTorch's `group_norm`, with a default eps of 1e-5). Takes as many launches as `layer_norm`. Differentiable. Fails as
+    /// [`Tensor::layer_norm`] does, and with [`Error::Invalid`] if the channels are not divisible by the number of groups.
     group_norm(input: x, num_groups: size, weight: x?, bias: x?, eps: float = 1e-5) functional:
-        NeuralNetwork, Floats -> Same, differentiable;
+        NeuralNetwork, Floats -> Same, differentiable = manual |op, self, groups, weight, bias, eps| {
+        let inputs = given_tensors(self, [weight, bias]);
+        if let Some((wide, dtype)) = cast_to_f32(&inputs)? {
+            let [weight, bias] = weight_and_bias(&wide, [weight, bias]);
+            return wide[0].group_norm(groups, weight, bias, eps)?.to_dtype(dtype);
+        }
+        return_replacement!(op, [Some(self), weight, bias], groups, eps);
+        check_groups(op, self, groups, &[weight, bias])?;
+        same_dtype(op, &inputs)?;
+        Ok(normalise(op, self, RowGrouping::Groups(groups), [weight, bias], eps, false)?.0)
+    };
     /// Normalises each channel of each sample of `[N, C, ..]` as [`Tensor::layer_norm`] does, with a weight and a bias for each channel
     /// (PyTorch's `instance_norm`, with a default eps of 1e-5). Takes as many launches as `layer_norm`. Differentiable.
     instance_norm(input: x, weight: x?, bias: x?, eps: float = 1e-5) functional:
@@ -286,6 +243,22 @@ operations! {
         let (training, momentum, eps) = (a.bool(0)?, a.float(1)?, a.float(2)?);
         a.tensor(0)?.batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps })
     };
+    /// Computes `x / max(|x|, eps)` with the p-norm along `dim` (PyTorch's `normalize`, with defaults of 2, 1 and 1e-12). Floats.
+    /// Differentiable. Fails with [`Error::Invalid`] unless p is above 0.
     normalize(input: x, p: float = 2, dim: int = 1, eps: float = 1e-12) functional:
-        NeuralNetwork, Floats -> Same, differentiable;
+        NeuralNetwork, Floats -> Same, differentiable = manual |op, self, p, dim, eps| {
+        self.dtype.check_float(op)?;
+        return_replacement!(op, [self], p, dim, eps);
+        cast_first!(autocast_to_f32(&[self])?, |x| x[0].normalize(p, dim, eps));
+        invalid!(op if p.is_nan() || p <= 0.0, "p is {p}, it must be above 0");
+        // The norm may overflow f16 even if the quotients do not, so it is computed in f32.
+        let norm = match (self.dtype, p == 2.0) {
+            (DType::F16, true) => rows::norm.apply_in(DType::F32, self, &dim.into(), true),
+            (DType::F16, false) => self.to_dtype(DType::F32)?.vector_norm(p, dim, true),
+            _ => self.vector_norm(p, dim, true),
+        };
+        let norm = norm.with_op(op)?;
+        let quotient = Expr::input(0) / Expr::input(1).lt(eps).select(eps, Expr::input(1));
+        apply_formula(op, &[self, &norm], self.dtype, &quotient, |i| quotient.diff(i))
+    };
 }
