@@ -3,16 +3,16 @@
 
 /// Defines structs whose fields have default values, as in `pub lr: f64 = 0.1,`, and implements [`Default`] for them.
 macro_rules! options {
-    ($($(#[$meta:meta])* pub struct $name:ident {
+    ($($(#[$meta:meta])* pub struct $name:ident $(<const $d:ident: usize>)? {
         $($(#[$field_meta:meta])* pub $field:ident: $type:ty = $default:expr,)*
     })*) => { $(
         $(#[$meta])*
-        pub struct $name {
+        pub struct $name $(<const $d: usize>)? {
             $($(#[$field_meta])* pub $field: $type,)*
         }
 
-        impl Default for $name {
-            fn default() -> $name {
+        impl $(<const $d: usize>)? Default for $name $(<$d>)? {
+            fn default() -> Self {
                 $name { $($field: $default,)* }
             }
         }

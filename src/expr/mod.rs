@@ -25,6 +25,7 @@ use std::{fmt, ops};
 use smallvec::{SmallVec, smallvec};
 
 use crate::expr::program::Program;
+use crate::layout::shape::impl_from;
 
 pub(crate) use crate::expr::primitives::{Binary, GELU_CUBE, Leaf, Op, SQRT_2_OVER_PI, Unary, is_argument, is_integer};
 
@@ -56,41 +57,11 @@ struct Node {
 /// The operands of a node: at most three, and none for a leaf.
 pub(crate) type Args<T> = SmallVec<[T; 3]>;
 
-/// Leaves.
 impl Expr {
-    /// The current element of the `i`-th operand.
-    pub fn input(i: usize) -> Expr {
-        Expr::leaf(Leaf::Input(i))
-    }
-
-    /// The `i`-th scalar argument, which is passed when the formula runs, so that another value (such as a learning rate) needs no new
-    /// kernel.
-    pub fn scalar(i: usize) -> Expr {
-        Expr::leaf(Leaf::Scalar(i))
-    }
-
     /// A constant. Formulas that differ only in such numbers share a program, which takes the numbers as arguments. The numbers 0, 1, 2, 3,
     /// 1/2, their negatives, infinities and NaN are part of the program's code.
     pub fn constant(c: f64) -> Expr {
         Expr::leaf(Leaf::Const(c))
-    }
-
-    /// A random number in [0, 1), a multiple of 2⁻²⁴, determined by the `i`-th seed and the element's index. The number is the same on
-    /// every device, and in f32 and f64.
-    pub fn uniform(i: usize) -> Expr {
-        Expr::leaf(Leaf::Uniform(i))
-    }
-
-    /// A standard normal random number, determined by the `i`-th seed and the element's index. It is computed in f32, and is the same on
-    /// every device, and in f32 and f64.
-    pub fn normal(i: usize) -> Expr {
-        Expr::leaf(Leaf::Normal(i))
-    }
-
-    /// A number in 0..2³² with 32 random bits, determined by the `i`-th seed and the element's index. It is rounded if the formula is
-    /// evaluated in f32.
-    pub fn bits(i: usize) -> Expr {
-        Expr::leaf(Leaf::Bits(i))
     }
 
     fn leaf(leaf: Leaf) -> Expr {
@@ -381,15 +352,9 @@ impl fmt::Debug for Expr {
     }
 }
 
-impl From<f64> for Expr {
-    fn from(c: f64) -> Expr {
-        Expr::constant(c)
-    }
-}
-impl From<&Expr> for Expr {
-    fn from(e: &Expr) -> Expr {
-        e.clone()
-    }
+impl_from! { Expr:
+    [] f64, c => Expr::constant(c);
+    [] &Expr, e => e.clone();
 }
 
 macro_rules! operators {

@@ -176,7 +176,7 @@ macro_rules! define {
         $(#[doc = $doc:literal])+
         $name:ident ($($x:ident),+ $(; $($s:ident $($called:literal)? = $sample:literal $(or $default:literal)?),+)?) $(+ $inplace:ident)?: $accepts:ident -> $output:ident
         { $formula:expr } { $reference:expr } on [$($low:literal..$high:literal),+]
-        $(masks $masks:tt)? $(derivative [$($derivative:expr),+])? $(numbers [$($number:ident $role:ident),+])?;
+        $(masks [$($mask:literal),+])? $(derivative [$($derivative:expr),+])? $(numbers [$($number:ident $role:ident),+])?;
     )*) => {
         /// All rows, each under its name.
         #[allow(non_upper_case_globals, unused_variables)]
@@ -190,7 +190,7 @@ macro_rules! define {
                     in_place: [$(Some(stringify!($inplace)),)? None][0],
                     arity: [$(stringify!($x)),+].len(),
                     operands: &[$(operand!($x)),+],
-                    masks: &[$(masks!($masks))?],
+                    masks: &[$($($mask),+)?],
                     samples: &[$($($sample),+)?],
                     scalars: &[$($(([$($called,)? stringify!($s)][0], [$(Some($default),)? None][0])),+)?],
                     accepts: Accepts::$accepts,
@@ -226,10 +226,6 @@ macro_rules! operand {
     ($x:ident) => {
         stringify!($x)
     };
-}
-
-macro_rules! masks {
-    ([$($i:literal),+]) => { $($i),+ };
 }
 
 macro_rules! derivative {

@@ -24,6 +24,9 @@ use crate::ops::{elementwise, index, linalg, native, nn, random, reduce, shape, 
 /// The entry lists of all families, in the order of the documentation.
 const FAMILIES: &[fn() -> Vec<Operation>] = &[
     shape::operations::operations,
+    shape::join::operations,
+    index::assign::operations,
+    shape::triangle::operations,
     random::distributions::operations,
     elementwise::copy::operations,
     elementwise::pointwise::operations,
@@ -49,7 +52,9 @@ const FAMILIES: &[fn() -> Vec<Operation>] = &[
     native::norm::operations,
     native::lstm::operations,
     nn::interpolate::operations,
-    nn::loss::operations,
+    nn::loss::pointwise::operations,
+    nn::loss::distance::operations,
+    nn::loss::labels::operations,
 ];
 
 fn row_operations(row: &'static Row) -> impl Iterator<Item = Operation> {
@@ -91,8 +96,18 @@ fn row_operations(row: &'static Row) -> impl Iterator<Item = Operation> {
 /// ```
 #[doc = include_str!("../../docs/operations.md")]
 pub fn operations() -> &'static [Operation] {
-    static ALL: OnceLock<Vec<Operation>> = OnceLock::new();
-    ALL.get_or_init(|| {
+    &catalogue().all
+}
+
+/// All operations, and the index of each by its name.
+struct Catalogue {
+    all: Vec<Operation>,
+    by_name: HashMap<&'static str, usize>,
+}
+
+fn catalogue() -> &'static Catalogue {
+    static CATALOGUE: OnceLock<Catalogue> = OnceLock::new();
+    CATALOGUE.get_or_init(|| {
         let mut all: Vec<Operation> = FAMILIES.iter().flat_map(|family| family()).collect();
         all.extend(ROWS.iter().copied().flat_map(row_operations));
         for &(name, of) in elementwise::pointwise::ALIASES {
@@ -100,13 +115,13 @@ pub fn operations() -> &'static [Operation] {
             all.push(Operation { name, torch: name, ..same.clone() });
         }
         all.sort_by_key(|op| op.kind);
-        all
+        Catalogue { by_name: all.iter().enumerate().map(|(i, op)| (op.name, i)).collect(), all }
     })
 }
 
 pub(crate) fn find_operation(name: &str) -> Option<&'static Operation> {
-    static BY_NAME: OnceLock<HashMap<&'static str, &'static Operation>> = OnceLock::new();
-    BY_NAME.get_or_init(|| operations().iter().map(|op| (op.name, op)).collect()).get(name).copied()
+    let Catalogue { all, by_name } = catalogue();
+    by_name.get(name).map(|&i| &all[i])
 }
 
 /// Returns the parameters of the built-in operation named `name`, with kinds and defaults. [`operations`] lists all names.
@@ -114,8 +129,9 @@ pub fn signature(name: &str) -> Option<Signature<'static>> {
     find_operation(name).map(Operation::signature)
 }
 
-/// Adds an operation under a new name, or replaces a built-in operation, for all devices of a backend (PyTorch's
-/// `torch.library.impl`).
+/// Adds an operation under a new name, or replaces a built-in operation, for all devices of a backend (PyTorch's `torch.library.impl`).
+/// Fails with [`Error::Invalid`] if `name` already has an implementation for that backend, and for built-in operations that cannot be
+/// replaced ([`Operation::is_replaceable`]).
 ///
 /// ```
 /// use claystone::ops::{self, Backend, Implementation};
@@ -126,10 +142,6 @@ pub fn signature(name: &str) -> Option<Signature<'static>> {
 /// assert_eq!(ops::call("my_swish", &[&x], &[])?[0].to_vec::<f32>()?, [0.0, 0.0]);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`Error::Invalid`] if `name` already has an implementation for that backend, and for built-in operations that cannot be
-/// replaced ([`Operation::is_replaceable`]).
 pub fn register(name: &'static str, backend: Backend, implementation: Implementation) -> Result<Registration> {
     let built_in = find_operation(name);
     invalid!("register" if built_in.is_some_and(|op| !op.is_replaceable()),
@@ -171,10 +183,7 @@ pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
         return operation.call_method(&tensors, arguments);
     }
     let Some(first) = tensors.iter().flatten().next() else {
-        return Err(Error::invalid(
-            "call",
-            format!("there is no built-in operation {}, and no tensor names a device", Excerpt(name)),
-        ));
+        fail!("call", "there is no built-in operation {}, and no tensor names a device", Excerpt(name));
     };
     let backend = Backend::from(first.device());
     match registry::registered_name(name, backend) {
@@ -183,10 +192,7 @@ pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
                 "calls itself, or lacks a tensor before one that is given, and there is no built-in operation to run instead";
             Error::invalid("call", format!("{name} {reason}"))
         }),
-        None => Err(Error::invalid(
-            "call",
-            format!("there is no operation {} for {backend:?}: see operations()", Excerpt(name)),
-        )),
+        None => fail!("call", "there is no operation {} for {backend:?}: see operations()", Excerpt(name)),
     }
 }
 
@@ -240,7 +246,8 @@ where
 }
 
 /// Calls an operation like [`call`], with named parameters as in Python: the first tensors are given by position, all other parameters by
-/// name. A parameter that is left out has its default.
+/// name. A parameter that is left out has its default. Fails as [`call`] does, and with [`Error::Invalid`] for an unknown parameter, for a
+/// parameter that is given twice, and for named parameters of an operation that is not built in.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops};
@@ -251,10 +258,6 @@ where
 /// assert_eq!(error.to_string(), "softmax: it has no parameter axis: softmax(input, dim: int)");
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// Returns the errors of [`call`]; [`Error::Invalid`] for an unknown parameter, for a parameter that is given twice, and for named
-/// parameters of an operation that is not built in.
 #[track_caller]
 pub fn call_named(name: &str, tensors: &[&Tensor], named: &[(&str, Value)]) -> Result<Vec<Tensor>> {
     let _caller = Caller::enter();
@@ -336,15 +339,11 @@ pub fn operations_markdown() -> String {
         _ = writeln!(page, "- `{}`: {}", kind.name(), kind.description());
     }
     for &(kind, title) in Kind::ALL {
-        let mut of_kind = operations().iter().filter(|op| op.kind == kind).peekable();
-        if of_kind.peek().is_none() {
-            continue;
-        }
         _ = write!(
             page,
             "\n## {title}\n\n| operation | PyTorch | dtypes | devices | gradient |\n|---|---|---|---|---|\n"
         );
-        for op in of_kind {
+        for op in operations().iter().filter(|op| op.kind == kind) {
             let gradient = if op.is_differentiable() { "yes" } else { "no" };
             _ = writeln!(
                 page,

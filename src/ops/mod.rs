@@ -28,7 +28,6 @@ pub use crate::expr::philox::Seed;
 pub use crate::expr::table::{Accepts, Output, ROWS, Row};
 pub use crate::layout::dims::{DimList, ReduceDims};
 pub use crate::ops::dispatch::arguments::{Argument, ParameterKind};
-pub(crate) use crate::ops::dispatch::checks::{same_device, same_dtype};
 pub use crate::ops::dispatch::operation::{Dtypes, Kind, Operation, ResultDType};
 pub use crate::ops::dispatch::parameters::{Parameter, Signature, Value};
 pub use crate::ops::dispatch::precision::{Precision, with_precision};

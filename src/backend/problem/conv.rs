@@ -1,7 +1,8 @@
 //! Convolutions that do not store an im2col matrix.
 
 use crate::backend::problem::windows::Windows;
-use crate::{Result, Tensor};
+use crate::device::DeviceKind;
+use crate::{Device, Result, Tensor};
 
 /// A convolution of images `[N, C, image]` with a weight `[O, C / groups, kernel]`.
 pub(crate) struct Conv2d<'a> {
@@ -40,4 +41,12 @@ pub(crate) trait Convolution: Send + Sync {
     }
     /// Computes the weight gradient from images and windows, one of which is a gradient. Writes to `slot` if given; see [`accepts`](Self::accepts).
     fn weight_gradient(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor>;
+}
+
+/// Returns the maximum size in bytes of the columns that are in memory at a time. On GPUs this is 1/512 of the memory, but at least 16
+/// and at most 256 MiB, because larger products use a GPU better. A single row of windows may exceed this size.
+pub(crate) fn max_column_block_bytes(device: Device) -> Result<usize> {
+    let info = device.cached_info()?;
+    let part = if info.kind == DeviceKind::Cpu { 0 } else { info.memory >> 9 };
+    Ok((part as usize).clamp(16 << 20, 256 << 20))
 }

@@ -1,27 +1,21 @@
 //! Reads the arguments of an operation that is called by name.
 
+use smallvec::SmallVec;
+
 use crate::layout::dims::ReduceDims;
 use crate::ops::dispatch::arguments::{Argument, ParameterKind};
-use crate::ops::dispatch::parameters::Signature;
+use crate::ops::dispatch::parameters::{Signature, Slots};
 use crate::{DType, Device, Result, Scalar, Tensor, TensorOptions, get_default_dtype};
 
 /// The tensors and arguments of a call by name, with defaults filled in. An optional tensor that was left out is `None`.
 pub(crate) struct Args<'a> {
-    signature: Signature<'a>,
-    tensors: &'a [Option<&'a Tensor>],
-    arguments: &'a [Argument],
+    pub(super) signature: Signature<'a>,
+    pub(super) tensors: Slots<'a>,
+    pub(super) arguments: SmallVec<[Argument; 8]>,
 }
 
 impl<'a> Args<'a> {
-    pub(crate) fn new(
-        signature: Signature<'a>,
-        tensors: &'a [Option<&'a Tensor>],
-        arguments: &'a [Argument],
-    ) -> Args<'a> {
-        Args { signature, tensors, arguments }
-    }
-
-    fn argument(&self, i: usize) -> &'a Argument {
+    fn argument(&self, i: usize) -> &Argument {
         self.arguments.get(i).unwrap_or(&Argument::None)
     }
 
@@ -85,7 +79,7 @@ impl<'a> Args<'a> {
 /// Generates the methods of [`Args`] that read one argument. Each method has the name of its parameter kind.
 macro_rules! argument_readers {
     ($($name:ident -> $t:ty: $($pattern:pat $(if $condition:expr)? => $value:expr),+;)*) => {
-        impl<'a> Args<'a> { $(
+        impl Args<'_> { $(
             pub(crate) fn $name(&self, i: usize) -> Result<$t> {
                 match self.argument(i) {
                     $($pattern $(if $condition)? => Ok($value),)+
@@ -105,7 +99,7 @@ argument_readers! {
     ints -> Vec<isize>:
         Argument::Ints(x) => x.iter().map(|&d| d as isize).collect(), Argument::Int(x) => vec![*x as isize];
     bool -> bool: Argument::Bool(x) => *x;
-    text -> &'a str: Argument::Text(x) => x;
+    text -> &str: Argument::Text(x) => x;
     dtype -> DType: Argument::DType(x) => *x;
     device -> Device: Argument::Device(x) => *x;
 }

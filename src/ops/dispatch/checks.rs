@@ -42,6 +42,13 @@ macro_rules! unsupported {
     };
 }
 
+/// `fail!(op, message, ..)` returns [`Error::Invalid`] with a formatted message.
+macro_rules! fail {
+    ($op:expr, $($message:tt)+) => {
+        return Err($crate::Error::invalid($op, format!($($message)+)))
+    };
+}
+
 /// Changes the operation named in an error: an error of an inner operation names the operation that the user called.
 pub(crate) trait WithOp {
     fn with_op(self, op: &'static str) -> Self;
@@ -71,4 +78,4 @@ pub(crate) fn call_with_cast<R>(cast: &[Tensor], method: impl FnOnce(&[Tensor]) 
 }
 
 pub(crate) use crate::error::invalid;
-pub(crate) use {cast_first, mismatch, unsupported};
+pub(crate) use {cast_first, fail, mismatch, unsupported};

@@ -22,12 +22,13 @@ pub(crate) mod prelude {
     pub(crate) use super::arguments::Argument;
     pub(crate) use super::autocast::{autocast_inputs, autocast_to_f32};
     pub(crate) use super::checks::{
-        WithOp, cast_first, invalid, mismatch, same_device, same_dtype, shape_mismatch, unsupported,
+        WithOp, cast_first, fail, invalid, mismatch, same_device, same_dtype, shape_mismatch, unsupported,
     };
     pub(crate) use super::operation::operations;
     pub(crate) use super::registry::{call_replacement, return_replacement};
-    pub(crate) use crate::autograd::{self, Saved};
+    pub(crate) use crate::autograd::{self, Gradients, Saved};
     pub(crate) use crate::backend::{self, problem::map::Params};
+    pub(crate) use crate::ops::{apply_formula, record_gradients, record_gradients_with_result};
     pub(crate) use crate::storage::Caller; // the documentation of most methods links to `Caller`
     pub(crate) use crate::tensor::{Dims, Layout};
     pub(crate) use crate::{DType, Device, Error, Expr, Result, Scalar, Shape, Tensor, no_grad};

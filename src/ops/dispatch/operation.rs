@@ -193,8 +193,7 @@ impl Operation {
 
     /// Calls the method with the given tensors and arguments, after filling in defaults.
     pub(crate) fn call_method(&self, tensors: &[Option<&Tensor>], arguments: &[Argument]) -> Result<Vec<Tensor>> {
-        let (tensors, arguments) = self.signature().with_defaults(tensors, arguments)?;
-        let args = Args::new(self.signature(), &tensors, &arguments);
+        let args = self.signature().args(tensors, arguments)?;
         match self.call {
             CallTarget::Method(call) => call(&args),
             CallTarget::Row(row) => Ok(vec![row.apply(&args.given_tensors(), &args.scalars()?)?]),
@@ -213,8 +212,7 @@ impl Operation {
         out: &Tensor,
     ) -> Result<bool> {
         let CallTarget::Row(row) = self.call else { return Ok(false) };
-        let (tensors, arguments) = self.signature().with_defaults(tensors, arguments)?;
-        let args = Args::new(self.signature(), &tensors, &arguments);
+        let args = self.signature().args(tensors, arguments)?;
         row.apply_into(&args.given_tensors(), &args.scalars()?, out)
     }
 }
@@ -232,11 +230,21 @@ impl Operation {
 ///   `options` is a dtype and a device.
 /// - PyTorch's name may be left out if it equals the method's name. `functional` means `nn.functional.method`, and `linalg` likewise.
 /// - A method whose parameters differ from the listed parameters is called by the closure after `=>`: `=> |args| ..`.
+/// - An entry may define the method, with its documentation before the entry: `= |op, self, other, dim| { .. }`. The names after `self` are
+///   the names of the other parameters in Rust, and the kinds of the parameters determine their types. `op` is the method's name. A
+///   registered replacement is called instead of the block. The result is a tensor unless stated: `|op, self| -> (Tensor, Tensor) { .. }`.
+///   With `= manual |op, self| ..`, the block itself calls a replacement, for instance after autocast.
 macro_rules! operations {
     ($(
+        $(#[doc = $doc:literal])*
         $name:ident $(/ $in_place:ident)? ($($takes:tt)*) $($module:ident)? $($torch:literal)?:
-        $kind:ident, $dtypes:ident -> $gives:ident $(, $gradient:ident)? $(=> $call:expr)?;
+        $kind:ident, $dtypes:ident -> $gives:ident $(, $gradient:ident)?
+        $(= $($mode:ident)? |$op:ident, $this:ident $(, $arg:ident)*| $(-> $out:ty)? $body:block)? $(=> $call:expr)?;
     )*) => {
+        impl $crate::Tensor {
+            $(operations! { @method [$($doc)*] $name [$([$($mode)?] $op $this $body [$($out)?] [$($arg)*])?] $($takes)* })*
+        }
+
         pub(crate) fn operations() -> Vec<$crate::ops::dispatch::operation::Operation> {
             use $crate::ops::dispatch::args::Args;
             use $crate::ops::dispatch::arguments::ParameterKind;
@@ -280,6 +288,71 @@ macro_rules! operations {
     (@gradient [None]) => { false };
     (@gradient [$gradient:ident]) => { true };
 
+    // Defines the method. Parses the parameters one by one, with the names in the first brackets. The other brackets collect the method's
+    // parameters, the conversions at its beginning, and the tensors and arguments that a replacement receives.
+    (@method $doc:tt $name:ident [] $($takes:tt)*) => {};
+    (@method $doc:tt $name:ident [$mode:tt $op:ident $this:ident $body:block $out:tt $args:tt]
+        $input:ident: x $(, $($rest:tt)*)?) => {
+        operations! { @define [$doc $name $mode $op $this $body $out] $args [] [] [Some($this),] [] $($($rest)*)? }
+    };
+    (@define $m:tt [$n:ident $($ns:ident)*] [$($s:tt)*] $let:tt [$($t:tt)*] $a:tt $p:ident: x? $(, $($rest:tt)*)?) => {
+        operations! { @define $m [$($ns)*] [$($s)* $n: Option<&$crate::Tensor>,] $let [$($t)* $n,] $a $($($rest)*)? }
+    };
+    (@define $m:tt [$n:ident $($ns:ident)*] [$($s:tt)*] $let:tt [$($t:tt)*] $a:tt $p:ident: x $(, $($rest:tt)*)?) => {
+        operations! { @define $m [$($ns)*] [$($s)* $n: &$crate::Tensor,] $let [$($t)* Some($n),] $a $($($rest)*)? }
+    };
+    (@define $m:tt [$n:ident $($ns:ident)*] [$($s:tt)*] $let:tt $t:tt [$($a:tt)*]
+        $p:ident: &$kind:ident $(= $default:expr)? $(, $($rest:tt)*)?) => {
+        operations! { @define $m [$($ns)*] [$($s)* $n: &[operations!(@type $kind)],] $let $t [$($a)* $n,] $($($rest)*)? }
+    };
+    (@define $m:tt [$n:ident $($ns:ident)*] [$($s:tt)*] [$($let:tt)*] $t:tt [$($a:tt)*]
+        $p:ident: dims $(, $($rest:tt)*)?) => {
+        operations! { @define $m [$($ns)*] [$($s)* $n: impl Into<$crate::ReduceDims>,]
+            [$($let)* let $n: $crate::ReduceDims = $n.into();] $t [$($a)* &$n,] $($($rest)*)? }
+    };
+    (@define $m:tt [$n:ident $($ns:ident)*] [$($s:tt)*] [$($let:tt)*] $t:tt [$($a:tt)*]
+        $p:ident: scalar $(= $default:expr)? $(, $($rest:tt)*)?) => {
+        operations! { @define $m [$($ns)*] [$($s)* $n: impl Into<$crate::Scalar>,]
+            [$($let)* let $n: $crate::Scalar = $n.into();] $t [$($a)* $n,] $($($rest)*)? }
+    };
+    (@define $m:tt [$n:ident $($ns:ident)*] [$($s:tt)*] [$($let:tt)*] $t:tt [$($a:tt)*]
+        $p:ident: $kind:ident? $(, $($rest:tt)*)?) => {
+        operations! { @define $m [$($ns)*] [$($s)* $n: impl Into<Option<operations!(@type $kind)>>,]
+            [$($let)* let $n: Option<operations!(@type $kind)> = $n.into();] $t [$($a)* $n,] $($($rest)*)? }
+    };
+    (@define $m:tt [$n:ident $($ns:ident)*] [$($s:tt)*] $let:tt $t:tt [$($a:tt)*]
+        $p:ident: $kind:ident $(@$read:ident)? $(= $default:expr)? $(, $($rest:tt)*)?) => {
+        operations! { @define $m [$($ns)*] [$($s)* $n: operations!(@type $kind $($read)?),] $let $t [$($a)* $n,] $($($rest)*)? }
+    };
+    (@define [[$($doc:literal)*] $name:ident $mode:tt $op:ident $this:ident $body:block [$($out:ty)?]] []
+        [$($s:tt)*] [$($let:tt)*] $t:tt [$($a:tt)*]) => {
+        $(#[doc = $doc])*
+        #[track_caller]
+        #[allow(clippy::too_many_arguments)] // PyTorch's functions have as many
+        pub fn $name(&$this, $($s)*) -> $crate::Result<operations!(@type result $($out)?)> {
+            $($let)*
+            operations!(@begin $mode $op $name $t $($a)*);
+            $body
+        }
+    };
+    (@begin [] $op:ident $name:ident $t:tt $($a:tt)*) => {
+        $crate::ops::dispatch::registry::return_replacement!($op = stringify!($name), $t, $($a)*);
+    };
+    (@begin [manual] $op:ident $name:ident $t:tt $($a:tt)*) => {
+        let ($op, _caller): (&'static str, _) = (stringify!($name), $crate::storage::Caller::enter());
+    };
+    (@type result) => { $crate::Tensor };
+    (@type result $t:ty) => { $t };
+    (@type int) => { isize };
+    (@type ints) => { isize };
+    (@type size) => { usize };
+    (@type sizes) => { usize };
+    (@type float) => { f64 };
+    (@type bool) => { bool };
+    (@type ints read_mask) => { [bool; 3] };
+    (@type text read_reduction) => { $crate::LossReduction };
+    (@type text read_scatter_reduction) => { $crate::ops::ScatterReduce };
+
     // Parses the parameters one by one. The first numbers in braces are the positions of the next tensor and the next argument.
     // The brackets collect the parameters and the method's arguments.
     (@next $name:ident $a:ident [] $ts:tt $ns:tt [$($parameters:tt)*] [$($given:tt)*]) => {
@@ -307,7 +380,7 @@ macro_rules! operations {
     };
     (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $next:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*] options) => {
         operations!(@next $name $a $call $ts {$($ns)*}
-            [$($ps)* operations!(@parameter dtype dtype = None), operations!(@parameter device device = $crate::Device::Cpu),]
+            [$($ps)* operations!(@parameter dtype dtype = None), operations!(@parameter device device = $crate::Device::HOST),]
             [$($given)* $a.tensor_options($n)?,])
     };
     (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*]
@@ -317,7 +390,7 @@ macro_rules! operations {
     };
     (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*] $p:ident: device) => {
         operations!(@next $name $a $call $ts {$($ns)*}
-            [$($ps)* operations!(@parameter $p device = $crate::Device::Cpu),] [$($given)* $a.device($n)?,])
+            [$($ps)* operations!(@parameter $p device = $crate::Device::HOST),] [$($given)* $a.device($n)?,])
     };
     (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*]
         $p:ident: &$read:ident $(= $default:expr)? $(, $($rest:tt)*)?) => {

@@ -6,6 +6,7 @@ use smallvec::SmallVec;
 
 use crate::error::Excerpt;
 use crate::layout::shape::impl_from;
+use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::{Argument, ParameterKind};
 use crate::{Error, Result, Tensor};
 
@@ -128,11 +129,7 @@ impl<'a> Signature<'a> {
     }
 
     /// Checks the numbers of tensors and arguments, and fills in defaults, so that every parameter has a tensor or an argument.
-    pub(crate) fn with_defaults<'t>(
-        self,
-        tensors: &[Option<&'t Tensor>],
-        arguments: &[Argument],
-    ) -> Result<(Slots<'t>, SmallVec<[Argument; 8]>)> {
+    pub(crate) fn args(self, tensors: &[Option<&'a Tensor>], arguments: &[Argument]) -> Result<Args<'a>> {
         let (single, listed) = (self.single_tensors(), self.tensors().any(|p| p.kind == ParameterKind::Tensors));
         let most = if listed { usize::MAX } else { single };
         for (given, most, what) in
@@ -156,7 +153,7 @@ impl<'a> Signature<'a> {
             (Some(given), _) => Ok(given.clone()),
         };
         let arguments = self.arguments().enumerate().map(argument).collect::<Result<_>>()?;
-        Ok((slots, arguments))
+        Ok(Args { signature: self, tensors: slots, arguments })
     }
 
     /// Converts a call with named parameters to the positional tensors and arguments that [`call`](crate::ops::call) takes. Fails

@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, LazyLock, RwLock};
 
 use smallvec::SmallVec;
 
@@ -91,9 +91,9 @@ impl Drop for Registration {
     fn drop(&mut self) {
         // The removed closures are dropped only after the lock on the registry is released, because they may own another `Registration`,
         // whose drop takes the lock.
-        let removed = lock_exclusive().remove(&(self.name, self.backend));
+        let removed = sync::write(&REGISTRY.implementations).remove(&(self.name, self.backend));
         if removed.is_some() {
-            REGISTERED_COUNT.fetch_sub(1, Ordering::Release);
+            REGISTRY.count.fetch_sub(1, Ordering::Release);
         }
     }
 }
@@ -107,8 +107,13 @@ struct RegisteredImplementation {
 
 type ImplementationMap = HashMap<(&'static str, Backend), RegisteredImplementation>;
 
-static IMPLEMENTATIONS: LazyLock<RwLock<ImplementationMap>> = LazyLock::new(RwLock::default);
-static REGISTERED_COUNT: AtomicUsize = AtomicUsize::new(0);
+/// The registered implementations, and their number, which every operation reads.
+struct Registry {
+    count: AtomicUsize,
+    implementations: LazyLock<RwLock<ImplementationMap>>,
+}
+
+static REGISTRY: Registry = Registry { count: AtomicUsize::new(0), implementations: LazyLock::new(RwLock::default) };
 
 thread_local! {
     /// Names of the operations whose replacements are running on this thread. Nested calls of these operations use the built-in code.
@@ -135,25 +140,17 @@ pub(crate) fn add_implementation(
     implementation: Implementation,
     built_in: Option<&'static Operation>,
 ) -> Result<Registration> {
-    let mut table = lock_exclusive();
+    let mut table = sync::write(&REGISTRY.implementations);
     invalid!("register" if table.contains_key(&(name, backend)),
         "{name} already has an implementation for {backend:?}: drop its Registration first");
     table.insert((name, backend), RegisteredImplementation { implementation, built_in });
-    REGISTERED_COUNT.fetch_add(1, Ordering::Release);
+    REGISTRY.count.fetch_add(1, Ordering::Release);
     Ok(Registration { name, backend })
 }
 
 /// Returns the static name under which an implementation is registered for `backend`.
 pub(crate) fn registered_name(name: &str, backend: Backend) -> Option<&'static str> {
-    lock_shared().keys().find(|(n, b)| (*n, *b) == (name, backend)).map(|(n, _)| *n)
-}
-
-fn lock_exclusive() -> RwLockWriteGuard<'static, ImplementationMap> {
-    sync::write(&IMPLEMENTATIONS)
-}
-
-fn lock_shared() -> RwLockReadGuard<'static, ImplementationMap> {
-    sync::read(&IMPLEMENTATIONS)
+    sync::read(&REGISTRY.implementations).keys().find(|(n, b)| (*n, *b) == (name, backend)).map(|(n, _)| *n)
 }
 
 /// Calls the registered implementation of `op` for the device of the first tensor, and records its results in the graph.
@@ -164,7 +161,7 @@ pub(crate) fn call_replacement<'a, T: Copy + Into<Option<&'a Tensor>>>(
     inputs: &[T],
     arguments: impl FnOnce() -> Vec<Argument>,
 ) -> Result<Option<Vec<Tensor>>> {
-    if REGISTERED_COUNT.load(Ordering::Relaxed) == 0 {
+    if REGISTRY.count.load(Ordering::Relaxed) == 0 {
         return Ok(None);
     }
     match find_replacement(op, inputs) {
@@ -184,7 +181,7 @@ fn find_replacement<'a, T: Copy + Into<Option<&'a Tensor>>>(
     if RUNNING_REPLACEMENTS.with_borrow(|names| names.contains(&op)) {
         return None;
     }
-    let entry = lock_shared().get(&key).cloned()?;
+    let entry = sync::read(&REGISTRY.implementations).get(&key).cloned()?;
     let has_gap = inputs.iter().skip_while(|t| t.is_some()).any(|t| t.is_some());
     (entry.implementation.accepts_gaps || !has_gap).then_some((entry, inputs))
 }
@@ -222,21 +219,27 @@ fn run_replacement(
             let inputs = saved.iter().map(|s| s.get(op).map(Tensor::detach)).collect::<Result<Vec<_>>>()?;
             let grad = ctx.grad()?;
             let wanted: Vec<bool> = (0..inputs.len()).map(|i| ctx.needs_gradient(i)).collect();
-            match &backward {
-                Some(backward) if k == 0 => custom_gradients(op, &**backward, &inputs, &arguments, &grad),
-                _ => {
-                    let leaves = inputs.into_iter().zip(wanted).map(|(t, wanted)| t.requires_grad_(wanted));
-                    built_in_gradients(
-                        op,
-                        operation,
-                        k,
-                        &leaves.collect::<Result<Vec<_>>>()?,
-                        &present,
-                        &arguments,
-                        &grad,
-                    )
-                }
+            if let Some(backward) = backward.as_ref().filter(|_| k == 0) {
+                return custom_gradients(op, &**backward, &inputs, &arguments, &grad);
             }
+            let invalid = |reason: String| Err(Error::Autograd { op, reason });
+            let Some(operation) = operation else {
+                return invalid("its registered implementation has no backward: give it one with_backward".into());
+            };
+            // The built-in operation runs again with the inputs that were given.
+            let leaves = inputs.into_iter().zip(wanted).map(|(t, wanted)| t.requires_grad_(wanted));
+            let leaves = leaves.collect::<Result<Vec<_>>>()?;
+            let mut given = leaves.iter();
+            let slots: Slots = present.iter().map(|&present| if present { given.next() } else { None }).collect();
+            let outs = autograd::enable_grad(|| with_built_in(op, || operation.call_method(&slots, &arguments)))?;
+            let Some(out) = outs.get(k) else {
+                let results = outs.len();
+                return invalid(format!(
+                    "its registered implementation gives result {k}, and the operation has {results}"
+                ));
+            };
+            out.backward_with(&grad)?;
+            Ok(leaves.iter().map(Tensor::grad).collect())
         }))
     };
     outs.into_iter().enumerate().map(track).collect()
@@ -258,31 +261,6 @@ fn custom_gradients(
         return Err(Error::Autograd { op, reason: reason.into() });
     }
     Ok(gradients.into_iter().map(|g| g.map(|g| g.detach())).collect())
-}
-
-/// Computes the gradient of result `k` by running the built-in operation again. `leaves` has only the inputs that were given.
-fn built_in_gradients(
-    op: &'static str,
-    operation: Option<&'static Operation>,
-    k: usize,
-    leaves: &[Tensor],
-    present: &[bool],
-    arguments: &[Argument],
-    grad: &Tensor,
-) -> Result<Gradients> {
-    let Some(operation) = operation else {
-        let reason = "its registered implementation has no backward: give it one with_backward";
-        return Err(Error::Autograd { op, reason: reason.into() });
-    };
-    let mut inputs = leaves.iter();
-    let slots: Slots = present.iter().map(|&present| if present { inputs.next() } else { None }).collect();
-    let outs = autograd::enable_grad(|| with_built_in(op, || operation.call_method(&slots, arguments)))?;
-    let Some(out) = outs.get(k) else {
-        let reason = format!("its registered implementation gives result {k}, and the operation has {}", outs.len());
-        return Err(Error::Autograd { op, reason });
-    };
-    out.backward_with(grad)?;
-    Ok(leaves.iter().map(Tensor::grad).collect())
 }
 
 /// `return_replacement!("name", [tensors], arguments ...);` at the beginning of a method calls a registered implementation, if there is

@@ -46,21 +46,17 @@ impl FromResults for bool {
 
 impl FromResults for (Tensor, Tensor) {
     fn from_results(results: Vec<Tensor>) -> Result<(Tensor, Tensor)> {
-        expect_results(results, "two").map(|[a, b]| (a, b))
+        <[Tensor; 2]>::try_from(results).map(|[a, b]| (a, b)).map_err(|results| wrong_number(&results, "two"))
     }
 }
 
 impl FromResults for (Tensor, Tensor, Tensor) {
     fn from_results(results: Vec<Tensor>) -> Result<(Tensor, Tensor, Tensor)> {
-        expect_results(results, "three").map(|[a, b, c]| (a, b, c))
+        <[Tensor; 3]>::try_from(results).map(|[a, b, c]| (a, b, c)).map_err(|results| wrong_number(&results, "three"))
     }
 }
 
-fn expect_results<const N: usize>(results: Vec<Tensor>, count: &str) -> Result<[Tensor; N]> {
-    <[Tensor; N]>::try_from(results).map_err(|results| {
-        Error::invalid(
-            "register",
-            format!("the implementation returned {} results, and the operation has {count}", results.len()),
-        )
-    })
+fn wrong_number(results: &[Tensor], count: &str) -> Error {
+    let reason = format!("the implementation returned {} results, and the operation has {count}", results.len());
+    Error::invalid("register", reason)
 }

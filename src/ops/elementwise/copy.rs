@@ -1,6 +1,5 @@
 //! Copies between layouts, dtypes and tensors. A copy that changes strides or dtype launches the identity formula, `x`.
 
-use std::slice;
 use std::sync::LazyLock;
 
 use crate::MemoryFormat;
@@ -11,8 +10,7 @@ use crate::ops::elementwise;
 use crate::tensor::bytes::check_bytes;
 
 /// The formulas `x` (the first input) and `s` (the first scalar), created once because creating an expression allocates memory.
-static IDENTITY: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
-static SCALAR: LazyLock<Expr> = LazyLock::new(|| Expr::scalar(0));
+static IDENTITY_AND_SCALAR: LazyLock<[Expr; 2]> = LazyLock::new(|| [Expr::input(0), Expr::scalar(0)]);
 
 operations! {
     clone(input: x): Copying, All -> Same, differentiable => |a| a.tensor(0)?.try_clone();
@@ -113,7 +111,7 @@ impl Tensor {
     fn cast_to_format(&self, dtype: DType, format: MemoryFormat) -> Result<Tensor> {
         let layout = Layout::with_format(self.shape().clone(), format);
         let made = elementwise::allocate_result(&[self], layout, dtype, self.device());
-        elementwise::fill_result(made, "copy", &[self], Params::default(), &IDENTITY)
+        elementwise::fill_result(made, "copy", &[self], Params::default(), &IDENTITY_AND_SCALAR[0])
     }
 
     /// Converts the elements to `dtype`. Returns this tensor itself if it already has that dtype, otherwise a new tensor. Differentiable
@@ -215,8 +213,7 @@ impl Tensor {
             && self.is_contiguous_in(format)
             && src.is_contiguous_in(format);
         if !plain {
-            elementwise::apply_into(op, &[src], Params::default(), slice::from_ref(&*IDENTITY), &[self])?;
-            return Ok(());
+            return elementwise::apply_into(op, &[src], Params::default(), &IDENTITY_AND_SCALAR[..1], &[self]);
         }
         let size = self.dtype.size();
         let (to, from, bytes) = (self.layout.offset * size, src.layout.offset * size, self.numel() * size);
@@ -285,7 +282,9 @@ impl Tensor {
         Ok(self)
     }
 
-    /// Sets every element to `value`, converted to the dtype. A negative integer wraps in an unsigned dtype. In place.
+    /// Sets every element to `value`, converted to the dtype. A negative integer wraps in an unsigned dtype. In place. Fails with
+    /// [`Error::Invalid`] for a fraction if the dtype is an integer, for a number outside the dtype's range, such as NaN, for a finite
+    /// number that rounds to infinity, and for an expanded view.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -295,15 +294,11 @@ impl Tensor {
     /// assert_eq!(refused, "fill_: 256.0 is out of the range of u8, 0 to 255");
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a fraction if the dtype is an integer, for a number outside the dtype's range, such as NaN, for a finite
-    /// number that rounds to infinity, and for an expanded view.
     pub fn fill_(&self, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "fill_";
         let scalars = [value.into().stored(op, self.dtype)?];
         let change = autograd::begin_in_place(op, self, &[])?;
-        elementwise::apply_into(op, &[], Params::from_scalars(&scalars), slice::from_ref(&*SCALAR), &[self])?;
+        elementwise::apply_into(op, &[], Params::from_scalars(&scalars), &IDENTITY_AND_SCALAR[1..], &[self])?;
         change.into_iter().for_each(InPlace::finish_overwrite);
         Ok(self)
     }

@@ -24,34 +24,55 @@ fn build_formula(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -
     Ok(expr)
 }
 
-/// Builds one formula for each of `outputs` results with `f`, and checks that the formulas read only the given inputs and scalars.
-fn build_formulas(
-    op: &'static str,
-    (inputs, scalars): (usize, usize),
-    outputs: usize,
-    f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
-) -> Result<CompiledFormulas> {
-    let leaves: Vec<Expr> = (0..inputs).map(Expr::input).collect();
-    let numbers: Vec<Expr> = (0..scalars).map(Expr::scalar).collect();
-    let exprs = f(&leaves, &numbers);
-    invalid!(op if exprs.len() != outputs, "{} formulas for {outputs} outputs", exprs.len());
-    let program = Program::shared(&exprs).into_owned();
-    invalid!(op if program.inputs() > inputs || program.caller_scalars() > scalars || program.seeds() > 0,
-        "a formula reads more than the inputs and scalars given");
-    Ok(CompiledFormulas { exprs, program })
-}
-
 /// Formulas and the program compiled from them.
 struct CompiledFormulas {
+    op: &'static str,
     exprs: Vec<Expr>,
     program: Arc<Program>,
+    /// Whether scalars must be integers.
+    needs_integers: bool,
 }
 
 impl CompiledFormulas {
+    /// Checks the outputs, and builds one formula for each output with `f`. The formulas may read only the given inputs and scalars.
+    fn new(
+        op: &'static str,
+        inputs: &[&Tensor],
+        scalars: usize,
+        outputs: &[&Tensor],
+        f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
+    ) -> Result<CompiledFormulas> {
+        let Some(first) = outputs.first() else { return Err(Error::invalid(op, "it needs at least one output")) };
+        for (i, out) in outputs.iter().enumerate() {
+            autograd::check_unrecorded(op, out, inputs)?;
+            mismatch!(op if out.shape() != first.shape(), first, out, "all outputs have one shape");
+            same_device(op, &[first, out])?;
+            invalid!(op if outputs[..i].iter().any(|o| o.shares_storage(out)),
+                "two outputs are views of the same storage: write them one by one");
+        }
+        let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
+        let numbers: Vec<Expr> = (0..scalars).map(Expr::scalar).collect();
+        let exprs = f(&leaves, &numbers);
+        invalid!(op if exprs.len() != outputs.len(), "{} formulas for {} outputs", exprs.len(), outputs.len());
+        let program = Program::shared(&exprs).into_owned();
+        invalid!(op if program.inputs() > inputs.len() || program.caller_scalars() > scalars || program.seeds() > 0,
+            "a formula reads more than the inputs and scalars given");
+        let needs_integers = compute_type(&program, inputs, outputs) == Compute::I64;
+        Ok(CompiledFormulas { op, exprs, program, needs_integers })
+    }
+
+    /// Returns an error if the formulas compute in integers and a scalar is not an integer.
+    fn check_scalars(&self, scalars: &[Scalar]) -> Result<()> {
+        if !self.needs_integers {
+            return Ok(());
+        }
+        scalars.iter().try_for_each(|s| s.check_factor(self.op, DType::I64))
+    }
+
     #[inline]
-    fn launch(&self, op: &'static str, inputs: &[&Tensor], scalars: &[Scalar], outputs: &[&Tensor]) -> Result<()> {
+    fn launch(&self, inputs: &[&Tensor], scalars: &[Scalar], outputs: &[&Tensor]) -> Result<()> {
         self.program.with_arguments(&self.exprs, scalars, |scalars| {
-            launch_program_into(op, inputs, Params::from_scalars(scalars), &self.program, outputs)
+            launch_program_into(self.op, inputs, Params::from_scalars(scalars), &self.program, outputs)
         })
     }
 }
@@ -138,37 +159,10 @@ impl Tensor {
         outputs: &[&Tensor],
         f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
     ) -> Result<()> {
-        let op = "map_into";
-        let (made, needs_integers) = build_formulas_into(op, inputs, scalars.len(), outputs, f)?;
-        check_scalars(op, needs_integers, scalars)?;
-        made.launch(op, inputs, scalars, outputs)
+        let formulas = CompiledFormulas::new("map_into", inputs, scalars.len(), outputs, f)?;
+        formulas.check_scalars(scalars)?;
+        formulas.launch(inputs, scalars, outputs)
     }
-}
-
-/// Builds and checks the formulas of [`Tensor::map_into`]. Also returns whether all scalars must be integers.
-fn build_formulas_into(
-    op: &'static str,
-    inputs: &[&Tensor],
-    scalars: usize,
-    outputs: &[&Tensor],
-    f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
-) -> Result<(CompiledFormulas, bool)> {
-    let Some(first) = outputs.first() else { return Err(Error::invalid(op, "it needs at least one output")) };
-    for (i, out) in outputs.iter().enumerate() {
-        autograd::check_unrecorded(op, out, inputs)?;
-        mismatch!(op if out.shape() != first.shape(), first, out, "all outputs have one shape");
-        same_device(op, &[first, out])?;
-        invalid!(op if outputs[..i].iter().any(|o| o.shares_storage(out)),
-            "two outputs are views of the same storage: write them one by one");
-    }
-    let made = build_formulas(op, (inputs.len(), scalars), outputs.len(), f)?;
-    let needs_integers = compute_type(&made.program, inputs, outputs) == Compute::I64;
-    Ok((made, needs_integers))
-}
-
-/// Returns an error if the formulas compute in integers and a scalar is not an integer.
-fn check_scalars(op: &'static str, needs_integers: bool, scalars: &[Scalar]) -> Result<()> {
-    if needs_integers { scalars.iter().try_for_each(|s| s.check_factor(op, DType::I64)) } else { Ok(()) }
 }
 
 /// A [`Tensor::map_into`] that is prepared once and launched many times, with the same tensors and other scalars. Every optimiser in
@@ -189,13 +183,10 @@ fn check_scalars(op: &'static str, needs_integers: bool, scalars: &[Scalar]) -> 
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub struct MapInto {
-    op: &'static str,
     inputs: Vec<Tensor>,
     outputs: Vec<Tensor>,
     scalars: usize,
     formulas: CompiledFormulas,
-    /// Whether scalars must be integers.
-    needs_integers: bool,
 }
 
 impl MapInto {
@@ -209,29 +200,25 @@ impl MapInto {
         f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
     ) -> Result<MapInto> {
         let (x, out): (Vec<&Tensor>, Vec<&Tensor>) = (inputs.iter().collect(), outputs.iter().collect());
-        let (formulas, needs_integers) = build_formulas_into(op, &x, scalars, &out, f)?;
-        Ok(MapInto { op, inputs, outputs, scalars, formulas, needs_integers })
+        let formulas = CompiledFormulas::new(op, &x, scalars, &out, f)?;
+        Ok(MapInto { inputs, outputs, scalars, formulas })
     }
 
-    /// Computes the outputs in one launch.
-    ///
-    /// # Errors
-    /// Returns [`Error::Invalid`] for a wrong number of scalars, and for a fraction if all tensors are integers. Also fails for tracked
-    /// tensors outside [`crate::no_grad`].
+    /// Computes the outputs in one launch. Fails with [`Error::Invalid`] for a wrong number of scalars, and for a fraction if all tensors
+    /// are integers. Also fails for tracked tensors outside [`crate::no_grad`].
     pub fn launch(&self, scalars: &[Scalar]) -> Result<()> {
-        if scalars.len() != self.scalars {
-            let reason = format!("{} scalars are given, and the formulas read {}", scalars.len(), self.scalars);
-            return Err(Error::invalid(self.op, reason));
-        }
-        check_scalars(self.op, self.needs_integers, scalars)?;
+        let op = self.formulas.op;
+        invalid!(op if scalars.len() != self.scalars,
+            "{} scalars are given, and the formulas read {}", scalars.len(), self.scalars);
+        self.formulas.check_scalars(scalars)?;
         // `collect` would be a function call, which is measurable in an optimiser step.
         let (mut inputs, mut outputs): (SmallVec<[&Tensor; 5]>, SmallVec<[&Tensor; 5]>) = Default::default();
         self.inputs.iter().for_each(|t| inputs.push(t));
         self.outputs.iter().for_each(|t| outputs.push(t));
         if is_grad_enabled() {
-            outputs.iter().try_for_each(|out| autograd::check_unrecorded(self.op, out, &inputs))?;
+            outputs.iter().try_for_each(|out| autograd::check_unrecorded(op, out, &inputs))?;
         }
-        self.formulas.launch(self.op, &inputs, scalars, &outputs)
+        self.formulas.launch(&inputs, scalars, &outputs)
     }
 }
 

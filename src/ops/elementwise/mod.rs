@@ -128,11 +128,11 @@ impl Row {
         }
         match scalars[0].to_f64() {
             2.0 => of_row(&square, &[]),
-            3.0 => power(&CUBE),
+            3.0 => power(&POWERS[0]),
             0.5 if common.is_float() => of_row(&sqrt, &[]),
             -0.5 if common.is_float() => of_row(&rsqrt, &[]),
             -1.0 if common.is_float() => of_row(&reciprocal, &[]),
-            -2.0 if common.is_float() => power(&RECIPROCAL_SQUARE),
+            -2.0 if common.is_float() => power(&POWERS[1]),
             _ => of_row(self, scalars),
         }
     }
@@ -153,15 +153,12 @@ struct RowFormulas<'a> {
     scalars: &'a [Scalar],
 }
 
-/// For each power whose exponent has no row of its own: the formula and the derivative.
-static CUBE: LazyLock<[Expr; 2]> = LazyLock::new(|| power_formulas(|x| x.square() * x, |x| 3.0 * x.square()));
-static RECIPROCAL_SQUARE: LazyLock<[Expr; 2]> =
-    LazyLock::new(|| power_formulas(|x| x.square().recip(), |x| -2.0 / (x.square() * x)));
-
-fn power_formulas(expr: fn(&Expr) -> Expr, derivative: fn(&Expr) -> Expr) -> [Expr; 2] {
-    let x = Expr::input(0);
-    [expr(&x).with_fixed_program(), derivative(&x)]
-}
+/// The formula and the derivative of each power whose exponent has no row of its own: `x^3` and `x^-2`.
+static POWERS: LazyLock<[[Expr; 2]; 2]> = LazyLock::new(|| {
+    let x = &Expr::input(0);
+    let powers = [[x.square() * x, 3.0 * x.square()], [x.square().recip(), -2.0 / (x.square() * x)]];
+    powers.map(|[expr, derivative]| [expr.with_fixed_program(), derivative])
+});
 
 /// Applies a row of the elementwise table to tensors, and records the result if an input is tracked. All generated methods call this
 /// function.
@@ -322,35 +319,23 @@ macro_rules! methods {
         /// memory. In-place methods also fail if the result has another shape or dtype, or if elements of the tensor overlap. Outside
         /// [`no_grad`](crate::no_grad), in-place methods fail for a leaf that requires a gradient and for a view of such a leaf.
         impl crate::tensor::Tensor { $(
-            methods!(@out-of-place [$($doc)+] $name $args);
-            $(methods!(@in-place $inplace $name $args);)?
+            methods!(@method [$($doc),+] $name [crate::tensor::Tensor] self apply_row [] $name $args);
+            $(methods!(
+                @method [concat!("The in-place form of [`", stringify!($name), "`](Self::", stringify!($name), ").")]
+                $inplace [&crate::tensor::Tensor] self apply_row_ [.map(|()| self)] $name $args
+            );)?
         )* }
     };
-    (@out-of-place [$($doc:literal)+] $name:ident
+    (@method [$($doc:expr),+] $method:ident [$out:ty] $this:ident $apply:ident [$($then:tt)*] $row:ident
         ($x:ident $(, $other:ident)* $(; $($s:ident $($called:literal)? = $sample:literal $(or $default:literal)?),+)?)) => {
         $(#[doc = $doc])+
         #[track_caller]
-        pub fn $name(
-            &self,
+        pub fn $method(
+            &$this,
             $($other: &crate::tensor::Tensor,)*
             $($($s: impl Into<crate::Scalar>,)+)?
-        ) -> crate::Result<crate::tensor::Tensor> {
-            let row = &crate::expr::table::rows::$name;
-            apply_row(row, &[self $(, $other)*], &[$($($s.into()),+)?])
-        }
-    };
-    (@in-place $inplace:ident $name:ident
-        ($x:ident $(, $other:ident)* $(; $($s:ident $($called:literal)? = $sample:literal $(or $default:literal)?),+)?)) => {
-        #[doc = concat!("The in-place form of [`", stringify!($name), "`](Self::", stringify!($name), ").")]
-        #[track_caller]
-        pub fn $inplace(
-            &self,
-            $($other: &crate::tensor::Tensor,)*
-            $($($s: impl Into<crate::Scalar>,)+)?
-        ) -> crate::Result<&crate::tensor::Tensor> {
-            let row = &crate::expr::table::rows::$name;
-            apply_row_(row, &[self $(, $other)*], &[$($($s.into()),+)?])?;
-            Ok(self)
+        ) -> crate::Result<$out> {
+            $apply(&crate::expr::table::rows::$row, &[$this $(, $other)*], &[$($($s.into()),+)?]) $($then)*
         }
     };
 }

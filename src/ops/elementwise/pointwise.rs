@@ -1,7 +1,6 @@
 //! Elementwise operations that are composed of table rows, and aliases that PyTorch has for some operations.
 
 use crate::ReduceDims;
-use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
 
 /// Wraps the bool `says`, the result of a method, in a tensor, because the catalogue's operations return tensors.
@@ -10,37 +9,36 @@ fn bool_tensor(x: &Tensor, says: bool) -> Result<Tensor> {
 }
 
 operations! {
-    equal(input: x, other: x): Reduction, All -> Bool => |a| bool_tensor(a.tensor(0)?, a.tensor(0)?.equal(a.tensor(1)?)?);
-    allclose(input: x, other: x, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = false): Reduction, All -> Bool
-        => |a| bool_tensor(a.tensor(0)?, a.tensor(0)?.allclose(a.tensor(1)?, a.float(0)?, a.float(1)?, a.bool(2)?)?);
-    bitwise_not / bitwise_not_ (input: x): Elementwise, Integers -> Same;
-    round_decimals(input: x, decimals: int) "round": Elementwise, Floats -> Same
-        => |a| a.tensor(0)?.round_decimals(a.int(0)? as i32);
-    positive(input: x): View, Numbers -> Same, differentiable;
-    prelu(input: x, weight: x): Elementwise, Floats -> Same, differentiable;
-    glu(input: x, dim: int = -1) functional: NeuralNetwork, Floats -> Same, differentiable;
-}
-
-impl Tensor {
+    /// True if both tensors have the same shape and all elements are equal (PyTorch's `equal`). Waits for the device.
+    equal(input: x, other: x):
+        Reduction, All -> Bool = |op, self, other| -> bool {
+        let differ = |t: Tensor| t.any((), false)?.item::<bool>();
+        Ok(self.shape() == other.shape() && !differ(self.detach().ne(other)?).with_op(op)?)
+    } => |a| bool_tensor(a.tensor(0)?, a.tensor(0)?.equal(a.tensor(1)?)?);
+    /// True if [`Tensor::isclose`] is true for all elements (PyTorch's `allclose`, with defaults of 1e-5 for `rtol` and 1e-8 for `atol`).
+    /// Waits for the device. Fails as [`Tensor::isclose`] does.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::full(3, 1.0, Device::Cpu)?;
+    /// assert!(a.allclose(&a.add_scalar(1e-7)?, 1e-5, 1e-8, false)?);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    allclose(input: x, other: x, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = false):
+        Reduction, All -> Bool = |op, self, other, rtol, atol, equal_nan| -> bool {
+        self.isclose(other, rtol, atol, equal_nan).with_op(op)?.all((), false)?.item::<bool>()
+    } => |a| bool_tensor(a.tensor(0)?, a.tensor(0)?.allclose(a.tensor(1)?, a.float(0)?, a.float(1)?, a.bool(2)?)?);
     /// Inverts the bits: `-1 - x` for integers, the logical negation for bools (PyTorch's `bitwise_not`). Fails with
     /// [`Error::UnsupportedDType`] for floats.
-    #[track_caller]
-    pub fn bitwise_not(&self) -> Result<Tensor> {
-        return_replacement!(op = "bitwise_not", [self]);
+    bitwise_not / bitwise_not_ (input: x): Elementwise, Integers -> Same = |op, self| {
         match self.dtype() {
             DType::Bool => self.logical_not(),
             _ => self.bitwise_xor_scalar(-1).with_op(op),
         }
-    }
-
-    /// The in-place form of [`Tensor::bitwise_not`].
-    pub fn bitwise_not_(&self) -> Result<&Tensor> {
-        match self.dtype() {
-            DType::Bool => self.logical_not_(),
-            _ => self.bitwise_xor_scalar_(-1).with_op("bitwise_not_"),
-        }
-    }
-
+    };
+    round_decimals(input: x, decimals: int) "round": Elementwise, Floats -> Same
+        => |a| a.tensor(0)?.round_decimals(a.int(0)? as i32);
+    positive(input: x): View, Numbers -> Same, differentiable;
     /// Returns `x` for positive elements and `weight * x` for all other elements (PyTorch's `prelu`).
     ///
     /// The weight is one number or, for `[N, C, ..]`, one number for each of the C channels. Floats of one dtype; one launch.
@@ -54,10 +52,7 @@ impl Tensor {
     /// assert_eq!(x.prelu(&weight)?.to_vec::<f32>()?, [-2.0, -2.0, -1.0, -1.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    #[track_caller]
-    pub fn prelu(&self, weight: &Tensor) -> Result<Tensor> {
-        let _caller = Caller::enter();
-        let op = "prelu";
+    prelu(input: x, weight: x): Elementwise, Floats -> Same, differentiable = manual |op, self, weight| {
         cast_first!(autocast_inputs(op, &[self, weight])?, |x| x[0].prelu(&x[1]));
         self.dtype().check_float(op)?;
         return_replacement!(op, [self, weight]);
@@ -69,17 +64,24 @@ impl Tensor {
         let along_channels: Shape = (0..self.rank()).map(|d| if d == 1 { weight.numel() } else { 1 }).collect();
         let (weight, leaky) = (weight.reshape(&along_channels)?, Expr::input(0).leaky_relu(Expr::input(1)));
         apply_formula(op, &[self, &weight], self.dtype(), &leaky, |i| leaky.diff(i))
-    }
-
+    };
     /// Multiplies the first half of the elements along `dim` by the sigmoid of the second half (PyTorch's `glu`). Differentiable. Fails
     /// if the size of `dim` is odd.
-    #[track_caller]
-    pub fn glu(&self, dim: isize) -> Result<Tensor> {
-        return_replacement!(op = "glu", [self], dim);
+    glu(input: x, dim: int = -1) functional: NeuralNetwork, Floats -> Same, differentiable = |op, self, dim| {
         let size = self.shape().dims()[self.shape().dim(op, dim)?];
         invalid!(op if !size.is_multiple_of(2), "dimension {dim} has size {size}, it must be even");
         let (x, gate) = (self.narrow(dim, 0, size / 2)?, self.narrow(dim, size / 2, size / 2)?);
         Tensor::map(&[&x, &gate], |e| &e[0] * e[1].sigmoid()).with_op(op)
+    };
+}
+
+impl Tensor {
+    /// The in-place form of [`Tensor::bitwise_not`].
+    pub fn bitwise_not_(&self) -> Result<&Tensor> {
+        match self.dtype() {
+            DType::Bool => self.logical_not_(),
+            _ => self.bitwise_xor_scalar_(-1).with_op("bitwise_not_"),
+        }
     }
 
     /// Rounds to `decimals` decimal places, ties to even. A negative number rounds to tens, hundreds and so on (PyTorch's `round`
@@ -94,29 +96,6 @@ impl Tensor {
             _ => (x / power).round() * power,
         };
         Tensor::map(&[self], |e| round(&e[0])).with_op("round_decimals")
-    }
-
-    /// True if both tensors have the same shape and all elements are equal (PyTorch's `equal`). Waits for the device.
-    #[track_caller]
-    pub fn equal(&self, other: &Tensor) -> Result<bool> {
-        return_replacement!(op = "equal", [self, other]);
-        let differ = |t: Tensor| t.any((), false)?.item::<bool>();
-        Ok(self.shape() == other.shape() && !differ(self.detach().ne(other)?).with_op(op)?)
-    }
-
-    /// True if [`Tensor::isclose`] is true for all elements (PyTorch's `allclose`, with defaults of 1e-5 for `rtol` and 1e-8 for `atol`).
-    /// Waits for the device. Fails as [`Tensor::isclose`] does.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let a = Tensor::full(3, 1.0, Device::Cpu)?;
-    /// assert!(a.allclose(&a.add_scalar(1e-7)?, 1e-5, 1e-8, false)?);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn allclose(&self, other: &Tensor, rtol: f64, atol: f64, equal_nan: bool) -> Result<bool> {
-        return_replacement!(op = "allclose", [self, other], rtol, atol, equal_nan);
-        self.isclose(other, rtol, atol, equal_nan).with_op(op)?.all((), false)?.item::<bool>()
     }
 
     /// Returns the tensor itself (PyTorch's `positive`). Fails with [`Error::UnsupportedDType`] for bool.

@@ -7,7 +7,6 @@ use crate::backend::problem::index::{Combine, IndexTerm, Indexed};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::{check_index, gradient_of_read};
 use crate::ops::index::scatter::copy_if_shared;
-use crate::ops::record_gradients;
 
 /// Index tensors that have been checked against the shape of a tensor.
 struct AdvancedIndex {
@@ -226,9 +225,48 @@ operations! {
         => |a| a.tensor(0)?.index_put(&read_indices(a, 2)?, a.tensor(1)?, a.bool(1)?);
     index_put_(input: x, values: x, indices: xs, dims: sizes, accumulate: bool = false): InPlace, Numbers -> Same
         => |a| a.tensor(0)?.index_put_(&read_indices(a, 2)?, a.tensor(1)?, a.bool(1)?).map(Tensor::shallow_clone);
-    take(input: x, index: x): Indexing, All -> Same, differentiable;
-    masked_scatter / masked_scatter_ (input: x, mask: x, source: x): Indexing, All -> Same, differentiable;
-    put / put_ (input: x, index: x, source: x, accumulate: bool = false): Indexing, Numbers -> Same, differentiable;
+    /// Returns elements of this tensor, flattened in row-major order, that `index`, of any shape, selects (PyTorch's `take`). Negative
+    /// indices count from the end. Differentiable. Fails as [`Tensor::index`] does.
+    take(input: x, index: x): Indexing, All -> Same, differentiable = |op, self, index| {
+        self.reshape(self.numel())?.index_by(op, &[Some(index)])
+    };
+    /// Returns a copy of this tensor in which the elements of `source`, in order, replace the elements where `mask` is true (PyTorch's
+    /// `masked_scatter`). Tensor and mask are broadcast against each other. Reads the number of true elements from the device.
+    /// Differentiable with respect to this tensor and `source`. Fails with [`Error::ShapeMismatch`] for a mask that does not broadcast;
+    /// [`Error::Invalid`] if `source` has fewer elements than the mask has true elements; [`Error::UnsupportedDType`] for a mask that is
+    /// not bool.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::zeros(&[2, 2], Device::Cpu)?;
+    /// let mask = Tensor::from_slice(&[true, false, true, true], [2, 2], Device::Cpu)?;
+    /// let source = Tensor::arange(1, 5, 1, Device::Cpu)?;
+    /// assert_eq!(t.masked_scatter(&mask, &source)?.to_vec::<f32>()?, [1.0, 0.0, 2.0, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    masked_scatter / masked_scatter_ (input: x, mask: x, source: x):
+        Indexing, All -> Same, differentiable = |op, self, mask, source| {
+        let shape = self.shape().broadcast(op, mask.shape())?;
+        // A mask indexes the dims of a tensor, so a scalar is viewed as a vector of one element.
+        let x = self.expand(&shape)?.atleast_1d()?;
+        let out = match x.masked_source(op, mask, source)? {
+            None => x.try_clone()?,
+            Some((mask, source)) => {
+                IndexUpdate { op, indices: &[Some(&mask)], values: &source, accumulate: false }.apply_to_copy(&x)?
+            }
+        };
+        out.reshape(&shape)
+    };
+    /// Returns a copy of this tensor in which elements of `source` replace the elements at `index`, or with `accumulate` are added to these
+    /// elements (PyTorch's `put`). `index` refers to the tensor flattened in row-major order. Negative indices count from the end.
+    /// Differentiable with respect to this tensor and `source`. Fails as [`Tensor::index_put`] does, and with [`Error::ShapeMismatch`] if
+    /// `index` and `source` have different numbers of elements.
+    put / put_ (input: x, index: x, source: x, accumulate: bool = false):
+        Indexing, Numbers -> Same, differentiable = |op, self, index, source, accumulate| {
+        let (index, source) = flatten_pair(op, index, source)?;
+        let update = IndexUpdate { op, indices: &[Some(&index)], values: &source, accumulate };
+        update.apply_to_copy(&self.reshape(self.numel())?)?.reshape(self.shape())
+    };
 }
 
 /// Reads the indices of a call by name: the index tensors come last, and argument 0 lists their dims.
@@ -340,29 +378,6 @@ impl Tensor {
         Ok(self)
     }
 
-    /// Returns elements of this tensor, flattened in row-major order, that `index`, of any shape, selects (PyTorch's `take`). Negative
-    /// indices count from the end. Differentiable. Fails as [`Tensor::index`] does.
-    #[track_caller]
-    pub fn take(&self, index: &Tensor) -> Result<Tensor> {
-        return_replacement!("take", [self, index]);
-        self.reshape(self.numel())?.index_by("take", &[Some(index)])
-    }
-
-    /// Returns a copy of this tensor in which elements of `source` replace the elements at `index`, or with `accumulate` are added to
-    /// these elements (PyTorch's `put`). `index` refers to the tensor flattened in row-major order. Negative indices count from the end.
-    /// Differentiable with respect to this tensor and `source`.
-    ///
-    /// # Errors
-    /// Returns the errors of [`Tensor::index_put`], and [`Error::ShapeMismatch`] if `index` and `source` have different numbers of
-    /// elements.
-    #[track_caller]
-    pub fn put(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<Tensor> {
-        return_replacement!(op = "put", [self, index, source], accumulate);
-        let (index, source) = flatten_pair(op, index, source)?;
-        let update = IndexUpdate { op, indices: &[Some(&index)], values: &source, accumulate };
-        update.apply_to_copy(&self.reshape(self.numel())?)?.reshape(self.shape())
-    }
-
     /// The in-place form of [`Tensor::put`].
     pub fn put_(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<&Tensor> {
         let op = "put_";
@@ -374,37 +389,6 @@ impl Tensor {
             Err(_) => drop(self.copy_(&self.put(&index, &source, accumulate).with_op(op)?)?),
         }
         Ok(self)
-    }
-
-    /// Returns a copy of this tensor in which the elements of `source`, in order, replace the elements where `mask` is true (PyTorch's
-    /// `masked_scatter`). Tensor and mask are broadcast against each other. Reads the number of true elements from the device.
-    /// Differentiable with respect to this tensor and `source`.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let t = Tensor::zeros(&[2, 2], Device::Cpu)?;
-    /// let mask = Tensor::from_slice(&[true, false, true, true], [2, 2], Device::Cpu)?;
-    /// let source = Tensor::arange(1, 5, 1, Device::Cpu)?;
-    /// assert_eq!(t.masked_scatter(&mask, &source)?.to_vec::<f32>()?, [1.0, 0.0, 2.0, 3.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`] for a mask that does not broadcast; [`Error::Invalid`] if `source` has fewer elements than the mask has
-    /// true elements; [`Error::UnsupportedDType`] for a mask that is not bool.
-    #[track_caller]
-    pub fn masked_scatter(&self, mask: &Tensor, source: &Tensor) -> Result<Tensor> {
-        return_replacement!(op = "masked_scatter", [self, mask, source]);
-        let shape = self.shape().broadcast(op, mask.shape())?;
-        // A mask indexes the dims of a tensor, so a scalar is viewed as a vector of one element.
-        let x = self.expand(&shape)?.atleast_1d()?;
-        let out = match x.masked_source(op, mask, source)? {
-            None => x.try_clone()?,
-            Some((mask, source)) => {
-                IndexUpdate { op, indices: &[Some(&mask)], values: &source, accumulate: false }.apply_to_copy(&x)?
-            }
-        };
-        out.reshape(&shape)
     }
 
     /// The in-place form of [`Tensor::masked_scatter`]; the mask is broadcast to this tensor's shape.

@@ -1,6 +1,5 @@
 //! Assignment to a part of a tensor, in place or as a differentiable copy.
 
-use crate::autograd::{is_tracked, record_differentiable};
 use crate::layout::shape::impl_from;
 use crate::ops::dispatch::prelude::*;
 use crate::tensor::index::{Index, Indices, index_layout};
@@ -18,6 +17,41 @@ pub enum Assigned<'a> {
 impl_from! { Assigned<'a>:
     ['a] &'a Tensor, t => Assigned::Tensor(t);
     ['a, T: Into<Scalar>] T, number => Assigned::Number(number.into());
+}
+
+/// Reads argument `i`, a list of integers, as indices: one for each dim.
+pub(crate) fn read_indices(a: &Args, i: usize) -> Result<Vec<Index>> {
+    Ok(a.ints(i)?.into_iter().map(Index::At).collect())
+}
+
+operations! {
+    slice_assign(input: x, src: x, indices: ints) "Tensor.__setitem__": Indexing, All -> Same, differentiable
+        => |a| a.tensor(0)?.slice_assign(&read_indices(a, 0)?[..], a.tensor(1)?);
+    slice_assign_(input: x, src: x, indices: ints) "Tensor.__setitem__": InPlace, All -> Same
+        => |a| a.tensor(0)?.slice_assign_(&read_indices(a, 0)?[..], a.tensor(1)?).map(Tensor::shallow_clone);
+    /// Returns a copy of this tensor in which `src` replaces the part that [`Tensor::slice`] returns for the same arguments (PyTorch's
+    /// `slice_scatter`). Differentiable with respect to both tensors. Fails as [`Tensor::slice`] does.
+    slice_scatter(input: x, src: x, dim: int = 0, start: int?, end: int?, step: int = 1):
+        Indexing, All -> Same, differentiable = manual |op, self, src, dim, start, end, step| {
+        let d = self.shape().dim(op, dim)?;
+        return_replacement!(op, [self, src], dim, start, end, step);
+        self.assigned_copy(op, src, false, move |l| l.slice(op, d, (start, end), step))
+    };
+    /// Returns a copy of this tensor in which `src` replaces the slice at `index` of dim `dim` (PyTorch's `select_scatter`).
+    /// Differentiable with respect to both tensors.
+    select_scatter(input: x, src: x, dim: int, index: int):
+        Indexing, All -> Same, differentiable = |op, self, src, dim, index| {
+        let d = self.shape().dim(op, dim)?;
+        self.assigned_copy(op, src, false, move |l| l.select(op, d, index))
+    };
+    /// Returns a copy of this tensor in which `src` replaces the diagonal that [`Tensor::diagonal`] returns for the same arguments
+    /// (PyTorch's `diagonal_scatter`). Differentiable with respect to both tensors.
+    diagonal_scatter(input: x, src: x, offset: int = 0, dim1: int = 0, dim2: int = 1):
+        Indexing, All -> Same, differentiable = |op, self, src, offset, dim1, dim2| {
+        let (a, b) = (self.shape().dim(op, dim1)?, self.shape().dim(op, dim2)?);
+        invalid!(op if a == b, "a diagonal needs two dimensions, and {dim1} and {dim2} are the same");
+        self.assigned_copy(op, src, false, move |l| Ok(l.diagonal(offset, a, b)))
+    };
 }
 
 impl Tensor {
@@ -53,42 +87,6 @@ impl Tensor {
         self.assigned_copy(op, src, true, move |l| index_layout(op, l, &items))
     }
 
-    /// Returns a copy of this tensor in which `src` replaces the part that [`Tensor::slice`] returns for the same arguments (PyTorch's
-    /// `slice_scatter`). Differentiable with respect to both tensors. Fails as [`Tensor::slice`] does.
-    #[track_caller]
-    pub fn slice_scatter(
-        &self,
-        src: &Tensor,
-        dim: isize,
-        start: impl Into<Option<isize>>,
-        end: impl Into<Option<isize>>,
-        step: isize,
-    ) -> Result<Tensor> {
-        let op = "slice_scatter";
-        let (d, ends) = (self.shape().dim(op, dim)?, (start.into(), end.into()));
-        return_replacement!(op, [self, src], dim, ends.0, ends.1, step);
-        self.assigned_copy(op, src, false, move |l| l.slice(op, d, ends, step))
-    }
-
-    /// Returns a copy of this tensor in which `src` replaces the slice at `index` of dim `dim` (PyTorch's `select_scatter`).
-    /// Differentiable with respect to both tensors.
-    #[track_caller]
-    pub fn select_scatter(&self, src: &Tensor, dim: isize, index: isize) -> Result<Tensor> {
-        return_replacement!(op = "select_scatter", [self, src], dim, index);
-        let d = self.shape().dim(op, dim)?;
-        self.assigned_copy(op, src, false, move |l| l.select(op, d, index))
-    }
-
-    /// Returns a copy of this tensor in which `src` replaces the diagonal that [`Tensor::diagonal`] returns for the same arguments
-    /// (PyTorch's `diagonal_scatter`). Differentiable with respect to both tensors.
-    #[track_caller]
-    pub fn diagonal_scatter(&self, src: &Tensor, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
-        return_replacement!(op = "diagonal_scatter", [self, src], offset, dim1, dim2);
-        let (a, b) = (self.shape().dim(op, dim1)?, self.shape().dim(op, dim2)?);
-        invalid!(op if a == b, "a diagonal needs two dimensions, and {dim1} and {dim2} are the same");
-        self.assigned_copy(op, src, false, move |l| Ok(l.diagonal(offset, a, b)))
-    }
-
     /// Returns a copy of the tensor in which `src` replaces the elements of the view that `pick` selects.
     pub(crate) fn assigned_copy(
         &self,
@@ -105,11 +103,11 @@ impl Tensor {
         }
         let out = self.cast(self.dtype)?;
         out.with_layout(pick(&out.layout)?).copy_(&src.detach()).with_op(op)?;
-        if !is_tracked(&[self, src]) || !self.dtype.is_float() {
+        if !autograd::is_tracked(&[self, src]) || !self.dtype.is_float() {
             return Ok(out);
         }
         let (shape, dtype): (Shape, _) = (src.shape().clone(), src.dtype);
-        Ok(record_differentiable(op, out, &[self, src], move |ctx| {
+        Ok(autograd::record_differentiable(op, out, &[self, src], move |ctx| {
             let grad = ctx.grad()?;
             let rest =
                 ctx.needs_gradient(0).then(|| grad.assigned_copy(op, &Tensor::zeros((), &grad)?, true, pick.clone()));

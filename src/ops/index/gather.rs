@@ -11,7 +11,6 @@
 
 use crate::backend::problem::index::Indexed;
 use crate::ops::dispatch::prelude::*;
-use crate::ops::record_gradients;
 
 pub use crate::ops::index::scatter_reduce::ScatterReduce;
 
@@ -71,12 +70,73 @@ pub(crate) fn gradient_of_read(
 }
 
 operations! {
-    index_select(input: x, dim: int, index: x): Indexing, All -> Same, differentiable;
-    gather(input: x, dim: int, index: x): Indexing, All -> Same, differentiable;
-    take_along_dim(input: x, indices: x, dim: int?): Indexing, All -> Same, differentiable;
-    embedding(weight: x, input: x) functional: Indexing, All -> Same, differentiable;
+    /// Returns the slices of this tensor along `dim` that a vector of indices selects, in the order of the indices (PyTorch's
+    /// `index_select`). Indices have any integer dtype. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// let index = Tensor::from_slice(&[2i64, 0, 2], 3, Device::Cpu)?;
+    /// assert_eq!(t.index_select(1, &index)?.to_vec::<f32>()?, [2.0, 0.0, 2.0, 5.0, 3.0, 5.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for other dtypes; [`Error::Invalid`] if `index` is not a vector; [`Error::IndexOutOfRange`] for a
+    /// negative or too large index. On the CPU this call returns the last error; on OpenCL, the next call of this thread that waits for
+    /// the device returns it, and until then the elements are 0.
+    index_select(input: x, dim: int, index: x): Indexing, All -> Same, differentiable = |op, self, dim, index| {
+        self.index_select_by(op, dim, index)
+    };
+    /// Gathers one element for each index along `dim`; for dim 0 of a matrix, `out[i][j] = self[index[i][j]][j]` (PyTorch's `gather`).
+    /// `index` has as many dims as this tensor, and is not larger in any dim except `dim`. Differentiable. Fails as
+    /// [`Tensor::index_select`] does.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// let index = Tensor::from_slice(&[2i64, 0], [2, 1], Device::Cpu)?;
+    /// assert_eq!(t.gather(1, &index)?.to_vec::<f32>()?, [2.0, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    gather(input: x, dim: int, index: x): Indexing, All -> Same, differentiable = |op, self, dim, index| {
+        self.gather_by(op, dim, index)
+    };
+    /// Gathers elements like [`Tensor::gather`], after this tensor and `index` are broadcast against each other outside `dim` (PyTorch's
+    /// `take_along_dim`). Without a `dim`, both are flattened. Accepts the results of `argsort`, and of `argmax` with `keepdim`.
+    /// Differentiable.
+    take_along_dim(input: x, indices: x, dim: int?): Indexing, All -> Same, differentiable = |op, self, index, dim| {
+        let Some(dim) = dim else {
+            return self.reshape(self.numel())?.gather_by(op, 0, &index.reshape(index.numel())?);
+        };
+        let d = self.shape().dim(op, dim)?;
+        mismatch!(op if index.rank() != self.rank(), self, index, "the index has the tensor's rank");
+        let outside = with_dim_size(self.shape(), d, 1).broadcast(op, &with_dim_size(index.shape(), d, 1))?;
+        let expanded = |t: &Tensor| t.expand(with_dim_size(&outside, d, t.shape().dims()[d]));
+        expanded(self)?.gather_by(op, dim, &expanded(index)?)
+    };
+    /// Returns the rows of this table that `index`, of any shape, selects; the result has shape `index.shape() + self.shape()[1..]`
+    /// (PyTorch's `embedding`). Differentiable with respect to the table. Fails as [`Tensor::index_select`] does, and with
+    /// [`Error::Invalid`] for a scalar table.
+    embedding(weight: x, input: x) functional: Indexing, All -> Same, differentiable = |op, self, index| {
+        self.embedding_with(index, None)
+    };
     embedding_with(weight: x, input: x, padding_idx: int?) "nn.functional.embedding": Indexing, All -> Same, differentiable;
-    one_hot(input: x, num_classes: size) functional: Indexing, IntegersOnly -> I64;
+    /// Converts class numbers of any shape to vectors with 1 at the class and 0 elsewhere, as i64; the result has shape
+    /// `self.shape() + [classes]` (PyTorch's `one_hot`). Fails as [`Tensor::index_select`] does for numbers out of range.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[2i64, 0], 2, Device::Cpu)?;
+    /// assert_eq!(t.one_hot(3)?.to_vec::<i64>()?, [0, 0, 1, 1, 0, 0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    one_hot(input: x, num_classes: size) functional: Indexing, IntegersOnly -> I64 = |op, self, classes| {
+        check_index(op, self)?;
+        let shape: Shape = self.shape().dims().iter().copied().chain([classes]).collect();
+        invalid!(op if classes == 0 && self.numel() > 0, "the number of classes is 0, and the tensor is not empty");
+        backend::compute(shape, DType::I64, self.device(), |b, out| b.one_hot(op, self, out))
+    };
 }
 
 /// Records `out`, which was read from `x` along `dim` through `index`: a vector that selects slices, or one index for each element.
@@ -104,27 +164,6 @@ pub(crate) fn record_read(
 }
 
 impl Tensor {
-    /// Returns the slices of this tensor along `dim` that a vector of indices selects, in the order of the indices (PyTorch's
-    /// `index_select`). Indices have any integer dtype. Differentiable.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let t = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
-    /// let index = Tensor::from_slice(&[2i64, 0, 2], 3, Device::Cpu)?;
-    /// assert_eq!(t.index_select(1, &index)?.to_vec::<f32>()?, [2.0, 0.0, 2.0, 5.0, 3.0, 5.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] for other dtypes; [`Error::Invalid`] if `index` is not a vector; [`Error::IndexOutOfRange`] for a
-    /// negative or too large index. On the CPU this call returns the last error; on OpenCL, the next call of this thread that waits for
-    /// the device returns it, and until then the elements are 0.
-    #[track_caller]
-    pub fn index_select(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
-        return_replacement!("index_select", [self, index], dim);
-        self.index_select_by("index_select", dim, index)
-    }
-
     fn index_select_by(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<Tensor> {
         let d = self.shape().dim(op, dim)?;
         self.check_index_vector(op, index)?;
@@ -138,64 +177,27 @@ impl Tensor {
     pub(crate) fn check_index_vector(&self, op: &'static str, index: &Tensor) -> Result<()> {
         check_index(op, index)?;
         same_device(op, &[self, index])?;
-        match index.rank() {
-            1 => Ok(()),
-            _ => Err(Error::invalid(op, format!("the index is a vector, this one has shape {}", index.shape()))),
-        }
+        invalid!(op if index.rank() != 1, "the index is a vector, this one has shape {}", index.shape());
+        Ok(())
     }
 
-    /// Gathers one element for each index along `dim`; for dim 0 of a matrix, `out[i][j] = self[index[i][j]][j]` (PyTorch's `gather`).
-    /// `index` has as many dims as this tensor, and is not larger in any dim except `dim`. Differentiable. Fails as
-    /// [`Tensor::index_select`] does.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let t = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
-    /// let index = Tensor::from_slice(&[2i64, 0], [2, 1], Device::Cpu)?;
-    /// assert_eq!(t.gather(1, &index)?.to_vec::<f32>()?, [2.0, 3.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn gather(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
-        return_replacement!("gather", [self, index], dim);
-        self.gather_by("gather", dim, index)
-    }
-
-    fn gather_by(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<Tensor> {
+    /// Checks an index that has as many dims as this tensor, and may be larger only along `dim`. Returns the dim.
+    pub(crate) fn check_element_index(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<usize> {
         let d = self.shape().dim(op, dim)?;
         check_index(op, index)?;
         same_device(op, &[self, index])?;
-        check_index_shape(op, index.shape(), self.shape(), d)?;
+        let (sizes, dims) = (index.shape().dims(), self.shape().dims());
+        let fits = sizes.len() == dims.len() && (0..dims.len()).all(|i| i == d || sizes[i] <= dims[i]);
+        mismatch!(op if !fits, self, index, "the index must have the tensor's rank and may be larger only along the dim");
+        Ok(d)
+    }
+
+    fn gather_by(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<Tensor> {
+        let d = self.check_element_index(op, dim, index)?;
         let (x_layout, step) = without_stride(self, d, index.shape());
         let (index_layout, size) = (index.layout.clone(), self.shape().dims()[d]);
         let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
         Ok(record_read(op, out, self, dim, index, false))
-    }
-
-    /// Gathers elements like [`Tensor::gather`], after this tensor and `index` are broadcast against each other outside `dim` (PyTorch's
-    /// `take_along_dim`). Without a `dim`, both are flattened. Accepts the results of `argsort`, and of `argmax` with `keepdim`.
-    /// Differentiable.
-    #[track_caller]
-    pub fn take_along_dim(&self, index: &Tensor, dim: impl Into<Option<isize>>) -> Result<Tensor> {
-        let (op, dim) = ("take_along_dim", dim.into());
-        return_replacement!(op, [self, index], dim);
-        let Some(dim) = dim else {
-            return self.reshape(self.numel())?.gather_by(op, 0, &index.reshape(index.numel())?);
-        };
-        let d = self.shape().dim(op, dim)?;
-        mismatch!(op if index.rank() != self.rank(), self, index, "the index has the tensor's rank");
-        let outside = with_dim_size(self.shape(), d, 1).broadcast(op, &with_dim_size(index.shape(), d, 1))?;
-        let expanded = |t: &Tensor| t.expand(with_dim_size(&outside, d, t.shape().dims()[d]));
-        expanded(self)?.gather_by(op, dim, &expanded(index)?)
-    }
-
-    /// Returns the rows of this table that `index`, of any shape, selects; the result has shape `index.shape() + self.shape()[1..]`
-    /// (PyTorch's `embedding`). Differentiable with respect to the table. Fails as [`Tensor::index_select`] does, and with
-    /// [`Error::Invalid`] for a scalar table.
-    #[track_caller]
-    pub fn embedding(&self, index: &Tensor) -> Result<Tensor> {
-        return_replacement!("embedding", [self, index]);
-        self.embedding_with(index, None)
     }
 
     /// Returns rows like [`Tensor::embedding`], but row `padding_idx` gets no gradient, so that training does not change it. A negative
@@ -227,32 +229,4 @@ impl Tensor {
         let shape: Shape = index.shape().dims().iter().chain(width).copied().collect();
         rows.reshape(shape)
     }
-
-    /// Converts class numbers of any shape to vectors with 1 at the class and 0 elsewhere, as i64; the result has shape
-    /// `self.shape() + [classes]` (PyTorch's `one_hot`). Fails as [`Tensor::index_select`] does for numbers out of range.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let t = Tensor::from_slice(&[2i64, 0], 2, Device::Cpu)?;
-    /// assert_eq!(t.one_hot(3)?.to_vec::<i64>()?, [0, 0, 1, 1, 0, 0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn one_hot(&self, classes: usize) -> Result<Tensor> {
-        return_replacement!(op = "one_hot", [self], classes);
-        check_index(op, self)?;
-        let shape: Shape = self.shape().dims().iter().copied().chain([classes]).collect();
-        invalid!(op if classes == 0 && self.numel() > 0, "the number of classes is 0, and the tensor is not empty");
-        backend::compute(shape, DType::I64, self.device(), |b, out| b.one_hot(op, self, out))
-    }
-}
-
-/// Checks that an index of shape `index` matches a tensor of shape `of` along dim `d`.
-pub(crate) fn check_index_shape(op: &'static str, index: &Shape, of: &Shape, d: usize) -> Result<()> {
-    let fits = |(i, (a, b)): (usize, (&usize, &usize))| i == d || a <= b;
-    if index.rank() == of.rank() && index.dims().iter().zip(of.dims()).enumerate().all(fits) {
-        return Ok(());
-    }
-    let hint = "the index must have the tensor's rank and may be larger only along the dim";
-    Err(Error::ShapeMismatch { op, lhs: of.clone(), rhs: index.clone(), hint })
 }

@@ -8,15 +8,137 @@ use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
 
 operations! {
-    unique(input: x): Sorting, All -> Same;
-    unique_inverse(input: x) "unique": Sorting, All -> Same;
-    unique_counts(input: x) "unique": Sorting, All -> Same;
-    unique_all(input: x, dim: int?) "unique": Sorting, All -> Same;
-    unique_consecutive(input: x): Sorting, All -> Same;
+    /// Returns the distinct elements in ascending order, as a vector (PyTorch's `unique`). Each NaN counts as distinct. Waits for the device.
+    unique(input: x): Sorting, All -> Same = |op, self| {
+        Ok(split_into_runs(&flatten_detached(self)?.sort(0, false)?.0)?.0)
+    };
+    /// Returns the vector of [`Tensor::unique`], and a tensor of this shape with the index of each element's value in that vector
+    /// (PyTorch's `unique` with `return_inverse`). Waits for the device.
+    unique_inverse(input: x) "unique": Sorting, All -> Same = |op, self| -> (Tensor, Tensor) {
+        let (sorted, order) = flatten_detached(self)?.sort(0, false)?;
+        let (values, running, _) = split_into_runs(&sorted)?;
+        let inverse = running.sub_scalar(1)?.index_select(0, &order.argsort(0, false)?)?;
+        Ok((values, inverse.reshape(self.shape())?))
+    };
+    /// Returns the vector of [`Tensor::unique`], and the number of occurrences of each value (PyTorch's `unique` with `return_counts`).
+    /// Waits for the device.
+    unique_counts(input: x) "unique": Sorting, All -> Same = |op, self| -> (Tensor, Tensor) {
+        let (values, _, starts) = split_into_runs(&flatten_detached(self)?.sort(0, false)?.0)?;
+        Ok((values, starts.diff(1, 0)?))
+    };
+    /// Returns the distinct elements, a tensor of this shape with the index of each element's value, and the number of occurrences of each
+    /// value (PyTorch's `unique` with `return_inverse`, `return_counts` and `dim`). Waits for the device.
+    ///
+    /// With a dim, slices along that dim are compared instead of elements. The results are then the distinct slices in lexicographic
+    /// order, and vectors of indices and counts.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[1i64, 2, 0, 5, 1, 2], [3, 2], Device::Cpu)?;
+    /// let (rows, inverse, counts) = t.unique_all(0)?;
+    /// assert_eq!(rows.to_vec::<i64>()?, [0, 5, 1, 2]);
+    /// assert_eq!((inverse.to_vec::<i64>()?, counts.to_vec::<i64>()?), (vec![1, 0, 1], vec![1, 2]));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    unique_all(input: x, dim: int?) "unique": Sorting, All -> Same = |op, self, dim| -> (Tensor, Tensor, Tensor) {
+        let slices = match dim {
+            Some(dim) => {
+                self.shape().dim(op, dim)?;
+                self.detach().movedim(dim, 0)?
+            }
+            None => flatten_detached(self)?,
+        };
+        let n = slices.shape().dims()[0];
+        let columns = slices.shape().dims()[1..].iter().product();
+        let inverse = row_ranks(&slices.reshape([n, columns])?)?;
+        let (sorted, order) = inverse.sort(0, false)?;
+        let (_, _, starts) = split_into_runs(&sorted)?;
+        let first = order.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
+        let values = slices.index_select(0, &first)?;
+        match dim {
+            Some(dim) => Ok((values.movedim(0, dim)?, inverse, starts.diff(1, 0)?)),
+            None => Ok((values, inverse.reshape(self.shape())?, starts.diff(1, 0)?)),
+        }
+    };
+    /// Collapses each run of equal elements in row-major order. Returns the value of each run, a tensor of this shape with the index of each
+    /// element's run, and the length of each run (PyTorch's `unique_consecutive` with `return_inverse` and `return_counts`). Waits for the device.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[1i64, 1, 2, 2, 2, 1], 6, Device::Cpu)?;
+    /// let (values, inverse, counts) = t.unique_consecutive()?;
+    /// assert_eq!(values.to_vec::<i64>()?, [1, 2, 1]);
+    /// assert_eq!(inverse.to_vec::<i64>()?, [0, 0, 1, 1, 1, 2]);
+    /// assert_eq!(counts.to_vec::<i64>()?, [2, 3, 1]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    unique_consecutive(input: x): Sorting, All -> Same = |op, self| -> (Tensor, Tensor, Tensor) {
+        let (values, running, starts) = split_into_runs(&flatten_detached(self)?)?;
+        Ok((values, running.sub_scalar(1)?.reshape(self.shape())?, starts.diff(1, 0)?))
+    };
     bincount(input: x, weights: x?, minlength: size = 0): Sorting, IntegersOnly -> I64;
-    histc(input: x, bins: size = 100, min: float = 0, max: float = 0): Sorting, Floats -> Same;
-    nonzero(input: x): Indexing, All -> I64;
-    masked_select(input: x, mask: x): Indexing, All -> Same, differentiable;
+    /// Counts the elements in each of `bins` equal parts of `min` to `max`, in this tensor's dtype (PyTorch's `histc`). Floats.
+    ///
+    /// Elements outside the range, and NaN, are not counted; `max` itself is counted in the last part. If `min` and `max` are equal, the
+    /// minimum and maximum of the elements are used instead. Waits for the device. Fails with [`Error::Invalid`] for zero bins, for `max`
+    /// below `min`, and for limits that are not finite.
+    histc(input: x, bins: size = 100, min: float = 0, max: float = 0):
+        Sorting, Floats -> Same = |op, self, bins, min, max| {
+        self.dtype.check_float(op)?;
+        let (mut low, mut high) = (min, max);
+        if low == high && self.numel() > 0 {
+            let end = |t: Tensor| t.to_device(Device::HOST)?.to_dtype(DType::F64)?.item::<f64>();
+            (low, high) = (end(self.detach().min((), false)?)?, end(self.detach().max((), false)?)?);
+        }
+        if low == high {
+            (low, high) = (low - 1.0, high + 1.0);
+        }
+        invalid!(op if bins == 0 || !(low < high && (high - low).is_finite()), "{low} to {high} cannot be divided into {bins} bins");
+        let (x, [low_, high_, parts]) = (Expr::input(0), [0, 1, 2].map(Expr::scalar));
+        let part = ((&x - &low_) / (&high_ - &low_) * &parts).floor().min(&parts - 1.0);
+        let part = [(x.ge(&low_) * x.le(&high_)).select(part, &parts)];
+        let scalars = [Scalar::Float(low), Scalar::Float(high), Scalar::Float(bins as f64)];
+        let params = Params::from_scalars(&scalars);
+        let counts = count_in_blocks(&flatten_detached(&self.detach())?, bins, |block| {
+            let part = apply(op, &[block], params, &part, &[DType::I64])?.remove(0);
+            part.bincount(None, bins.saturating_add(1))
+        })?;
+        counts.narrow(0, 0, bins)?.to_dtype(self.dtype)
+    };
+    /// Returns the indices of the nonzero elements, one row for each element in row-major order, as an i64 tensor of shape
+    /// `[count, rank]` (PyTorch's `nonzero`). NaN counts as nonzero. Waits for the device.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[0f32, 1.0, 2.0, 0.0], [2, 2], Device::Cpu)?;
+    /// assert_eq!(t.nonzero()?.to_vec::<i64>()?, [0, 1, 1, 0]);
+    /// assert_eq!(t.masked_select(&t.gt_scalar(1)?)?.to_vec::<f32>()?, [2.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    nonzero(input: x): Indexing, All -> I64 = |op, self| {
+        if self.rank() == 0 {
+            let count = nonzero_indices(self, &[1])?.numel();
+            return Tensor::zeros([count, 0], (DType::I64, self.device()));
+        }
+        nonzero_indices(self, self.shape().dims())
+    };
+    /// Returns the elements where `mask` is not zero, in row-major order, as a vector (PyTorch's `masked_select`). Tensor and mask are
+    /// broadcast against each other. Waits for the device. Differentiable.
+    masked_select(input: x, mask: x): Indexing, All -> Same, differentiable = |op, self, mask| {
+        same_device(op, &[self, mask])?;
+        let shape = self.shape().broadcast(op, mask.shape())?;
+        let over = |t: &Tensor| t.with_layout(t.layout.broadcast_to(&shape));
+        let mask = over(mask);
+        if shape.numel() > 0
+            && !autograd::is_tracked(&[self])
+            && let Some(selected) = backend::of_device(self.device()).masked_select(&over(self), &mask)?
+        {
+            return Ok(selected);
+        }
+        let selected = nonzero_indices(&mask, &[shape.numel()])?.reshape([-1])?;
+        let sizes: Vec<isize> = shape.dims().iter().map(|&n| n as isize).collect();
+        self.broadcast_to(sizes)?.reshape([shape.numel()])?.index_select(0, &selected)
+    };
 }
 
 /// Returns the numbers `first..end` on the tensor's device, as i64.
@@ -97,133 +219,10 @@ fn row_ranks(rows: &Tensor) -> Result<Tensor> {
 }
 
 impl Tensor {
-    /// Returns the distinct elements in ascending order, as a vector (PyTorch's `unique`). Each NaN counts as distinct. Waits for the device.
-    #[track_caller]
-    pub fn unique(&self) -> Result<Tensor> {
-        return_replacement!("unique", [self]);
-        Ok(split_into_runs(&flatten_detached(self)?.sort(0, false)?.0)?.0)
-    }
-
-    /// Returns the vector of [`Tensor::unique`], and a tensor of this shape with the index of each element's value in that vector
-    /// (PyTorch's `unique` with `return_inverse`). Waits for the device.
-    #[track_caller]
-    pub fn unique_inverse(&self) -> Result<(Tensor, Tensor)> {
-        return_replacement!("unique_inverse", [self]);
-        let (sorted, order) = flatten_detached(self)?.sort(0, false)?;
-        let (values, running, _) = split_into_runs(&sorted)?;
-        let inverse = running.sub_scalar(1)?.index_select(0, &order.argsort(0, false)?)?;
-        Ok((values, inverse.reshape(self.shape())?))
-    }
-
-    /// Returns the vector of [`Tensor::unique`], and the number of occurrences of each value (PyTorch's `unique` with `return_counts`).
-    /// Waits for the device.
-    #[track_caller]
-    pub fn unique_counts(&self) -> Result<(Tensor, Tensor)> {
-        return_replacement!("unique_counts", [self]);
-        let (values, _, starts) = split_into_runs(&flatten_detached(self)?.sort(0, false)?.0)?;
-        Ok((values, starts.diff(1, 0)?))
-    }
-
-    /// Returns the distinct elements, a tensor of this shape with the index of each element's value, and the number of occurrences of each
-    /// value (PyTorch's `unique` with `return_inverse`, `return_counts` and `dim`). Waits for the device.
-    ///
-    /// With a dim, slices along that dim are compared instead of elements. The results are then the distinct slices in lexicographic
-    /// order, and vectors of indices and counts.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let t = Tensor::from_slice(&[1i64, 2, 0, 5, 1, 2], [3, 2], Device::Cpu)?;
-    /// let (rows, inverse, counts) = t.unique_all(0)?;
-    /// assert_eq!(rows.to_vec::<i64>()?, [0, 5, 1, 2]);
-    /// assert_eq!((inverse.to_vec::<i64>()?, counts.to_vec::<i64>()?), (vec![1, 0, 1], vec![1, 2]));
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn unique_all(&self, dim: impl Into<Option<isize>>) -> Result<(Tensor, Tensor, Tensor)> {
-        let dim = dim.into();
-        return_replacement!(op = "unique_all", [self], dim);
-        let slices = match dim {
-            Some(dim) => {
-                self.shape().dim(op, dim)?;
-                self.detach().movedim(dim, 0)?
-            }
-            None => flatten_detached(self)?,
-        };
-        let n = slices.shape().dims()[0];
-        let columns = slices.shape().dims()[1..].iter().product();
-        let inverse = row_ranks(&slices.reshape([n, columns])?)?;
-        let (sorted, order) = inverse.sort(0, false)?;
-        let (_, _, starts) = split_into_runs(&sorted)?;
-        let first = order.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
-        let values = slices.index_select(0, &first)?;
-        match dim {
-            Some(dim) => Ok((values.movedim(0, dim)?, inverse, starts.diff(1, 0)?)),
-            None => Ok((values, inverse.reshape(self.shape())?, starts.diff(1, 0)?)),
-        }
-    }
-
-    /// Collapses each run of equal elements in row-major order. Returns the value of each run, a tensor of this shape with the index of each
-    /// element's run, and the length of each run (PyTorch's `unique_consecutive` with `return_inverse` and `return_counts`). Waits for the device.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let t = Tensor::from_slice(&[1i64, 1, 2, 2, 2, 1], 6, Device::Cpu)?;
-    /// let (values, inverse, counts) = t.unique_consecutive()?;
-    /// assert_eq!(values.to_vec::<i64>()?, [1, 2, 1]);
-    /// assert_eq!(inverse.to_vec::<i64>()?, [0, 0, 1, 1, 1, 2]);
-    /// assert_eq!(counts.to_vec::<i64>()?, [2, 3, 1]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn unique_consecutive(&self) -> Result<(Tensor, Tensor, Tensor)> {
-        return_replacement!("unique_consecutive", [self]);
-        let (values, running, starts) = split_into_runs(&flatten_detached(self)?)?;
-        Ok((values, running.sub_scalar(1)?.reshape(self.shape())?, starts.diff(1, 0)?))
-    }
-
-    /// Returns the indices of the nonzero elements, one row for each element in row-major order, as an i64 tensor of shape
-    /// `[count, rank]` (PyTorch's `nonzero`). NaN counts as nonzero. Waits for the device.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let t = Tensor::from_slice(&[0f32, 1.0, 2.0, 0.0], [2, 2], Device::Cpu)?;
-    /// assert_eq!(t.nonzero()?.to_vec::<i64>()?, [0, 1, 1, 0]);
-    /// assert_eq!(t.masked_select(&t.gt_scalar(1)?)?.to_vec::<f32>()?, [2.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn nonzero(&self) -> Result<Tensor> {
-        return_replacement!("nonzero", [self]);
-        if self.rank() == 0 {
-            let count = nonzero_indices(self, &[1])?.numel();
-            return Tensor::zeros([count, 0], (DType::I64, self.device()));
-        }
-        nonzero_indices(self, self.shape().dims())
-    }
-
-    /// Returns the elements where `mask` is not zero, in row-major order, as a vector (PyTorch's `masked_select`). Tensor and mask are
-    /// broadcast against each other. Waits for the device. Differentiable.
-    #[track_caller]
-    pub fn masked_select(&self, mask: &Tensor) -> Result<Tensor> {
-        return_replacement!(op = "masked_select", [self, mask]);
-        crate::ops::same_device(op, &[self, mask])?;
-        let shape = self.shape().broadcast(op, mask.shape())?;
-        let over = |t: &Tensor| t.with_layout(t.layout.broadcast_to(&shape));
-        let mask = over(mask);
-        if shape.numel() > 0
-            && !autograd::is_tracked(&[self])
-            && let Some(selected) = backend::of_device(self.device()).masked_select(&over(self), &mask)?
-        {
-            return Ok(selected);
-        }
-        let selected = nonzero_indices(&mask, &[shape.numel()])?.reshape([-1])?;
-        let sizes: Vec<isize> = shape.dims().iter().map(|&n| n as isize).collect();
-        self.broadcast_to(sizes)?.reshape([shape.numel()])?.index_select(0, &selected)
-    }
-
-    /// Counts how often each of the numbers 0, 1, 2, ... occurs in a vector of integers, as i64 (PyTorch's `bincount`). With weights,
-    /// adds up the weights instead, in their dtype. The result has at least `minlength` elements, and the same bits on every run. Waits
-    /// for the device.
+    /// Counts how often each of the numbers 0, 1, 2, ... occurs in a vector of integers, as i64 (PyTorch's `bincount`). With weights, adds
+    /// up the weights instead, in their dtype. The result has at least `minlength` elements, and the same bits on every run. Waits for the
+    /// device. Fails with [`Error::UnsupportedDType`] for floats, bool and weights that are not floats; [`Error::Invalid`] if the tensor is
+    /// not a vector or has a negative element; [`Error::ShapeMismatch`] for weights of another shape.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -231,10 +230,6 @@ impl Tensor {
     /// assert_eq!(t.bincount(None, 5)?.to_vec::<i64>()?, [0, 2, 0, 1, 0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] for floats, bool and weights that are not floats; [`Error::Invalid`] if the tensor is not a vector or
-    /// has a negative element; [`Error::ShapeMismatch`] for weights of another shape.
     #[track_caller]
     pub fn bincount(&self, weights: Option<&Tensor>, minlength: usize) -> Result<Tensor> {
         let op = "bincount";
@@ -261,35 +256,5 @@ impl Tensor {
                 sorted.searchsorted(&index_range(0, size.saturating_add(1), self)?, false)?.diff(1, 0)
             }),
         }
-    }
-
-    /// Counts the elements in each of `bins` equal parts of `min` to `max`, in this tensor's dtype (PyTorch's `histc`). Floats.
-    ///
-    /// Elements outside the range, and NaN, are not counted; `max` itself is counted in the last part. If `min` and `max` are equal, the
-    /// minimum and maximum of the elements are used instead. Waits for the device. Fails with [`Error::Invalid`] for zero bins, for `max`
-    /// below `min`, and for limits that are not finite.
-    #[track_caller]
-    pub fn histc(&self, bins: usize, min: f64, max: f64) -> Result<Tensor> {
-        return_replacement!(op = "histc", [self], bins, min, max);
-        self.dtype.check_float(op)?;
-        let (mut low, mut high) = (min, max);
-        if low == high && self.numel() > 0 {
-            let end = |t: Tensor| t.to_device(Device::HOST)?.to_dtype(DType::F64)?.item::<f64>();
-            (low, high) = (end(self.detach().min((), false)?)?, end(self.detach().max((), false)?)?);
-        }
-        if low == high {
-            (low, high) = (low - 1.0, high + 1.0);
-        }
-        invalid!(op if bins == 0 || !(low < high && (high - low).is_finite()), "{low} to {high} cannot be divided into {bins} bins");
-        let (x, [low_, high_, parts]) = (Expr::input(0), [0, 1, 2].map(Expr::scalar));
-        let part = ((&x - &low_) / (&high_ - &low_) * &parts).floor().min(&parts - 1.0);
-        let part = [(x.ge(&low_) * x.le(&high_)).select(part, &parts)];
-        let scalars = [Scalar::Float(low), Scalar::Float(high), Scalar::Float(bins as f64)];
-        let params = Params::from_scalars(&scalars);
-        let counts = count_in_blocks(&flatten_detached(&self.detach())?, bins, |block| {
-            let part = apply(op, &[block], params, &part, &[DType::I64])?.remove(0);
-            part.bincount(None, bins.saturating_add(1))
-        })?;
-        counts.narrow(0, 0, bins)?.to_dtype(self.dtype)
     }
 }

@@ -3,8 +3,7 @@
 
 use crate::backend::problem::index::{Combine, Indexed, Scatter};
 use crate::ops::dispatch::prelude::*;
-use crate::ops::index::gather::{broadcast_index, check_index, check_index_shape, with_dim_size, without_stride};
-use crate::ops::record_gradients;
+use crate::ops::index::gather::{broadcast_index, with_dim_size, without_stride};
 
 impl Indexed<'_> {
     /// Writes `x` to `target` through the index. `layout` is the layout of `target` with stride 0 along the indexed dim `d`.
@@ -22,47 +21,31 @@ impl Indexed<'_> {
     }
 }
 
-/// An index viewed in the shape of the source. With `wraps`, negative indices count from the end.
-pub(crate) struct ScatterIndex {
-    index: Tensor,
-    wraps: bool,
-}
-
-impl ScatterIndex {
-    pub(crate) fn for_elements(index: &Tensor) -> ScatterIndex {
-        ScatterIndex { index: index.detach(), wraps: false }
-    }
-
-    fn for_slices(index: &Tensor, d: usize, shape: &Shape) -> ScatterIndex {
-        ScatterIndex { index: index.with_layout(broadcast_index(index, d, shape)), wraps: false }
-    }
-}
-
 /// Returns `t`, or a copy if `t` shares storage with `target`, because the CPU cannot lock one storage for both reading and writing.
 pub(crate) fn copy_if_shared(t: &Tensor, target: &Tensor) -> Result<Tensor> {
     if t.shares_storage(target) { t.cast(t.dtype) } else { Ok(t.detach()) }
 }
 
-/// Writes `source`, which has the shape of the index, to `target` along dim `d`. Halves are added and multiplied in f32, and rounded
-/// once.
+/// Writes `source`, which has the shape of the index, to `target` along dim `d`. With `wraps`, negative indices count from the end. Halves
+/// are added and multiplied in f32, and rounded once.
 pub(crate) fn scatter(
     op: &'static str,
     combine: Combine,
     target: &Tensor,
     d: usize,
-    index: &ScatterIndex,
+    (index, wraps): (&Tensor, bool),
     source: &Tensor,
 ) -> Result<()> {
     if combine.needs_f32(target.dtype) {
         let wide = target.cast(DType::F32)?;
-        scatter(op, combine, &wide, d, index, &source.cast(DType::F32)?)?;
+        scatter(op, combine, &wide, d, (index, wraps), &source.cast(DType::F32)?)?;
         target.detach().copy_(&wide)?;
         return Ok(());
     }
-    let (indices, x) = (copy_if_shared(&index.index, target)?, copy_if_shared(source, target)?);
+    let (index, x) = (copy_if_shared(index, target)?, copy_if_shared(source, target)?);
     let (layout, step) = without_stride(target, d, x.shape());
-    let (x_layout, index_layout, size) = (x.layout.clone(), indices.layout.clone(), target.shape().dims()[d]);
-    let indexed = Indexed { op, x: &x, x_layout, index: &indices, index_layout, size, step, wraps: index.wraps };
+    let (x_layout, index_layout, size) = (x.layout.clone(), index.layout.clone(), target.shape().dims()[d]);
+    let indexed = Indexed { op, x: &x, x_layout, index: &index, index_layout, size, step, wraps };
     indexed.write(combine, target, &layout, d)
 }
 
@@ -131,7 +114,7 @@ impl ScatterUpdate<'_> {
                     target.check_index_vector(op, index)?;
                     with_dim_size(target.shape(), d, index.numel())
                 } else {
-                    target.check_scatter_index(op, dim, index)?;
+                    target.check_element_index(op, dim, index)?;
                     index.shape().clone()
                 };
                 (d, expand_number(op, value, &shape, target)?, slices)
@@ -148,11 +131,8 @@ impl ScatterUpdate<'_> {
                 return ScatterUpdate { source, ..*self }.write(target);
             }
         };
-        let index = match slices {
-            true => ScatterIndex { wraps, ..ScatterIndex::for_slices(index, d, source.shape()) },
-            false => ScatterIndex::for_elements(index),
-        };
-        scatter(op, combine, target, d, &index, &source)?;
+        let index = if slices { &index.with_layout(broadcast_index(index, d, source.shape())) } else { index };
+        scatter(op, combine, target, d, (index, wraps), &source)?;
         Ok(self.source.tensor().is_some().then_some(source))
     }
 
@@ -257,14 +237,6 @@ scatter_methods! {
 }
 
 impl Tensor {
-    pub(crate) fn check_scatter_index(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<usize> {
-        let d = self.shape().dim(op, dim)?;
-        check_index(op, index)?;
-        same_device(op, &[self, index])?;
-        check_index_shape(op, index.shape(), self.shape(), d)?;
-        Ok(d)
-    }
-
     /// Checks the operands. Returns the dim, and the part of the source that has the shape of the index.
     pub(crate) fn check_scatter(
         &self,
@@ -273,7 +245,7 @@ impl Tensor {
         index: &Tensor,
         source: &Tensor,
     ) -> Result<(usize, Tensor)> {
-        let d = self.check_scatter_index(op, dim, index)?;
+        let d = self.check_element_index(op, dim, index)?;
         same_device(op, &[self, source])?;
         same_dtype(op, &[self, source])?;
         let (indices, elements) = (index.shape().dims(), source.shape().dims());

@@ -4,8 +4,7 @@ use crate::backend::problem::index::Combine;
 use crate::error::{Excerpt, in_steps};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::broadcast_index;
-use crate::ops::index::scatter::{ScatterIndex, expand_number, scatter};
-use crate::ops::record_gradients_with_result;
+use crate::ops::index::scatter::{expand_number, scatter};
 
 /// The reduction that [`Tensor::scatter_reduce`] and [`Tensor::index_reduce`] apply to all values that are written to one element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -31,10 +30,6 @@ impl ScatterReduce {
         (Self::Amax, "amax", Combine::Max),
         (Self::Amin, "amin", Combine::Min),
     ];
-
-    fn name(self) -> &'static str {
-        Self::ALL[self as usize].1
-    }
 
     fn neutral_element(self, dtype: DType) -> Scalar {
         let (low, high) = match dtype {
@@ -73,7 +68,7 @@ fn reduce_into(
     op: &'static str,
     target: &Tensor,
     d: usize,
-    index: &ScatterIndex,
+    index: &Tensor,
     source: &Tensor,
     (reduce, include_self): (ScatterReduce, bool),
 ) -> Result<()> {
@@ -89,7 +84,14 @@ fn reduce_into(
         ScatterReduce::Mean => {
             let dtype = if target.dtype.is_float() { target.dtype } else { DType::I64 };
             let count = Tensor::full(target.shape(), include_self, (dtype, target.device()))?;
-            scatter(op, Combine::Add, &count, d, index, &expand_number(op, 1.into(), source.shape(), &count)?)?;
+            scatter(
+                op,
+                Combine::Add,
+                &count,
+                d,
+                (index, false),
+                &expand_number(op, 1.into(), source.shape(), &count)?,
+            )?;
             Some(count)
         }
         _ => None,
@@ -100,9 +102,9 @@ fn reduce_into(
         || {
             if !include_self {
                 let neutral = expand_number(op, reduce.neutral_element(target.dtype), source.shape(), target)?;
-                scatter(op, Combine::Set, target, d, index, &neutral)?;
+                scatter(op, Combine::Set, target, d, (index, false), &neutral)?;
             }
-            scatter(op, combine, target, d, index, source)?;
+            scatter(op, combine, target, d, (index, false), source)?;
             let Some(count) = &count else { return Ok(()) };
             let target = target.detach();
             Tensor::map_into(&[&target, count], &[], &[&target], |e, _| {
@@ -114,18 +116,17 @@ fn reduce_into(
     )
 }
 
-fn read_reduction(args: &Args, i: usize) -> Result<ScatterReduce> {
+impl From<ScatterReduce> for Argument {
+    fn from(reduce: ScatterReduce) -> Argument {
+        ScatterReduce::ALL[reduce as usize].1.into()
+    }
+}
+
+fn read_scatter_reduction(args: &Args, i: usize) -> Result<ScatterReduce> {
     args.text(i)?.parse()
 }
 
 operations! {
-    scatter_reduce / scatter_reduce_ (input: x, dim: int, index: x, src: x, reduce: text @read_reduction, include_self: bool = true):
-        Indexing, Numbers -> Same, differentiable;
-    index_reduce(input: x, dim: int, index: x, source: x, reduce: text @read_reduction, include_self: bool = true):
-        Indexing, Numbers -> Same, differentiable;
-}
-
-impl Tensor {
     /// Returns a copy of this tensor in which each `source[i][j]` is reduced into element `[index[i][j]][j]`; this is the formula for dim
     /// 0 of a matrix (PyTorch's `scatter_reduce`). Without `include_self`, the previous values of these elements are not included.
     /// Differentiable with respect to both tensors. Fails as [`Tensor::scatter`] does.
@@ -138,19 +139,23 @@ impl Tensor {
     /// assert_eq!(t.to_vec::<f32>()?, [3.0, 1.0, 5.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    #[track_caller]
-    pub fn scatter_reduce(
-        &self,
-        dim: isize,
-        index: &Tensor,
-        source: &Tensor,
-        reduce: ScatterReduce,
-        include_self: bool,
-    ) -> Result<Tensor> {
-        return_replacement!("scatter_reduce", [self, index, source], dim, reduce.name(), include_self);
-        self.scatter_reduced("scatter_reduce", dim, index, source, (reduce, include_self))
-    }
+    scatter_reduce / scatter_reduce_ (input: x, dim: int, index: x, src: x,
+        reduce: text @read_scatter_reduction, include_self: bool = true):
+        Indexing, Numbers -> Same, differentiable = |op, self, dim, index, source, reduce, include_self| {
+        self.scatter_reduced(op, dim, index, source, (reduce, include_self))
+    };
+    /// Returns a copy of this tensor in which slice i of `source` is reduced into slice `index[i]` along `dim`; see
+    /// [`Tensor::scatter_reduce`]. PyTorch's `index_reduce`, extended by sums. Differentiable with respect to both tensors. Fails as
+    /// [`Tensor::index_add`] does.
+    index_reduce(input: x, dim: int, index: x, source: x, reduce: text @read_scatter_reduction, include_self: bool = true):
+        Indexing, Numbers -> Same, differentiable = |op, self, dim, index, source, reduce, include_self| {
+        let d = self.check_slices(op, dim, index, source)?;
+        let index = index.with_layout(broadcast_index(index, d, source.shape()));
+        self.scatter_reduced(op, dim, &index, source, (reduce, include_self))
+    };
+}
 
+impl Tensor {
     /// The in-place form of [`Tensor::scatter_reduce`]. Fails as [`Tensor::scatter_`] does.
     pub fn scatter_reduce_(
         &self,
@@ -166,7 +171,7 @@ impl Tensor {
             let reduced = change.copy()?.scatter_reduced(op, dim, index, source, (reduce, include_self))?;
             return self.copy_(&reduced);
         }
-        reduce_into(op, self, d, &ScatterIndex::for_elements(index), &from, (reduce, include_self))?;
+        reduce_into(op, self, d, index, &from, (reduce, include_self))?;
         Ok(self)
     }
 
@@ -176,47 +181,17 @@ impl Tensor {
         dim: isize,
         index: &Tensor,
         source: &Tensor,
-        reduction_and_include_self: (ScatterReduce, bool),
+        (reduce, include_self): (ScatterReduce, bool),
     ) -> Result<Tensor> {
         let (d, source) = self.check_scatter(op, dim, index, source)?;
         let out = self.cast(self.dtype)?;
-        reduce_into(op, &out, d, &ScatterIndex::for_elements(index), &source, reduction_and_include_self)?;
+        reduce_into(op, &out, d, index, &source, (reduce, include_self))?;
         let saved = [self, &source, index].map(Saved::new);
         Ok(record_gradients_with_result(op, out, &[self, &source], move |i, grad, out| {
-            let [x, source, index] = &saved;
-            let of = ReductionGradient {
-                x: x.get(op)?,
-                source: source.get(op)?,
-                index: index.get(op)?,
-                out,
-                dim,
-                include_self: reduction_and_include_self.1,
-            };
-            let input_gradient = of.gradient(i, reduction_and_include_self.0, grad)?;
-            if i == 0 && !reduction_and_include_self.1 {
-                input_gradient.scatter_value(dim, of.index, 0)
-            } else {
-                Ok(input_gradient)
-            }
+            let [x, source, index] = [saved[0].get(op)?, saved[1].get(op)?, saved[2].get(op)?];
+            let gradient = ReductionGradient { x, source, index, out, dim, include_self }.gradient(i, reduce, grad)?;
+            if i == 0 && !include_self { gradient.scatter_value(dim, index, 0) } else { Ok(gradient) }
         }))
-    }
-
-    /// Returns a copy of this tensor in which slice i of `source` is reduced into slice `index[i]` along `dim`; see
-    /// [`Tensor::scatter_reduce`]. PyTorch's `index_reduce`, extended by sums. Differentiable with respect to both tensors. Fails as
-    /// [`Tensor::index_add`] does.
-    #[track_caller]
-    pub fn index_reduce(
-        &self,
-        dim: isize,
-        index: &Tensor,
-        source: &Tensor,
-        reduce: ScatterReduce,
-        include_self: bool,
-    ) -> Result<Tensor> {
-        return_replacement!(op = "index_reduce", [self, index, source], dim, reduce.name(), include_self);
-        let d = self.check_slices(op, dim, index, source)?;
-        let index = index.with_layout(broadcast_index(index, d, source.shape()));
-        self.scatter_reduced(op, dim, &index, source, (reduce, include_self))
     }
 }
 

@@ -4,7 +4,6 @@ use crate::backend::problem::gemm::Gemm;
 use crate::backend::problem::reduction::SafeRange;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::products::scaled_product_into;
-use crate::ops::record_gradients_with_result;
 use crate::ops::reduce::statistics::sum_of_squares;
 use crate::ops::reduce::{Mask, ReduceDims, reduced_shape};
 use crate::promote_types;
@@ -13,16 +12,9 @@ use crate::promote_types;
 const MATMUL_MIN_POINTS: usize = 26;
 
 operations! {
-    vector_norm(input: x, ord: float = 2, dim: dims, keepdim: bool = false) linalg: LinearAlgebra, Floats -> Same, differentiable;
-    cdist(x1: x, x2: x, p: float = 2): LinearAlgebra, Floats -> Same, differentiable;
-    pairwise_distance(x1: x, x2: x, p: float = 2, eps: float = 1e-6, keepdim: bool = false) functional:
-        LinearAlgebra, Floats -> Same, differentiable;
-    cosine_similarity(x1: x, x2: x, dim: int = 1, eps: float = 1e-8) functional: LinearAlgebra, Floats -> Same, differentiable;
-}
-
-impl Tensor {
     /// Returns the norm of order `ord` over `dims`, `sum(|x|^ord)^(1/ord)` (PyTorch's `linalg.vector_norm`). Order 0 counts the nonzero
-    /// elements, and infinite orders return the largest or smallest magnitude. Differentiable; the gradient of a norm of 0 is 0.
+    /// elements, and infinite orders return the largest or smallest magnitude. Differentiable; the gradient of a norm of 0 is 0. Fails as
+    /// [`Tensor::norm`] does, and with [`Error::Invalid`] for an `ord` of NaN, and for an infinite order over no elements.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -31,17 +23,77 @@ impl Tensor {
     /// assert_eq!((norm(1.0)?, norm(2.0)?, norm(f64::INFINITY)?), (7.0, 5.0, 4.0));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::norm`]; [`Error::Invalid`] for an `ord` of NaN, and for an infinite order over no elements.
-    #[track_caller]
-    pub fn vector_norm(&self, ord: f64, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
-        let (op, dims) = ("vector_norm", dims.into());
-        return_replacement!(op, [self], ord, &dims, keepdim);
+    vector_norm(input: x, ord: float = 2, dim: dims, keepdim: bool = false) linalg:
+        LinearAlgebra, Floats -> Same, differentiable = |op, self, ord, dims, keepdim| {
         cast_first!(autocast_to_f32(&[self])?, |x| x[0].vector_norm(ord, dims, keepdim));
         self.norm_of_order(op, ord, dims, keepdim)
-    }
+    };
+    /// Returns the distances of order `p` between all rows of `[.., m, k]` and all rows of `[.., n, k]`, as `[.., m, n]` (PyTorch's
+    /// `cdist`). The leading dims are broadcast. Differentiable; the gradient of a distance of 0 is 0.
+    ///
+    /// Euclidean distances between many points use one matrix product, which loses digits for points that nearly coincide. Floats.
+    /// Fails with [`Error::Invalid`] for a negative `p`.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::from_slice(&[0f32, 0.0, 3.0, 0.0], [2, 2], Device::Cpu)?;
+    /// let b = Tensor::from_slice(&[0f32, 4.0], [1, 2], Device::Cpu)?;
+    /// assert_eq!(a.cdist(&b, 2.0)?.to_vec::<f32>()?, [4.0, 5.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    cdist(x1: x, x2: x, p: float = 2): LinearAlgebra, Floats -> Same, differentiable = |op, self, other, p| {
+        cast_first!(autocast_to_f32(&[self, other])?, |x| x[0].cdist(&x[1], p));
+        same_dtype(op, &[self, other])?;
+        same_device(op, &[self, other])?;
+        self.dtype.check_float(op)?;
+        let ([.., m, k], [.., n, l]) = (self.shape().dims(), other.shape().dims()) else {
+            return Err(shape_mismatch(op, self, other, "both are [.., points, k]"));
+        };
+        mismatch!(op if k != l, self, other, "points on both sides must have the same number of coordinates");
+        invalid!(op if p.is_nan() || p < 0.0, "p is {p}, it must not be negative");
+        if p == 2.0 && *m.max(n) >= MATMUL_MIN_POINTS && *k > 0 {
+            return euclidean_distances(self, other);
+        }
+        let differences = self.unsqueeze(-2)?.sub(&other.unsqueeze(-3)?).with_op(op)?;
+        // The maximum over no coordinates would be an error, but the distance is 0, as for p = 1.
+        let p = if *k == 0 { 1.0 } else { p };
+        differences.norm_of_order(op, p, ReduceDims::from(-1), false)
+    };
+    /// Returns the distance of order `p` between vectors along the last dim, with `eps` added to each difference (PyTorch's
+    /// `pairwise_distance`, with defaults of 2 and 1e-6). Differentiable. Fails as [`Tensor::vector_norm`] does.
+    pairwise_distance(x1: x, x2: x, p: float = 2, eps: float = 1e-6, keepdim: bool = false) functional:
+        LinearAlgebra, Floats -> Same, differentiable = |op, self, other, p, eps, keepdim| {
+        let difference = self.sub(other).with_op(op)?;
+        difference.dtype.check_float(op)?;
+        difference.add_scalar(eps)?.norm_of_order(op, p, ReduceDims::from(-1), keepdim)
+    };
+    /// Returns the cosine of the angle between vectors along `dim`: the dot product divided by the product of the norms, where each norm
+    /// is clamped to at least `eps` (PyTorch's `cosine_similarity`, with defaults of 1 for `dim` and 1e-8 for `eps`). Differentiable.
+    /// Fails as [`Tensor::norm`] does.
+    cosine_similarity(x1: x, x2: x, dim: int = 1, eps: float = 1e-8) functional:
+        LinearAlgebra, Floats -> Same, differentiable = |op, self, other, dim, eps| {
+        cast_first!(autocast_to_f32(&[self, other])?, |x| x[0].cosine_similarity(&x[1], dim, eps));
+        let dtype = promote_types(self.dtype, other.dtype);
+        dtype.check_float(op)?;
+        let compute = dtype.compute().dtype();
+        if [self, other].iter().any(|t| t.dtype != compute) {
+            let [a, b] = [self, other].map(|t| t.to_dtype(compute));
+            return a?.cosine_similarity(&b?, dim, eps)?.to_dtype(dtype);
+        }
+        let shape = self.shape().broadcast(op, other.shape())?;
+        let (a, b) = (self.expand(&shape)?, other.expand(&shape)?);
+        // Elements are divided by the norms first, so that products neither overflow nor underflow.
+        let norm = |t: &Tensor| t.norm(dim, true).with_op(op)?.clamp_min(eps);
+        let cosines = || {
+            let normalised_products =
+                Tensor::map(&[&a, &norm(&a)?, &b, &norm(&b)?], |e| (&e[0] / &e[1]) * (&e[2] / &e[3]))?;
+            normalised_products.sum(dim, false)
+        };
+        cosines().with_op(op)
+    };
+}
 
+impl Tensor {
     fn norm_of_order(&self, op: &'static str, ord: f64, dims: ReduceDims, keepdim: bool) -> Result<Tensor> {
         self.dtype.check_float(op)?;
         if ord == 2.0 {
@@ -88,76 +140,6 @@ impl Tensor {
             return Ok(kept);
         }
         kept.reshape(reduced_shape(kept.shape(), &dims.mask(op, kept.shape())?, false))
-    }
-
-    /// Returns the distances of order `p` between all rows of `[.., m, k]` and all rows of `[.., n, k]`, as `[.., m, n]` (PyTorch's
-    /// `cdist`). The leading dims are broadcast. Differentiable; the gradient of a distance of 0 is 0.
-    ///
-    /// Euclidean distances between many points use one matrix product, which loses digits for points that nearly coincide. Floats.
-    /// Fails with [`Error::Invalid`] for a negative `p`.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let a = Tensor::from_slice(&[0f32, 0.0, 3.0, 0.0], [2, 2], Device::Cpu)?;
-    /// let b = Tensor::from_slice(&[0f32, 4.0], [1, 2], Device::Cpu)?;
-    /// assert_eq!(a.cdist(&b, 2.0)?.to_vec::<f32>()?, [4.0, 5.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn cdist(&self, other: &Tensor, p: f64) -> Result<Tensor> {
-        return_replacement!(op = "cdist", [self, other], p);
-        cast_first!(autocast_to_f32(&[self, other])?, |x| x[0].cdist(&x[1], p));
-        same_dtype(op, &[self, other])?;
-        same_device(op, &[self, other])?;
-        self.dtype.check_float(op)?;
-        let ([.., m, k], [.., n, l]) = (self.shape().dims(), other.shape().dims()) else {
-            return Err(shape_mismatch(op, self, other, "both are [.., points, k]"));
-        };
-        mismatch!(op if k != l, self, other, "points on both sides must have the same number of coordinates");
-        invalid!(op if p.is_nan() || p < 0.0, "p is {p}, it must not be negative");
-        if p == 2.0 && *m.max(n) >= MATMUL_MIN_POINTS && *k > 0 {
-            return euclidean_distances(self, other);
-        }
-        let differences = self.unsqueeze(-2)?.sub(&other.unsqueeze(-3)?).with_op(op)?;
-        // The maximum over no coordinates would be an error, but the distance is 0, as for p = 1.
-        let p = if *k == 0 { 1.0 } else { p };
-        differences.norm_of_order(op, p, ReduceDims::from(-1), false)
-    }
-
-    /// Returns the distance of order `p` between vectors along the last dim, with `eps` added to each difference (PyTorch's
-    /// `pairwise_distance`, with defaults of 2 and 1e-6). Differentiable. Fails as [`Tensor::vector_norm`] does.
-    #[track_caller]
-    pub fn pairwise_distance(&self, other: &Tensor, p: f64, eps: f64, keepdim: bool) -> Result<Tensor> {
-        return_replacement!(op = "pairwise_distance", [self, other], p, eps, keepdim);
-        let difference = self.sub(other).with_op(op)?;
-        difference.dtype.check_float(op)?;
-        difference.add_scalar(eps)?.norm_of_order(op, p, ReduceDims::from(-1), keepdim)
-    }
-
-    /// Returns the cosine of the angle between vectors along `dim`: the dot product divided by the product of the norms, where each norm
-    /// is clamped to at least `eps` (PyTorch's `cosine_similarity`, with defaults of 1 for `dim` and 1e-8 for `eps`). Differentiable.
-    /// Fails as [`Tensor::norm`] does.
-    #[track_caller]
-    pub fn cosine_similarity(&self, other: &Tensor, dim: isize, eps: f64) -> Result<Tensor> {
-        return_replacement!(op = "cosine_similarity", [self, other], dim, eps);
-        cast_first!(autocast_to_f32(&[self, other])?, |x| x[0].cosine_similarity(&x[1], dim, eps));
-        let dtype = promote_types(self.dtype, other.dtype);
-        dtype.check_float(op)?;
-        let compute = dtype.compute().dtype();
-        if [self, other].iter().any(|t| t.dtype != compute) {
-            let [a, b] = [self, other].map(|t| t.to_dtype(compute));
-            return a?.cosine_similarity(&b?, dim, eps)?.to_dtype(dtype);
-        }
-        let shape = self.shape().broadcast(op, other.shape())?;
-        let (a, b) = (self.expand(&shape)?, other.expand(&shape)?);
-        // Elements are divided by the norms first, so that products neither overflow nor underflow.
-        let norm = |t: &Tensor| t.norm(dim, true).with_op(op)?.clamp_min(eps);
-        let cosines = || {
-            let normalised_products =
-                Tensor::map(&[&a, &norm(&a)?, &b, &norm(&b)?], |e| (&e[0] / &e[1]) * (&e[2] / &e[3]))?;
-            normalised_products.sum(dim, false)
-        };
-        cosines().with_op(op)
     }
 }
 

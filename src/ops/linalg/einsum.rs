@@ -147,8 +147,7 @@ fn contract(op: &'static str, operands: Vec<NamedTensor>, output: &[DimName]) ->
             if *known == 1 {
                 *known = size;
             } else if size != 1 && size != *known {
-                let reason = format!("{} has two different sizes, {known} and {size}", display_name(name));
-                return Err(Error::invalid(op, reason));
+                fail!(op, "{} has two different sizes, {known} and {size}", display_name(name));
             }
         }
     }
@@ -259,10 +258,7 @@ fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<DimName>>, Vec<DimN
         match names.contains(&None) {
             true if letters <= rank => most = most.max(rank - letters),
             false if letters == rank => {}
-            _ => {
-                let reason = format!("'{}' names {letters} dims of an operand that has {rank}", Excerpt(&equation));
-                return Err(Error::invalid(op, reason));
-            }
+            _ => fail!(op, "'{}' names {letters} dims of an operand that has {rank}", Excerpt(&equation)),
         }
     }
     // Ellipses of different lengths are aligned at the last dim, so their last dims have the same names.
@@ -318,7 +314,17 @@ operations! {
         };
         a.tensor(0)?.tensordot(a.tensor(1)?, dims)
     };
-    inner(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;
+    /// Returns the dot products of all rows of this tensor with all rows of `other`, along the last dim (PyTorch's `inner`). If either is
+    /// a scalar, returns the elementwise product. Differentiable. Fails as [`Tensor::matmul`] does, and with
+    /// [`Error::ShapeMismatch`] if the last dims differ.
+    inner(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable = |op, self, other| {
+        if self.rank() == 0 || other.rank() == 0 {
+            return self.mul(other).with_op(op);
+        }
+        mismatch!(op if self.shape().dims().last() != other.shape().dims().last(),
+            self, other, "the last dims have one size");
+        self.contract_dims(op, other, TensordotDims::Lists(vec![-1], vec![-1]))
+    };
 }
 
 impl Tensor {
@@ -330,6 +336,7 @@ impl Tensor {
     ///
     /// Two operands take one matrix product, or one elementwise product if nothing is summed. More operands are contracted in pairs, the
     /// pair with the smallest result first. Operands are read through their strides, and copied only if the summed dims cannot be merged.
+    /// Fails with [`Error::Invalid`] for an equation that does not match the operands, and for a letter with two sizes (size 1 broadcasts).
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -340,9 +347,6 @@ impl Tensor {
     /// assert_eq!(Tensor::einsum("...i,ij->...j", &[&weights, &a])?.shape().dims(), [5, 7, 3]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for an equation that does not match the operands, and for a letter with two sizes (size 1 broadcasts).
     #[track_caller]
     pub fn einsum<T: Borrow<Tensor>>(equation: &str, operands: &[T]) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -387,8 +391,7 @@ impl Tensor {
                 ((self.rank() - n..self.rank()).collect::<Vec<_>>(), (0..n).collect())
             }
             TensordotDims::Count(n) => {
-                let reason = format!("{n} dims are more than shapes {} and {} have", self.shape(), other.shape());
-                return Err(Error::invalid(op, reason));
+                fail!(op, "{n} dims are more than shapes {} and {} have", self.shape(), other.shape())
             }
             TensordotDims::Lists(a, b) => {
                 let checked = |t: &Tensor, dims: &[isize]| -> Result<Vec<usize>> {
@@ -419,19 +422,5 @@ impl Tensor {
             NamedTensor { t: other.shallow_clone(), names: right },
         ];
         contract(op, named, &output).with_op(op)
-    }
-
-    /// Returns the dot products of all rows of this tensor with all rows of `other`, along the last dim (PyTorch's `inner`). If either is
-    /// a scalar, returns the elementwise product. Differentiable. Fails as [`Tensor::matmul`] does, and with
-    /// [`Error::ShapeMismatch`] if the last dims differ.
-    #[track_caller]
-    pub fn inner(&self, other: &Tensor) -> Result<Tensor> {
-        return_replacement!(op = "inner", [self, other]);
-        if self.rank() == 0 || other.rank() == 0 {
-            return self.mul(other).with_op(op);
-        }
-        mismatch!(op if self.shape().dims().last() != other.shape().dims().last(),
-            self, other, "the last dims have one size");
-        self.contract_dims(op, other, TensordotDims::Lists(vec![-1], vec![-1]))
     }
 }

@@ -22,7 +22,7 @@ impl<'a> Gemm<'a> {
         epilogue: &'a [Expr],
         dtype: &'a DType,
     ) -> Gemm<'a> {
-        let dtypes = std::slice::from_ref(dtype);
+        let dtypes = slice::from_ref(dtype);
         Gemm { op, a, b, epilogue, extras: &[], scalars: &[], out: None, dtypes, sums: None }
     }
 
@@ -79,14 +79,11 @@ impl<'a> Gemm<'a> {
             0 => false,
             _ => self.with_program(|g| backend::launch(outs.iter().chain(self.sums), |b| b.gemm(g, outs)))?,
         };
-        match self.sums {
-            Some(sums) if !summed => {
-                let sum = reduce::sum_into(op, a, &[-1][..], false, Some(sums.detach()))?;
-                if !sum.shares_storage(sums) {
-                    sums.copy_(&sum)?;
-                }
+        if let Some(sums) = self.sums.filter(|_| !summed) {
+            let sum = reduce::sum_into(op, a, &[-1][..], false, Some(sums.detach()))?;
+            if !sum.shares_storage(sums) {
+                sums.copy_(&sum)?;
             }
-            _ => {}
         }
         Ok(())
     }

@@ -8,7 +8,7 @@ use std::slice;
 
 use smallvec::smallvec;
 
-use crate::autograd::{Factor, Gradients};
+use crate::autograd::Factor;
 use crate::backend::problem::gemm::{EPILOGUES, Gemm};
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
@@ -16,7 +16,25 @@ use crate::ops::{elementwise, reduce};
 
 operations! {
     matmul(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;
-    linear(input: x, weight: x, bias: x?) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    /// Computes a fully connected layer, `x wᵀ + b` (PyTorch's `linear`). x is `[.., in]`, `weight` `[out, in]`, `bias` `[out]`, and the
+    /// result is `[.., out]`. One launch. All tensors have one float dtype.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::ones(&[5, 3], Device::Cpu)?;
+    /// let (w, b) = (Tensor::ones(&[2, 3], Device::Cpu)?, Tensor::ones(&[2], Device::Cpu)?);
+    /// assert_eq!(x.linear(&w, Some(&b))?.to_vec::<f32>()?, [4.0; 10]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    linear(input: x, weight: x, bias: x?) functional:
+        NeuralNetwork, Numbers -> Same, differentiable = manual |op, self, weight, bias| {
+        let tensors: &[&Tensor] = match &bias {
+            Some(bias) => &[self, weight, bias],
+            None => &[self, weight],
+        };
+        return_replacement!(op, tensors);
+        linear_layer(self, weight, bias, None)
+    };
 }
 
 impl Tensor {
@@ -93,30 +111,11 @@ impl Tensor {
         }))
     }
 
-    /// Computes a fully connected layer, `x wᵀ + b` (PyTorch's `linear`). x is `[.., in]`, `weight` `[out, in]`, `bias` `[out]`, and the
-    /// result is `[.., out]`. One launch. All tensors have one float dtype.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let x = Tensor::ones(&[5, 3], Device::Cpu)?;
-    /// let (w, b) = (Tensor::ones(&[2, 3], Device::Cpu)?, Tensor::ones(&[2], Device::Cpu)?);
-    /// assert_eq!(x.linear(&w, Some(&b))?.to_vec::<f32>()?, [4.0; 10]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn linear(&self, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let tensors: &[&Tensor] = match &bias {
-            Some(bias) => &[self, weight, bias],
-            None => &[self, weight],
-        };
-        return_replacement!("linear", tensors);
-        linear_layer(self, weight, bias, None)
-    }
-
     /// Computes [`Tensor::linear`] followed by a formula, `f(x wᵀ + b)`, in one launch.
     ///
-    /// If a gradient will be computed, the same launch also stores `x wᵀ + b` for the backward pass. For relu, the backward pass needs
-    /// the result instead, which must not be changed in place before.
+    /// If a gradient will be computed, the same launch also stores `x wᵀ + b` for the backward pass. For relu, the backward pass needs the
+    /// result instead, which must not be changed in place before. Fails as [`Tensor::linear`] does, and with [`Error::Invalid`] if `f`
+    /// reads anything except its argument; [`Error::UnsupportedDType`] if `f` needs floats and the tensors are integers.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -125,10 +124,6 @@ impl Tensor {
     /// assert_eq!(x.linear_map(&w, None, |z| z.relu())?.to_vec::<f32>()?, [0.0, 3.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Returns the errors of [`Tensor::linear`]; [`Error::Invalid`] if `f` reads anything except its argument;
-    /// [`Error::UnsupportedDType`] if `f` needs floats and the tensors are integers.
     #[track_caller]
     pub fn linear_map(&self, weight: &Tensor, bias: Option<&Tensor>, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -177,17 +172,8 @@ fn linear_layer(
     if tracked && f.is_some() && !relu {
         results.push(sum);
     }
-    let g = Gemm {
-        op,
-        a: rows,
-        b: &matrix_transpose(weight),
-        epilogue: &results,
-        extras: bias.as_slice(),
-        scalars: &[],
-        out: None,
-        dtypes: &[dtype, dtype][..results.len()],
-        sums: None,
-    };
+    let (columns, dtypes) = (matrix_transpose(weight), &[dtype, dtype][..results.len()]);
+    let g = Gemm { extras: bias.as_slice(), dtypes, ..Gemm::plain(op, rows, &columns, &results, &dtype) };
     if !tracked {
         let out = g.compute_one()?;
         return Ok(if vector { remove_dim(&out, 0) } else { out });
@@ -230,12 +216,8 @@ fn linear_layer(
                     Some(slot) => slot,
                     None => Tensor::empty_with_shape(&weight_shape.dims()[..1], dtype, grad.device())?,
                 };
-                let a = matrix_transpose(&grad);
-                let g = Gemm {
-                    sums: Some(&sums),
-                    out: ctx.slot(1),
-                    ..Gemm::plain(op, &a, &x, slice::from_ref(&EPILOGUES.product), &dtype)
-                };
+                let (a, product, out) = (matrix_transpose(&grad), slice::from_ref(&EPILOGUES.product), ctx.slot(1));
+                let g = Gemm { sums: Some(&sums), out, ..Gemm::plain(op, &a, &x, product, &dtype) };
                 (Some(g.compute_one()?), Some(sums))
             }
             (x, slot) => {
@@ -253,9 +235,8 @@ fn linear_layer(
             Some(w) => Some(match ctx.take_input_factor(0) {
                 None => product_summed_to(op, &grad, w, &shape, ctx.slot(0))?,
                 Some(factor) => {
-                    let product = slice::from_ref(&factor.product);
-                    Gemm { extras: &[factor.tensor.get(op)?], ..Gemm::plain(op, &grad, w, product, &dtype) }
-                        .compute_one()?
+                    let (product, extras) = (slice::from_ref(&factor.product), [factor.tensor.get(op)?]);
+                    Gemm { extras: &extras, ..Gemm::plain(op, &grad, w, product, &dtype) }.compute_one()?
                 }
             }),
             None => None,

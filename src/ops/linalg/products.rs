@@ -8,12 +8,12 @@ use std::sync::LazyLock;
 use crate::backend::problem::gemm::{EPILOGUES, Gemm};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
-use crate::ops::record_gradients;
 
 /// The epilogues `alpha * (a b)` and `alpha * (a b) + beta * input`.
-static ALPHA_EPILOGUE: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) * Expr::scalar(0));
-static ALPHA_BETA_EPILOGUE: LazyLock<Expr> =
-    LazyLock::new(|| Expr::input(1) * Expr::scalar(1) + Expr::input(0) * Expr::scalar(0));
+static SCALED_EPILOGUES: LazyLock<[Expr; 2]> = LazyLock::new(|| {
+    let product = Expr::input(0) * Expr::scalar(0);
+    [product.clone(), Expr::input(1) * Expr::scalar(1) + product]
+});
 
 /// Computes `alpha * (a b)`, plus `beta * input` if given, in one launch, and records it.
 ///
@@ -62,9 +62,9 @@ pub(crate) fn scaled_product_into(
     }
     let read = input.filter(|(_, beta)| beta.to_f64() != 0.0).map(|(t, _)| t);
     let (epilogue, scalars) = match read {
-        Some(_) => (&*ALPHA_BETA_EPILOGUE, &scalars[..]),
+        Some(_) => (&SCALED_EPILOGUES[1], &scalars[..]),
         None if alpha.to_f64() == 1.0 => (&EPILOGUES.product, &[][..]),
-        None => (&*ALPHA_EPILOGUE, &scalars[..1]),
+        None => (&SCALED_EPILOGUES[0], &scalars[..1]),
     };
     let epilogue = std::slice::from_ref(epilogue);
     let gemm = Gemm { out, extras: read.as_slice(), scalars, ..Gemm::plain(op, a, b, epilogue, &dtype) };
@@ -103,77 +103,40 @@ fn check_batches(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
 }
 
 operations! {
-    mm(input: x, mat2: x): LinearAlgebra, Numbers -> Same, differentiable;
-    bmm(input: x, mat2: x): LinearAlgebra, Numbers -> Same, differentiable;
-    mv(input: x, vec: x): LinearAlgebra, Numbers -> Same, differentiable;
-    dot(input: x, tensor: x): LinearAlgebra, Numbers -> Same, differentiable;
-    vdot(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;
-    outer(input: x, vec2: x): LinearAlgebra, Numbers -> Same, differentiable;
-    addmm(input: x, mat1: x, mat2: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
-    addmv(input: x, mat: x, vec: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
-    addr(input: x, vec1: x, vec2: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
-    baddbmm(input: x, batch1: x, batch2: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
-    addbmm(input: x, batch1: x, batch2: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
-    multi_dot(tensors: xs) linalg: LinearAlgebra, Numbers -> Same, differentiable;
-    matrix_power(input: x, n: size) linalg: LinearAlgebra, Numbers -> Same, differentiable;
-    trace(input: x): LinearAlgebra, Numbers -> Sum, differentiable;
-    kron(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;
-    cross(input: x, other: x, dim: int = -1) linalg: LinearAlgebra, Numbers -> Same, differentiable;
-}
-
-impl Tensor {
     /// Returns the product of two matrices, without broadcasting (PyTorch's `mm`). See [`Tensor::matmul`]. Differentiable. Fails as
     /// [`Tensor::matmul`] does, and with [`Error::ShapeMismatch`] unless both are matrices.
-    #[track_caller]
-    pub fn mm(&self, other: &Tensor) -> Result<Tensor> {
-        return_replacement!("mm", [self, other]);
-        check_ranks("mm", (self, 2), (other, 2), MATRICES)?;
-        self.matmul(other).with_op("mm")
-    }
-
+    mm(input: x, mat2: x): LinearAlgebra, Numbers -> Same, differentiable = |op, self, other| {
+        check_ranks(op, (self, 2), (other, 2), MATRICES)?;
+        self.matmul(other).with_op(op)
+    };
     /// Returns the products of two batches of matrices, without broadcasting (PyTorch's `bmm`). See [`Tensor::matmul`]. Differentiable.
     /// Fails as [`Tensor::matmul`] does, and with [`Error::ShapeMismatch`] for shapes other than `[b, m, k]` and `[b, k, n]`.
-    #[track_caller]
-    pub fn bmm(&self, other: &Tensor) -> Result<Tensor> {
-        return_replacement!("bmm", [self, other]);
-        check_batches("bmm", self, other)?;
-        self.matmul(other).with_op("bmm")
-    }
-
+    bmm(input: x, mat2: x): LinearAlgebra, Numbers -> Same, differentiable = |op, self, other| {
+        check_batches(op, self, other)?;
+        self.matmul(other).with_op(op)
+    };
     /// Returns the product of a matrix and a vector (PyTorch's `mv`). Differentiable. Fails as [`Tensor::matmul`] does, and with
     /// [`Error::ShapeMismatch`] for shapes other than `[m, k]` and `[k]`.
-    #[track_caller]
-    pub fn mv(&self, vector: &Tensor) -> Result<Tensor> {
-        return_replacement!("mv", [self, vector]);
-        check_ranks("mv", (self, 2), (vector, 1), MATRIX_AND_VECTOR)?;
-        self.matmul(vector).with_op("mv")
-    }
-
+    mv(input: x, vec: x): LinearAlgebra, Numbers -> Same, differentiable = |op, self, vector| {
+        check_ranks(op, (self, 2), (vector, 1), MATRIX_AND_VECTOR)?;
+        self.matmul(vector).with_op(op)
+    };
     /// Returns the dot product of two vectors (PyTorch's `dot`). Differentiable. Fails as [`Tensor::matmul`] does, and with
     /// [`Error::ShapeMismatch`] unless both are vectors of one size.
-    #[track_caller]
-    pub fn dot(&self, other: &Tensor) -> Result<Tensor> {
-        return_replacement!("dot", [self, other]);
-        check_ranks("dot", (self, 1), (other, 1), VECTORS)?;
-        self.matmul(other).with_op("dot")
-    }
-
+    dot(input: x, tensor: x): LinearAlgebra, Numbers -> Same, differentiable = |op, self, other| {
+        check_ranks(op, (self, 1), (other, 1), VECTORS)?;
+        self.matmul(other).with_op(op)
+    };
     /// Returns the same result as [`Tensor::dot`], because all dtypes are real (PyTorch's `vdot`). Differentiable.
-    #[track_caller]
-    pub fn vdot(&self, other: &Tensor) -> Result<Tensor> {
-        return_replacement!("vdot", [self, other]);
-        self.dot(other).with_op("vdot")
-    }
-
+    vdot(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable = |op, self, other| {
+        self.dot(other).with_op(op)
+    };
     /// Returns the outer product of two vectors: `[n]` and `[m]` give `[n, m]` (PyTorch's `outer`). Differentiable. Fails with
     /// [`Error::ShapeMismatch`] unless both are vectors.
-    #[track_caller]
-    pub fn outer(&self, other: &Tensor) -> Result<Tensor> {
-        return_replacement!("outer", [self, other]);
-        check_ranks("outer", (self, 1), (other, 1), VECTORS)?;
-        self.unsqueeze(1)?.mul(other).with_op("outer")
-    }
-
+    outer(input: x, vec2: x): LinearAlgebra, Numbers -> Same, differentiable = |op, self, other| {
+        check_ranks(op, (self, 1), (other, 1), VECTORS)?;
+        self.unsqueeze(1)?.mul(other).with_op(op)
+    };
     /// Computes `beta * self + alpha * (a b)` of matrices a and b (PyTorch's `addmm`). This tensor is broadcast to the
     /// product's shape, and is not read if beta is 0. One launch. Differentiable.
     ///
@@ -188,56 +151,110 @@ impl Tensor {
     /// # Errors
     /// Returns the errors of [`Tensor::mm`], [`Error::ShapeMismatch`] if this tensor does not broadcast to the product's shape, and
     /// [`Error::Invalid`] if the tensors are integers and `alpha` or `beta` is fractional or out of the dtype's range.
-    #[track_caller]
-    pub fn addmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
-        let (op, beta, alpha): (_, Scalar, Scalar) = ("addmm", beta.into(), alpha.into());
-        return_replacement!(op, [self, a, b], beta, alpha);
+    addmm(input: x, mat1: x, mat2: x, beta: scalar = 1, alpha: scalar = 1):
+        LinearAlgebra, Numbers -> Same, differentiable = |op, self, a, b, beta, alpha| {
         check_ranks(op, (a, 2), (b, 2), MATRICES)?;
         scaled_product(op, Some((self, beta)), a, b, alpha)
-    }
-
+    };
     /// Computes `beta * self + alpha * (a x)` of a matrix a and a vector x (PyTorch's `addmv`); see [`Tensor::addmm`].
-    #[track_caller]
-    pub fn addmv(&self, a: &Tensor, x: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
-        let (op, beta, alpha): (_, Scalar, Scalar) = ("addmv", beta.into(), alpha.into());
-        return_replacement!(op, [self, a, x], beta, alpha);
+    addmv(input: x, mat: x, vec: x, beta: scalar = 1, alpha: scalar = 1):
+        LinearAlgebra, Numbers -> Same, differentiable = |op, self, a, x, beta, alpha| {
         check_ranks(op, (a, 2), (x, 1), MATRIX_AND_VECTOR)?;
         let input = self.unsqueeze(-1)?;
         scaled_product(op, Some((&input, beta)), a, &x.unsqueeze(-1)?, alpha)?.squeeze(-1)
-    }
-
+    };
     /// Computes `beta * self + alpha * (x ⊗ y)` where `x ⊗ y` is the outer product of two vectors (PyTorch's `addr`); see
     /// [`Tensor::addmm`].
-    #[track_caller]
-    pub fn addr(&self, x: &Tensor, y: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
-        let (op, beta, alpha): (_, Scalar, Scalar) = ("addr", beta.into(), alpha.into());
-        return_replacement!(op, [self, x, y], beta, alpha);
+    addr(input: x, vec1: x, vec2: x, beta: scalar = 1, alpha: scalar = 1):
+        LinearAlgebra, Numbers -> Same, differentiable = |op, self, x, y, beta, alpha| {
         check_ranks(op, (x, 1), (y, 1), VECTORS)?;
         scaled_product(op, Some((self, beta)), &x.unsqueeze(1)?, &y.unsqueeze(0)?, alpha)
-    }
-
+    };
     /// Computes `beta * self + alpha * (a b)` of batches of matrices (PyTorch's `baddbmm`); see [`Tensor::addmm`].
-    #[track_caller]
-    pub fn baddbmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
-        let (op, beta, alpha): (_, Scalar, Scalar) = ("baddbmm", beta.into(), alpha.into());
-        return_replacement!(op, [self, a, b], beta, alpha);
+    baddbmm(input: x, batch1: x, batch2: x, beta: scalar = 1, alpha: scalar = 1):
+        LinearAlgebra, Numbers -> Same, differentiable = |op, self, a, b, beta, alpha| {
         check_batches(op, a, b)?;
         scaled_product(op, Some((self, beta)), a, b, alpha)
-    }
-
+    };
     /// Computes `beta * self + alpha * sum(a b)`, where the products of two batches of matrices are summed over the batch (PyTorch's
     /// `addbmm`); see [`Tensor::addmm`]. The matrix product itself computes the sum.
-    #[track_caller]
-    pub fn addbmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
-        let (op, beta, alpha): (_, Scalar, Scalar) = ("addbmm", beta.into(), alpha.into());
-        return_replacement!(op, [self, a, b], beta, alpha);
+    addbmm(input: x, batch1: x, batch2: x, beta: scalar = 1, alpha: scalar = 1):
+        LinearAlgebra, Numbers -> Same, differentiable = |op, self, a, b, beta, alpha| {
         check_batches(op, a, b)?;
         let ([_, m, k], [batch, _, n]) = (dims(a), dims(b));
         let rows = a.transpose(0, 1)?.reshape([m, batch * k])?;
         mismatch!(op if k != b.shape().dims()[1], a, b, BATCHES);
         scaled_product(op, Some((self, beta)), &rows, &b.reshape([batch * k, n])?, alpha)
-    }
+    };
+    multi_dot(tensors: xs) linalg: LinearAlgebra, Numbers -> Same, differentiable;
+    /// Raises a square matrix, or each matrix of a batch, to the power n by repeated squaring (PyTorch's `matrix_power`). The power 0 is
+    /// the identity. Differentiable. Fails as [`Tensor::matmul`] does, and with [`Error::Invalid`] unless the matrices are square.
+    matrix_power(input: x, n: size) linalg: LinearAlgebra, Numbers -> Same, differentiable = |op, self, n| {
+        let rows = match *self.shape().dims() {
+            [.., rows, columns] if rows == columns => rows,
+            _ => fail!(op, "the matrices must be square, and the shape is {}", self.shape()),
+        };
+        if n == 0 {
+            return Tensor::eye(rows, (self.dtype, self.device()))?.expand(self.shape());
+        }
+        let (mut power, mut square): (Option<Tensor>, _) = (None, self.shallow_clone());
+        for bit in 0..=n.ilog2() {
+            if bit > 0 {
+                square = square.matmul(&square).with_op(op)?;
+            }
+            if n >> bit & 1 == 1 {
+                power = Some(power.map_or(Ok(square.shallow_clone()), |p| square.matmul(&p).with_op(op))?);
+            }
+        }
+        Ok(power.unwrap_or(square))
+    };
+    /// Returns the sum of a matrix's diagonal, as i64 for integers (PyTorch's `trace`). Differentiable. Fails with [`Error::Invalid`]
+    /// unless this tensor is a matrix.
+    trace(input: x): LinearAlgebra, Numbers -> Sum, differentiable = |op, self| {
+        invalid!(op if self.rank() != 2, "the input must be a matrix, and has shape {}", self.shape());
+        self.diagonal(0, 0, 1)?.sum((), false)
+    };
+    /// Returns the Kronecker product: each element is replaced by the block `element * other` (PyTorch's `kron`). Dims of size 1 are
+    /// prepended to the tensor with fewer dims. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::from_slice(&[1f32, 2.0], 2, Device::Cpu)?;
+    /// let b = Tensor::from_slice(&[1f32, 10.0, 100.0], 3, Device::Cpu)?;
+    /// assert_eq!(a.kron(&b)?.to_vec::<f32>()?, [1.0, 10.0, 100.0, 2.0, 20.0, 200.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    kron(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable = |op, self, other| {
+        let rank = self.rank().max(other.rank());
+        let sizes = |t: &Tensor| -> Dims {
+            std::iter::repeat_n(1, rank - t.rank()).chain(t.shape().dims().iter().copied()).collect()
+        };
+        let (a, b) = (sizes(self), sizes(other));
+        let interleaved = |first: bool, sizes: &Dims| -> Shape {
+            sizes.iter().flat_map(|&d| if first { [d, 1] } else { [1, d] }).collect()
+        };
+        let product = self.reshape(interleaved(true, &a))?.mul(&other.reshape(interleaved(false, &b))?).with_op(op)?;
+        product.reshape(a.iter().zip(&b).map(|(x, y)| x * y).collect::<Shape>())
+    };
+    /// Returns the cross product of vectors with three elements along `dim` (PyTorch's `linalg.cross`). All other dims are broadcast.
+    /// Differentiable. Fails with [`Error::ShapeMismatch`] if `dim` does not have size 3 in both tensors, or if other dims do not
+    /// broadcast.
+    cross(input: x, other: x, dim: int = -1) linalg:
+        LinearAlgebra, Numbers -> Same, differentiable = |op, self, other, dim| {
+        mismatch!(op if self.rank() != other.rank(), self, other, "both must have the same number of dims");
+        let d = self.shape().dim(op, dim)?;
+        let is_vector = |t: &Tensor| t.shape().dims()[d] == 3;
+        mismatch!(op if !is_vector(self) || !is_vector(other), self, other, "the dim of the product is of size 3");
+        let of = |t: &Tensor, i: isize| t.select(dim, i % 3);
+        let row = |i: isize| -> Result<Tensor> {
+            let parts = [of(self, i + 1)?, of(other, i + 2)?, of(self, i + 2)?, of(other, i + 1)?];
+            Tensor::map(&parts.each_ref(), |e| &e[0] * &e[1] - &e[2] * &e[3]).with_op(op)
+        };
+        Tensor::stack(&[row(0)?, row(1)?, row(2)?], d as isize)
+    };
+}
 
+impl Tensor {
     /// Multiplies several matrices in the order that takes the fewest multiplications (PyTorch's `linalg.multi_dot`). The first tensor
     /// may be a vector, which is treated as a row, and the last a vector, which is treated as a column. Differentiable.
     ///
@@ -273,91 +290,6 @@ impl Tensor {
         }
         let order = cheapest_order(&sizes);
         multiply_chain(&tensors, &order, 0, tensors.len() - 1).with_op(op)
-    }
-
-    /// Raises a square matrix, or each matrix of a batch, to the power n by repeated squaring (PyTorch's `matrix_power`). The power 0 is
-    /// the identity. Differentiable. Fails as [`Tensor::matmul`] does, and with [`Error::Invalid`] unless the matrices are square.
-    #[track_caller]
-    pub fn matrix_power(&self, n: usize) -> Result<Tensor> {
-        return_replacement!(op = "matrix_power", [self], n);
-        let rows = match *self.shape().dims() {
-            [.., rows, columns] if rows == columns => rows,
-            _ => {
-                return Err(Error::invalid(
-                    op,
-                    format!("the matrices must be square, and the shape is {}", self.shape()),
-                ));
-            }
-        };
-        let (mut power, mut square, mut n) = (None, self.shallow_clone(), n);
-        while n > 0 {
-            if n % 2 == 1 {
-                power = Some(match power {
-                    None => square.shallow_clone(),
-                    Some(power) => square.matmul(&power).with_op(op)?,
-                });
-            }
-            n /= 2;
-            if n > 0 {
-                square = square.matmul(&square).with_op(op)?;
-            }
-        }
-        match power {
-            Some(power) => Ok(power),
-            None => Tensor::eye(rows, (self.dtype, self.device()))?.expand(self.shape()),
-        }
-    }
-
-    /// Returns the sum of a matrix's diagonal, as i64 for integers (PyTorch's `trace`). Differentiable. Fails with [`Error::Invalid`]
-    /// unless this tensor is a matrix.
-    #[track_caller]
-    pub fn trace(&self) -> Result<Tensor> {
-        return_replacement!("trace", [self]);
-        invalid!("trace" if self.rank() != 2, "the input must be a matrix, and has shape {}", self.shape());
-        self.diagonal(0, 0, 1)?.sum((), false)
-    }
-
-    /// Returns the Kronecker product: each element is replaced by the block `element * other` (PyTorch's `kron`). Dims of size 1 are
-    /// prepended to the tensor with fewer dims. Differentiable.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let a = Tensor::from_slice(&[1f32, 2.0], 2, Device::Cpu)?;
-    /// let b = Tensor::from_slice(&[1f32, 10.0, 100.0], 3, Device::Cpu)?;
-    /// assert_eq!(a.kron(&b)?.to_vec::<f32>()?, [1.0, 10.0, 100.0, 2.0, 20.0, 200.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn kron(&self, other: &Tensor) -> Result<Tensor> {
-        return_replacement!(op = "kron", [self, other]);
-        let rank = self.rank().max(other.rank());
-        let sizes = |t: &Tensor| -> Dims {
-            std::iter::repeat_n(1, rank - t.rank()).chain(t.shape().dims().iter().copied()).collect()
-        };
-        let (a, b) = (sizes(self), sizes(other));
-        let interleaved = |first: bool, sizes: &Dims| -> Shape {
-            sizes.iter().flat_map(|&d| if first { [d, 1] } else { [1, d] }).collect()
-        };
-        let product = self.reshape(interleaved(true, &a))?.mul(&other.reshape(interleaved(false, &b))?).with_op(op)?;
-        product.reshape(a.iter().zip(&b).map(|(x, y)| x * y).collect::<Shape>())
-    }
-
-    /// Returns the cross product of vectors with three elements along `dim` (PyTorch's `linalg.cross`). All other dims are broadcast.
-    /// Differentiable. Fails with [`Error::ShapeMismatch`] if `dim` does not have size 3 in both tensors, or if other dims do not
-    /// broadcast.
-    #[track_caller]
-    pub fn cross(&self, other: &Tensor, dim: isize) -> Result<Tensor> {
-        return_replacement!(op = "cross", [self, other], dim);
-        mismatch!(op if self.rank() != other.rank(), self, other, "both must have the same number of dims");
-        let d = self.shape().dim(op, dim)?;
-        let is_vector = |t: &Tensor| t.shape().dims()[d] == 3;
-        mismatch!(op if !is_vector(self) || !is_vector(other), self, other, "the dim of the product is of size 3");
-        let of = |t: &Tensor, i: isize| t.select(dim, i % 3);
-        let row = |i: isize| -> Result<Tensor> {
-            let parts = [of(self, i + 1)?, of(other, i + 2)?, of(self, i + 2)?, of(other, i + 1)?];
-            Tensor::map(&parts.each_ref(), |e| &e[0] * &e[1] - &e[2] * &e[3]).with_op(op)
-        };
-        Tensor::stack(&[row(0)?, row(1)?, row(2)?], d as isize)
     }
 }
 

@@ -1,11 +1,8 @@
 //! Launches of one formula for many tensors: [`map_each`] and [`foreach_into`].
 
-use smallvec::SmallVec;
-
 use crate::error::for_each_part;
 use crate::expr::table::ROWS;
 use crate::ops::dispatch::prelude::*;
-use crate::{Error, Expr, Result, Scalar, Shape, Tensor};
 
 /// The maximum number of operands of one launch. Every device accepts this number, and one launch takes no more time than separate
 /// launches.
@@ -50,12 +47,8 @@ pub fn map_each(
     let _caller = Caller::enter();
     let Some(first) = sets.first() else { return Ok(()) };
     let (inputs, outputs) = (first.inputs.len(), first.outputs.len());
-    if outputs == 0 || sets.iter().any(|s| (s.inputs.len(), s.outputs.len()) != (inputs, outputs)) {
-        return Err(Error::invalid(
-            op,
-            "all sets must have the same numbers of inputs and of outputs, and at least one output",
-        ));
-    }
+    invalid!(op if outputs == 0 || sets.iter().any(|s| (s.inputs.len(), s.outputs.len()) != (inputs, outputs)),
+        "all sets must have the same numbers of inputs and of outputs, and at least one output");
     let max_sets = (MAX_LAUNCH_OPERANDS.saturating_sub(common.len()) / (inputs + outputs)).max(1);
     for_each_part(op, group_into_launches(sets, max_sets), |launch| {
         let (mut read, mut written) = <[SmallVec<[&Tensor; MAX_LAUNCH_OPERANDS]>; 2]>::default().into();
@@ -123,15 +116,12 @@ pub fn foreach_into(name: &str, lists: &[&[&Tensor]], scalars: &[Scalar], out: &
     let _caller = Caller::enter();
     let op = "foreach_into";
     let Some(row) = ROWS.iter().find(|row| row.name == name) else {
-        return Err(Error::invalid(op, format!("{name:?} is not an elementwise operation")));
+        fail!(op, "{name:?} is not an elementwise operation");
     };
     let fits = |list: &&[&Tensor]| list.len() == out.len() || list.len() == 1;
-    if (lists.len(), scalars.len()) != (row.arity, row.samples.len()) || !lists.iter().all(fits) {
-        let (arity, numbers) = (row.arity, row.samples.len());
-        let reason =
-            format!("{name} takes {arity} lists, each with one tensor or one for each output, and {numbers} scalars");
-        return Err(Error::invalid(op, reason));
-    }
+    let (arity, numbers) = (row.arity, row.samples.len());
+    invalid!(op if (lists.len(), scalars.len()) != (arity, numbers) || !lists.iter().all(fits),
+        "{name} takes {arity} lists, each with one tensor or one for each output, and {numbers} scalars");
     let set = |(i, written)| TensorSet {
         inputs: lists.iter().map(|list| list[if list.len() == 1 { 0 } else { i }]).collect(),
         outputs: SmallVec::from_slice(&[written]),

@@ -1,10 +1,7 @@
 //! One step of an LSTM cell and its gradients, for callers such as PyTorch's autograd that store the data for the backward pass
 //! themselves. The layers of `nn` do not use these functions.
 
-use smallvec::SmallVec;
-
 use crate::ops::dispatch::prelude::*;
-use crate::{Expr, Result, Tensor, no_grad};
 
 /// Checks that `gates` is `[N, 4 H]` and that the other tensors are `[N, H]`.
 fn check(op: &'static str, gates: &Tensor, others: &[&Tensor]) -> Result<()> {
@@ -18,7 +15,7 @@ fn check(op: &'static str, gates: &Tensor, others: &[&Tensor]) -> Result<()> {
     Ok(())
 }
 
-impl Tensor {
+operations! {
     /// Computes one step of an LSTM cell (PyTorch's `_thnn_fused_lstm_cell`). Returns the hidden state, the cell state, and the gates
     /// `[N, 4 H]` in the order input, forget, new, output.
     ///
@@ -34,16 +31,8 @@ impl Tensor {
     /// assert_eq!((next.item::<f32>()?, h.item::<f32>()?), (0.5, 0.5 * 0.5f32.tanh()));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    #[track_caller]
-    pub fn fused_lstm_cell(
-        &self,
-        hidden_gates: &Tensor,
-        cx: &Tensor,
-        input_bias: Option<&Tensor>,
-        hidden_bias: Option<&Tensor>,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
-        let op = "fused_lstm_cell";
-        return_replacement!(op, [Some(self), Some(hidden_gates), Some(cx), input_bias, hidden_bias]);
+    fused_lstm_cell(input_gates: x, hidden_gates: x, cx: x, input_bias: x?, hidden_bias: x?) "_thnn_fused_lstm_cell":
+        NeuralNetwork, Floats -> Same = |op, self, hidden_gates, cx, input_bias, hidden_bias| -> (Tensor, Tensor, Tensor) {
         check(op, self, &[cx])?;
         check(op, hidden_gates, &[cx])?;
         let parts: SmallVec<[&Tensor; 4]> =
@@ -62,23 +51,14 @@ impl Tensor {
             .with_op(op)?;
             Ok((made[0].shallow_clone(), made[1].shallow_clone(), Tensor::cat(&made[2..], 1)?))
         })
-    }
-
+    };
     /// Computes the gradients of the gates before activation, `[N, 4 H]`, and of the cell state before the step, which is this tensor, in
     /// [`Tensor::fused_lstm_cell`] (PyTorch's `_thnn_fused_lstm_cell_backward_impl`).
     ///
     /// `cy` and `gates` are results of the step. The gradients of the hidden and cell states after the step count as zero if they are
     /// left out. Not recorded for autograd. Two launches.
-    #[track_caller]
-    pub fn fused_lstm_cell_backward(
-        &self,
-        cy: &Tensor,
-        gates: &Tensor,
-        grad_hy: Option<&Tensor>,
-        grad_cy: Option<&Tensor>,
-    ) -> Result<(Tensor, Tensor)> {
-        let op = "fused_lstm_cell_backward";
-        return_replacement!(op, [Some(self), Some(cy), Some(gates), grad_hy, grad_cy]);
+    fused_lstm_cell_backward(cx: x, cy: x, gates: x, grad_hy: x?, grad_cy: x?) "_thnn_fused_lstm_cell_backward_impl":
+        NeuralNetwork, Floats -> Same = |op, self, cy, gates, grad_hy, grad_cy| -> (Tensor, Tensor) {
         let given: SmallVec<[&Tensor; 2]> = grad_hy.into_iter().chain(grad_cy).collect();
         check(op, gates, &[self, cy])?;
         check(op, gates, &given)?;
@@ -99,12 +79,5 @@ impl Tensor {
             .with_op(op)?;
             Ok((Tensor::cat(&made[..4], 1)?, made[4].shallow_clone()))
         })
-    }
-}
-
-operations! {
-    fused_lstm_cell(input_gates: x, hidden_gates: x, cx: x, input_bias: x?, hidden_bias: x?) "_thnn_fused_lstm_cell":
-        NeuralNetwork, Floats -> Same;
-    fused_lstm_cell_backward(cx: x, cy: x, gates: x, grad_hy: x?, grad_cy: x?) "_thnn_fused_lstm_cell_backward_impl":
-        NeuralNetwork, Floats -> Same;
+    };
 }

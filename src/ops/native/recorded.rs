@@ -50,10 +50,8 @@ impl Recorded {
     /// Computes the gradients of the tensors passed to [`new`](Recorded::new) from the gradients of the first results. Can be called any
     /// number of times.
     ///
-    /// An entry is `None` if the gradient was not wanted or no gradient flows to the tensor. No gradient shares storage with another tensor.
-    ///
-    /// # Errors
-    /// Returns the errors of [`grad`](crate::autograd::grad), and [`Error::Invalid`](crate::Error::Invalid) for more gradients than
+    /// An entry is `None` if the gradient was not wanted or no gradient flows to the tensor. No gradient shares storage with another
+    /// tensor. Fails as [`grad`](crate::autograd::grad) does, and with [`Error::Invalid`](crate::Error::Invalid) for more gradients than
     /// results.
     pub fn gradients(&self, grad_outputs: &[Option<&Tensor>]) -> Result<Vec<Option<Tensor>>> {
         self.backward_pass("Recorded::gradients", grad_outputs, true)

@@ -13,21 +13,13 @@ mod fused;
 #[cfg(test)]
 mod tests;
 
-use smallvec::SmallVec;
-
 use crate::autograd::rng_replay::replay_draws;
-use crate::autograd::{Gradients, Saved};
-use crate::ops::dispatch::args::Args;
-use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
 use crate::ops::linalg::products::{scaled_product, scaled_product_into};
 use crate::ops::nn::attention::blocks::BlockedAttention;
 use crate::ops::nn::attention::fused::Fused;
 use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
-use crate::ops::record_gradients;
-use crate::tensor::{Dims, Layout};
-use crate::{DType, Result, Scalar, Shape, Tensor, autograd, no_grad};
 
 /// Options of [`Tensor::scaled_dot_product_attention`]. By default every query attends to every key.
 ///
@@ -99,13 +91,10 @@ impl Tensor {
     /// - dropout is captured in a [`Graph`](crate::Graph),
     /// - f16 or bf16 with more than 16 queries on a device with tensor cores.
     ///
-    /// If there are many scores, other devices compute them in blocks of queries, and compute them again in the backward pass, which
-    /// saves the same memory. On the CPU, this starts above 4 MiB of scores if `is_causal` is set or no gradient is needed, otherwise
-    /// above 1/32 of the device's memory. Blocks are not used with dropout, for the gradient of a mask, or if L is at most E.
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and for a mask of integers; [`Error::Invalid`] for a `dropout_p` outside
-    /// `0.0..1.0`.
+    /// If there are many scores, other devices compute them in blocks of queries, and compute them again in the backward pass, which saves
+    /// the same memory. On the CPU, this starts above 4 MiB of scores if `is_causal` is set or no gradient is needed, otherwise above 1/32
+    /// of the device's memory. Blocks are not used with dropout, for the gradient of a mask, or if L is at most E. Fails with
+    /// [`Error::UnsupportedDType`] for integers and for a mask of integers; [`Error::Invalid`] for a `dropout_p` outside `0.0..1.0`.
     #[track_caller]
     pub fn scaled_dot_product_attention(&self, key: &Tensor, value: &Tensor, options: Attention<'_>) -> Result<Tensor> {
         let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
@@ -134,8 +123,9 @@ impl Tensor {
 
     /// Computes self-attention of all heads from one projection that holds queries, keys and values: `[.., L, 3 E]` gives `[.., L, E]`.
     ///
-    /// Each of the three parts has `heads` heads of width E / heads. The result is PyTorch's `scaled_dot_product_attention` of the
-    /// three parts, as in `nn.MultiheadAttention` between its projections. Nothing is copied, forward or backward.
+    /// Each of the three parts has `heads` heads of width E / heads. The result is PyTorch's `scaled_dot_product_attention` of the three
+    /// parts, as in `nn.MultiheadAttention` between its projections. Nothing is copied, forward or backward. Fails as
+    /// [`Tensor::scaled_dot_product_attention`] does, and with [`Error::Invalid`] for a width that is not 3 times a multiple of `heads`.
     ///
     /// ```
     /// use claystone::{Device, Tensor, ops::Attention};
@@ -144,10 +134,6 @@ impl Tensor {
     /// assert_eq!(y.shape().dims(), [2, 5, 8]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Returns the errors of [`Tensor::scaled_dot_product_attention`], and [`Error::Invalid`] for a width that is not 3 times a multiple
-    /// of `heads`.
     #[track_caller]
     pub fn packed_attention(&self, heads: usize, options: Attention<'_>) -> Result<Tensor> {
         let tensors: SmallVec<[&Tensor; 2]> = std::iter::once(self).chain(options.attn_mask).collect();
@@ -231,10 +217,7 @@ impl PackedProjection {
             [rows @ .., all] if divides(all) && !rows.is_empty() => {
                 Ok(PackedProjection { rows: Shape::from(rows), heads, width: all / (3 * heads) })
             }
-            _ => {
-                let reason = format!("shape {shape} is not [.., L, 3 E] with E a multiple of the {heads} heads");
-                Err(Error::invalid(op, reason))
-            }
+            _ => fail!(op, "shape {shape} is not [.., L, 3 E] with E a multiple of the {heads} heads"),
         }
     }
 

@@ -21,12 +21,11 @@
 mod columns;
 pub(crate) mod options;
 
-use crate::autograd::Gradients;
 use crate::backend::problem::conv::{Conv2d, Convolution};
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::conv::columns::{Im2colConvolution, multiply_columns};
-use crate::ops::nn::window::{as_images, last_sizes, restore_rank, sizes_5d, weight_as_2d};
+use crate::ops::nn::window::{as_images, last_sizes, restore_rank, weight_as_2d};
 use crate::ops::reduce;
 
 pub use crate::ops::nn::conv::options::{ConvOptions, ConvTransposeOptions};
@@ -38,7 +37,12 @@ macro_rules! convolutions {
             $(#[doc = $doc])+
             #[track_caller]
             pub fn $name(&self, weight: &Tensor, bias: Option<&Tensor>, options: $options) -> Result<Tensor> {
-                $convolve(stringify!($name), self, weight, bias, options)
+                let _caller = Caller::enter();
+                let (op, inputs): (_, Dims<&Tensor>) =
+                    (stringify!($name), [self, weight].into_iter().chain(bias).collect());
+                cast_first!(autocast_inputs(op, &inputs)?, |x| x[0].$name(&x[1], x.get(2), options));
+                return_replacement!(op, inputs; || options.arguments());
+                $convolve(op, &inputs, options)
             }
         )* }
     };
@@ -57,8 +61,9 @@ convolutions! {
     ///
     /// The result is contiguous, except that on tensor cores it is [`MemoryFormat::ChannelsLast`](crate::MemoryFormat::ChannelsLast) if x
     /// or the weight is channels-last, as in PyTorch. If both are channels-last, and their channels are a multiple of 16 bytes, there is
-    /// one launch without copies. On tensor cores, if x has fewer than eight channels, an infinity or NaN in the gradient of the result
-    /// may spread to the gradients of a few pixels around its window.
+    /// one launch without copies. On tensor cores, if x has fewer than eight channels, an infinity or NaN in the gradient of the result may
+    /// spread to the gradients of a few pixels around its window. Fails with [`Error::ShapeMismatch`] for channels that do not match;
+    /// [`Error::Invalid`] for windows larger than the image, a stride of 0 and similar options.
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Padding, Tensor};
@@ -69,10 +74,6 @@ convolutions! {
     /// assert_eq!(x.conv2d(&w, None, same)?.shape().dims(), [1, 3, 3]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`] for channels that do not match; [`Error::Invalid`] for windows larger than the image, a stride of 0
-    /// and similar options.
     conv2d(ConvOptions<2>): convolution;
     /// Convolves x `[N, C, D, H, W]` or `[C, D, H, W]` with `weight` `[O, C / groups, KD, KH, KW]` and adds `bias` `[O]` (PyTorch's
     /// `conv3d`). The result is `[N, O, slices, rows, columns]` of windows, contiguous. Floats. Takes two more launches than
@@ -126,18 +127,11 @@ convolutions! {
 }
 
 /// Checks dtypes and the shapes of weight and bias. Returns the number of channels of the result.
-fn check<const D: usize>(
-    op: &'static str,
-    x: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    groups: usize,
-    transposed: bool,
-) -> Result<usize> {
+fn check<const D: usize>(op: &'static str, inputs: &[&Tensor], groups: usize, transposed: bool) -> Result<usize> {
+    let (x, weight) = (inputs[0], inputs[1]);
     x.dtype.check_float(op)?;
-    let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
-    same_dtype(op, &inputs)?;
-    crate::ops::same_device(op, &inputs)?;
+    same_dtype(op, inputs)?;
+    same_device(op, inputs)?;
     mismatch!(op if weight.rank() != D + 2 || ![D + 1, D + 2].contains(&x.rank()),
         x, weight, "the input is [C, dims..] or [N, C, dims..], and the weight has two dims before its kernel dims");
     let (channels, w) = (x.shape().dims()[x.rank() - D - 1], weight.shape().dims());
@@ -148,27 +142,16 @@ fn check<const D: usize>(
     mismatch!(op if transposed && whole != channels, x, weight, "the weight is [C, O / groups, ..]");
     mismatch!(op if !transposed && wanted != channels, x, weight, "the weight is [O, C / groups, ..]");
     let out = if transposed { w[1].saturating_mul(groups) } else { w[0] };
-    if let Some(b) = bias {
+    if let Some(b) = inputs.get(2) {
         mismatch!(op if b.shape().dims() != [out], x, b, "the bias has one number for each channel of the result");
     }
     Ok(out)
 }
 
-#[track_caller]
-fn convolution<const D: usize>(
-    op: &'static str,
-    original: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    options: ConvOptions<D>,
-) -> Result<Tensor> {
-    let _caller = Caller::enter();
-    let inputs: Dims<&Tensor> = [original, weight].into_iter().chain(bias).collect();
-    cast_first!(autocast_inputs(op, &inputs)?, |x| convolution(op, &x[0], &x[1], x.get(2), options));
+fn convolution<const D: usize>(op: &'static str, inputs: &[&Tensor], options: ConvOptions<D>) -> Result<Tensor> {
     let ConvOptions { stride, padding, dilation, groups } = options;
-    let arguments = || vec![(&stride).into(), padding.into(), (&dilation).into(), groups.into()];
-    return_replacement!(op, inputs; arguments);
-    check::<D>(op, original, weight, bias, groups, false)?;
+    let (original, weight, bias) = (inputs[0], inputs[1], inputs.get(2).copied());
+    check::<D>(op, inputs, groups, false)?;
     let (x, kernel) = (as_images(op, original, D)?, last_sizes(weight));
     let [before, behind] = padding.sides(op, kernel, stride, dilation)?;
     let windows = Windows::new(op, last_sizes(&x), kernel, [stride, before, behind, dilation])?;
@@ -178,7 +161,7 @@ fn convolution<const D: usize>(
         problem.convolve(&x, &weight, bias)?
     } else {
         // The slices of a window become channels of an image, and the windows along the depth become more images.
-        let ([n, c, depth, h, w], [oh, ow]) = (sizes_5d(&x), problem.windows.grid);
+        let ([n, c, depth, h, w], [oh, ow]) = (last_sizes(&x), problem.windows.grid);
         let slices = windows.depth_pass(h * w).im2col(op, &x.reshape([n, c, depth, h * w])?, true)?;
         let images = slices.reshape([c * kernel[0], n * windows.grid[0], h, w])?.transpose(0, 1)?;
         let out = problem.convolve(&images, &weight, bias)?;
@@ -187,22 +170,14 @@ fn convolution<const D: usize>(
     restore_rank(&out, original, D)
 }
 
-#[track_caller]
 fn transposed_convolution<const D: usize>(
     op: &'static str,
-    original: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
+    inputs: &[&Tensor],
     options: ConvTransposeOptions<D>,
 ) -> Result<Tensor> {
-    let _caller = Caller::enter();
-    let inputs: Dims<&Tensor> = [original, weight].into_iter().chain(bias).collect();
-    cast_first!(autocast_inputs(op, &inputs)?, |x| transposed_convolution(op, &x[0], &x[1], x.get(2), options));
     let ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = options;
-    let arguments =
-        || vec![(&stride).into(), padding.into(), (&output_padding).into(), groups.into(), (&dilation).into()];
-    return_replacement!(op, inputs; arguments);
-    let channels = check::<D>(op, original, weight, bias, groups, true)?;
+    let (original, weight, bias) = (inputs[0], inputs[1], inputs.get(2).copied());
+    let channels = check::<D>(op, inputs, groups, true)?;
     let (x, kernel) = (as_images(op, original, D)?, last_sizes(weight));
     let (grid, mut image): ([usize; D], _) = (last_sizes(&x), [0; D]);
     let [before, behind] = padding.sides(op, kernel, stride, dilation)?;
@@ -214,10 +189,8 @@ fn transposed_convolution<const D: usize>(
         let reach = (rest.saturating_mul(stride[d]).saturating_add(dilation[d].saturating_mul(taps)))
             .saturating_add(added.saturating_add(1));
         let taken = before[d].saturating_add(behind[d]);
-        image[d] = reach
-            .checked_sub(taken)
-            .filter(|&size| size > 0)
-            .ok_or_else(|| Error::invalid(op, format!("a padding of {taken} in total removes all {reach} elements")))?;
+        invalid!(op if taken >= reach, "a padding of {taken} in total removes all {reach} elements");
+        image[d] = reach - taken;
     }
     invalid!(op if grid.contains(&0), "the images are empty, of shape {}", original.shape());
     // No window covers the elements that `output_padding` adds.
@@ -228,7 +201,7 @@ fn transposed_convolution<const D: usize>(
         problem.transposed(&x, &weight, bias)?
     } else {
         // Each slice to which an element is added is a channel of the 2-D images. Overlapping slices are added up.
-        let ([n, c, depth, h, w], [ih, iw]) = (sizes_5d(&x), problem.windows.image);
+        let ([n, c, depth, h, w], [ih, iw]) = (last_sizes(&x), problem.windows.image);
         let images = x.transpose(1, 2)?.reshape([n * depth, c, h, w])?;
         let slices = problem.transposed(&images, &weight, None)?;
         let slices = slices.reshape([n, depth, channels, kernel[0], 1, ih * iw])?.permute(&[0, 2, 3, 4, 1, 5])?;
@@ -237,6 +210,9 @@ fn transposed_convolution<const D: usize>(
     };
     restore_rank(&out, original, D)
 }
+
+/// The images, the weight and the bias of a convolution.
+type Operands<'a> = (&'a Tensor, &'a Tensor, Option<&'a Tensor>);
 
 /// The parameters of a convolution or transposed convolution, without its tensors.
 #[derive(Clone, Copy)]
@@ -255,21 +231,21 @@ impl ConvProblem {
         let single = [kernel, grid] == [[1, 1], image] && padding == [0; 2];
         let backend = backend::of_device(x.device());
         if let Some(direct) = self.backend_convolution(x, weight, single) {
-            self.compute_with(direct, x, weight, bias)
+            self.compute_with(direct, (x, weight, bias))
         } else if let Some(out) = backend.forward_convolution(&self.conv2d(x, weight, bias, false))? {
-            Ok(self.record(out, Box::new(Im2colConvolution(self)), x, weight, bias))
+            Ok(self.record(out, Box::new(Im2colConvolution(self)), (x, weight, bias)))
         } else if single {
             let columns = x.reshape([n, groups, c / groups, h * w])?;
             multiply_columns(op, &columns, weight, bias, false, None)?.reshape([n, weight.shape().dims()[0], h, w])
         } else {
-            self.compute_with(Box::new(Im2colConvolution(self)), x, weight, bias)
+            self.compute_with(Box::new(Im2colConvolution(self)), (x, weight, bias))
         }
     }
 
     /// Computes the transposed convolution of images `[N, C, H, W]` with a weight `[C, O / groups, KH, KW]`.
     fn transposed(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let direct = self.backend_convolution(x, weight, false).unwrap_or_else(|| Box::new(Im2colConvolution(self)));
-        self.compute_with(direct, x, weight, bias)
+        self.compute_with(direct, (x, weight, bias))
     }
 
     /// Computes the convolution by recorded matrix products and im2col or col2im. The gradients can be differentiated again, and all
@@ -302,33 +278,15 @@ impl ConvProblem {
     }
 
     /// Computes and records the convolution with `direct`, the backend's implementation, which also computes the gradients.
-    fn compute_with(
-        self,
-        direct: Box<dyn Convolution>,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-    ) -> Result<Tensor> {
+    fn compute_with(self, direct: Box<dyn Convolution>, operands: Operands) -> Result<Tensor> {
+        let (x, weight, bias) = operands;
         let out = match self.transposed {
             _ if autograd::is_gradients_only() => self.allocate_unread(x, weight)?,
-            true => self.transposed_images(&*direct, x, weight, bias)?,
             false => direct.forward(x, weight, bias)?,
+            true if direct.has_transposed(bias.is_some()) => direct.transposed(x, weight, bias)?,
+            true => Im2colConvolution(self).transposed(x, weight, bias)?,
         };
-        Ok(self.record(out, direct, x, weight, bias))
-    }
-
-    /// Computes the transposed convolution of `y`. Not recorded for autograd.
-    fn transposed_images(
-        self,
-        direct: &dyn Convolution,
-        y: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-    ) -> Result<Tensor> {
-        match direct.has_transposed(bias.is_some()) {
-            true => direct.transposed(y, weight, bias),
-            false => Im2colConvolution(self).transposed(&y.detach(), weight, bias.map(Tensor::detach).as_ref()),
-        }
+        Ok(self.record(out, direct, operands))
     }
 
     /// Allocates a result that is never read, because only gradients are wanted.
@@ -339,14 +297,7 @@ impl ConvProblem {
     }
 
     /// Records `out`, with gradients that `direct` computes.
-    fn record(
-        self,
-        out: Tensor,
-        direct: Box<dyn Convolution>,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-    ) -> Tensor {
+    fn record(self, out: Tensor, direct: Box<dyn Convolution>, (x, weight, bias): Operands) -> Tensor {
         let ConvProblem { op, transposed, .. } = self;
         let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
         if !autograd::is_tracked(&inputs) {
@@ -377,11 +328,8 @@ impl ConvProblem {
             if let Some(x) = x.filter(|_| ctx.needs_gradient(1)) {
                 let usable = |s: &Tensor| direct.accepts(s) && s.dtype == grad.dtype;
                 let slot = ctx.slot(1).filter(|s| usable(s) && ![x, &grad].iter().any(|t| t.shares_storage(s)));
-                gradients[1] = Some(if transposed {
-                    direct.weight_gradient(&grad, x, slot)?
-                } else {
-                    direct.weight_gradient(x, &grad, slot)?
-                });
+                let (images, outputs) = if transposed { (&grad, x) } else { (x, &grad) };
+                gradients[1] = Some(direct.weight_gradient(images, outputs, slot)?);
             }
             if bias_shape.is_some() {
                 let slot = if ctx.needs_gradient(2) { ctx.slot(2) } else { None };

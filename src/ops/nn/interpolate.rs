@@ -8,7 +8,7 @@ impl Interpolation {
     fn from_args(a: &Args) -> Result<Interpolation> {
         match a.text(1)? {
             mode if mode != "linear" && a.bool(2)? => {
-                Err(Error::invalid("interpolate", format!("align_corners needs the mode linear, not {mode}")))
+                fail!("interpolate", "align_corners needs the mode linear, not {mode}")
             }
             "nearest" => Ok(Interpolation::Nearest),
             "nearest-exact" => Ok(Interpolation::NearestExact),
@@ -96,38 +96,11 @@ impl Tensor {
         out.reshape(dims[..2].iter().chain(size).copied().collect::<Shape>())?.to_dtype(self.dtype)
     }
 
-    /// Rearranges `[.., C r², H, W]` to `[.., C, H r, W r]`: r² channels of one pixel become a block of r x r pixels (PyTorch's
-    /// `pixel_shuffle`). Differentiable. Fails with [`Error::Invalid`] for fewer than three dims, and if the channels are not
-    /// divisible by r².
-    #[track_caller]
-    pub fn pixel_shuffle(&self, r: usize) -> Result<Tensor> {
-        return_replacement!(op = "pixel_shuffle", [self], r);
-        let (rest, [c, h, w]) = self.split_image_dims(op)?;
-        let square = r.saturating_mul(r);
-        invalid!(op if square == 0 || !c.is_multiple_of(square), "{c} channels are not a multiple of {r} squared");
-        let n: usize = rest.iter().product();
-        let parts = self.reshape([n, c / square, r, r, h, w])?.permute(&[0, 1, 4, 2, 5, 3])?;
-        parts.reshape(rest.iter().copied().chain([c / square, h * r, w * r]).collect::<Shape>())
-    }
-
-    /// Rearranges `[.., C, H r, W r]` to `[.., C r², H, W]`, the inverse of [`Tensor::pixel_shuffle`] (PyTorch's `pixel_unshuffle`).
-    /// Differentiable. Fails with [`Error::Invalid`] for fewer than three dims, and if the last two dims are not divisible by r.
-    #[track_caller]
-    pub fn pixel_unshuffle(&self, r: usize) -> Result<Tensor> {
-        return_replacement!(op = "pixel_unshuffle", [self], r);
-        let (rest, [c, h, w]) = self.split_image_dims(op)?;
-        invalid!(op if r == 0 || !h.is_multiple_of(r) || !w.is_multiple_of(r),
-            "images of {h} x {w} cannot be divided into blocks of {r} x {r}");
-        let n: usize = rest.iter().product();
-        let parts = self.reshape([n, c, h / r, r, w / r, r])?.permute(&[0, 1, 3, 5, 2, 4])?;
-        parts.reshape(rest.iter().copied().chain([c * r * r, h / r, w / r]).collect::<Shape>())
-    }
-
     /// Returns the dims before the last three, and the last three.
     fn split_image_dims(&self, op: &'static str) -> Result<(&[usize], [usize; 3])> {
         match self.shape().dims() {
             [rest @ .., c, h, w] => Ok((rest, [*c, *h, *w])),
-            _ => Err(Error::invalid(op, format!("images are [.., C, H, W], not of shape {}", self.shape()))),
+            _ => fail!(op, "images are [.., C, H, W], not of shape {}", self.shape()),
         }
     }
 }
@@ -135,6 +108,27 @@ impl Tensor {
 operations! {
     interpolate(input: x, size: sizes, mode: text = "nearest", align_corners: bool = false) functional:
         NeuralNetwork, Floats -> Same, differentiable => |a| a.tensor(0)?.interpolate(&a.sizes(0)?, Interpolation::from_args(a)?);
-    pixel_shuffle(input: x, upscale_factor: size) functional: NeuralNetwork, All -> Same, differentiable;
-    pixel_unshuffle(input: x, downscale_factor: size) functional: NeuralNetwork, All -> Same, differentiable;
+    /// Rearranges `[.., C r², H, W]` to `[.., C, H r, W r]`: r² channels of one pixel become a block of r x r pixels (PyTorch's
+    /// `pixel_shuffle`). Differentiable. Fails with [`Error::Invalid`] for fewer than three dims, and if the channels are not
+    /// divisible by r².
+    pixel_shuffle(input: x, upscale_factor: size) functional:
+        NeuralNetwork, All -> Same, differentiable = |op, self, r| {
+        let (rest, [c, h, w]) = self.split_image_dims(op)?;
+        let square = r.saturating_mul(r);
+        invalid!(op if square == 0 || !c.is_multiple_of(square), "{c} channels are not a multiple of {r} squared");
+        let n: usize = rest.iter().product();
+        let parts = self.reshape([n, c / square, r, r, h, w])?.permute(&[0, 1, 4, 2, 5, 3])?;
+        parts.reshape(rest.iter().copied().chain([c / square, h * r, w * r]).collect::<Shape>())
+    };
+    /// Rearranges `[.., C, H r, W r]` to `[.., C r², H, W]`, the inverse of [`Tensor::pixel_shuffle`] (PyTorch's `pixel_unshuffle`).
+    /// Differentiable. Fails with [`Error::Invalid`] for fewer than three dims, and if the last two dims are not divisible by r.
+    pixel_unshuffle(input: x, downscale_factor: size) functional:
+        NeuralNetwork, All -> Same, differentiable = |op, self, r| {
+        let (rest, [c, h, w]) = self.split_image_dims(op)?;
+        invalid!(op if r == 0 || !h.is_multiple_of(r) || !w.is_multiple_of(r),
+            "images of {h} x {w} cannot be divided into blocks of {r} x {r}");
+        let n: usize = rest.iter().product();
+        let parts = self.reshape([n, c, h / r, r, w / r, r])?.permute(&[0, 1, 3, 5, 2, 4])?;
+        parts.reshape(rest.iter().copied().chain([c * r * r, h / r, w / r]).collect::<Shape>())
+    };
 }

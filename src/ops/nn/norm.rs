@@ -6,16 +6,11 @@
 
 pub(crate) mod methods;
 
-use smallvec::SmallVec;
-
-use crate::autograd::{Gradients, Saved};
-use crate::backend::problem::map::Params;
 use crate::backend::problem::norm::{NormForward, Normalisation, RowGrouping, broadcast_view, unbind};
+use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply_one;
 use crate::ops::reduce;
-use crate::tensor::Dims;
 use crate::tensor::view::reshape_detached;
-use crate::{Expr, Result, Shape, Tensor, autograd, backend};
 
 /// Optional tensors and parameters of [`Tensor::batch_norm`], with PyTorch's defaults.
 #[derive(Debug, Clone, Copy)]
@@ -152,6 +147,22 @@ impl Norm<'_> {
         }
         Ok(gradients)
     }
+
+    /// Computes the norm of x with recorded operations, for double backward.
+    fn recorded(&self, x: &Tensor) -> Result<Tensor> {
+        let &Norm { view, weight, bias, dims, eps, rms, .. } = self;
+        let is_batch = matches!(view, RowGrouping::Batch);
+        let rows = x.to_dtype(x.dtype.compute().dtype())?.reshape(view.shape(x))?;
+        let rows = if is_batch { rows.permute(&[3, 1, 0, 2])? } else { rows };
+        let own: Shape = rows.shape().dims().iter().zip(dims).map(|(&n, own)| if own { n } else { 1 }).collect();
+        let centred = if rms { rows } else { rows.sub(&rows.mean([2, 3], true)?)? };
+        let scale = centred.square()?.mean([2, 3], true)?.add_scalar(eps)?.rsqrt()?;
+        let scaled = weight.map_or(Ok(scale.shallow_clone()), |w| w.reshape(&own)?.mul(&scale))?;
+        let out = centred.mul(&scaled)?;
+        let out = bias.map_or(Ok(out.shallow_clone()), |b| out.add(&b.reshape(&own)?))?;
+        let out = if is_batch { out.permute(&[2, 1, 3, 0])? } else { out };
+        out.reshape(x.shape())?.to_dtype(x.dtype)
+    }
 }
 
 impl RowGrouping {
@@ -166,12 +177,6 @@ impl RowGrouping {
         }
     }
 
-    /// Returns the number of rows, as two dims.
-    fn row_counts(&self, t: &Tensor) -> [usize; 2] {
-        let [first, second, ..] = self.shape(t);
-        if let RowGrouping::Batch = self { [1, second] } else { [first, second] }
-    }
-
     /// Allocates the result for x: batch norm keeps the memory format, and all other norms are row-major.
     pub(crate) fn allocate_result(&self, x: &Tensor) -> Result<Tensor> {
         match self {
@@ -182,8 +187,8 @@ impl RowGrouping {
 
     /// Returns the shape of the [`Normalisation::statistics`] of x.
     pub(crate) fn statistics_shape(&self, x: &Tensor) -> [usize; 5] {
-        let [r1, r2] = self.row_counts(x);
-        [3, r1, r2, 1, 1]
+        let [first, second, ..] = self.shape(x);
+        [3, if let RowGrouping::Batch = self { 1 } else { first }, second, 1, 1]
     }
 
     pub(crate) fn allocate_statistics(&self, x: &Tensor) -> Result<Tensor> {
@@ -208,28 +213,6 @@ impl RowGrouping {
         }
     }
 
-    /// Computes the norm with recorded operations, for double backward.
-    fn norm_recorded(
-        &self,
-        x: &Tensor,
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-        dims: [bool; 4],
-        eps: f64,
-        rms: bool,
-    ) -> Result<Tensor> {
-        let rows = x.to_dtype(x.dtype.compute().dtype())?.reshape(self.shape(x))?;
-        let rows = if let RowGrouping::Batch = self { rows.permute(&[3, 1, 0, 2])? } else { rows };
-        let own: Shape = rows.shape().dims().iter().zip(dims).map(|(&n, own)| if own { n } else { 1 }).collect();
-        let centred = if rms { rows } else { rows.sub(&rows.mean([2, 3], true)?)? };
-        let scale = centred.square()?.mean([2, 3], true)?.add_scalar(eps)?.rsqrt()?;
-        let scaled = weight.map_or(Ok(scale.shallow_clone()), |w| w.reshape(&own)?.mul(&scale))?;
-        let out = centred.mul(&scaled)?;
-        let out = bias.map_or(Ok(out.shallow_clone()), |b| out.add(&b.reshape(&own)?))?;
-        let out = if let RowGrouping::Batch = self { out.permute(&[2, 1, 3, 0])? } else { out };
-        out.reshape(x.shape())?.to_dtype(x.dtype)
-    }
-
     /// Returns, for each of the four dims, whether a weight varies along it.
     pub(crate) fn weight_dims(&self) -> [bool; 4] {
         match self {
@@ -241,46 +224,38 @@ impl RowGrouping {
     }
 }
 
-/// Computes and records a norm, and writes `statistics`, which [`RowGrouping::allocate_statistics`] allocated.
+/// Computes and records a norm. Returns the result and the [`Normalisation::statistics`].
 fn normalise(
     op: &'static str,
-    (x, statistics): (&Tensor, &Tensor),
+    x: &Tensor,
     view: RowGrouping,
-    weight: Option<&Tensor>,
-    bias: Option<&Tensor>,
+    [weight, bias]: [Option<&Tensor>; 2],
     eps: f64,
     rms: bool,
-) -> Result<Tensor> {
-    let (dims, out) = (view.weight_dims_for(x), view.allocate_result(x)?);
-    Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x, &out, statistics)?;
+) -> Result<(Tensor, Tensor)> {
+    let (statistics, dims, out) = (view.allocate_statistics(x)?, view.weight_dims_for(x), view.allocate_result(x)?);
+    Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x, &out, &statistics)?;
     let inputs: SmallVec<[&Tensor; 3]> = [x].into_iter().chain(weight).chain(bias).collect();
     if !autograd::is_tracked(&inputs) {
-        return Ok(out);
+        return Ok((out, statistics));
     }
     let saved = [Some(x), weight, bias].map(|t| t.map(Saved::new));
-    let kept = Saved::new(statistics);
-    let view = view.clone();
-    Ok(autograd::record_differentiable(op, out, &inputs, move |ctx| {
-        if ctx.create_graph() {
-            let get = |s: &Option<Saved>| s.as_ref().map(|s| s.unpack(op)).transpose();
-            let (x, weight, bias) = (get(&saved[0])?.expect("the input"), get(&saved[1])?, get(&saved[2])?);
-            return ctx.differentiate_through(&view.norm_recorded(
-                &x,
-                weight.as_ref(),
-                bias.as_ref(),
-                dims,
-                eps,
-                rms,
-            )?);
-        }
-        let get = |s: &Option<Saved>| s.as_ref().map(|s| s.get(op).map(Tensor::detach)).transpose();
+    let kept = Saved::new(&statistics);
+    let out = autograd::record_differentiable(op, out, &inputs, move |ctx| {
+        let twice = ctx.create_graph();
+        let unpack = |s: &Saved| if twice { s.unpack(op) } else { s.get(op).map(Tensor::detach) };
+        let get = |s: &Option<Saved>| s.as_ref().map(unpack).transpose();
         let (x, weight, bias) = (get(&saved[0])?.expect("the input"), get(&saved[1])?, get(&saved[2])?);
+        let norm = Norm { op, view: &view, weight: weight.as_ref(), bias: bias.as_ref(), dims, eps, rms };
+        if twice {
+            return ctx.differentiate_through(&norm.recorded(&x)?);
+        }
         let given = [true, weight.is_some(), bias.is_some()];
         let place = |i: usize| given[..i].iter().filter(|g| **g).count();
         let needs = [0, 1, 2].map(|i| given[i] && ctx.needs_gradient(place(i)));
-        let norm = Norm { op, view: &view, weight: weight.as_ref(), bias: bias.as_ref(), dims, eps, rms };
         let gradients = norm.backward(&x, &ctx.grad()?, kept.get(op)?, needs)?;
         let wanted = gradients.into_iter().zip(given).zip(needs);
         Ok(wanted.filter(|((_, given), _)| *given).map(|((g, _), needed)| g.filter(|_| needed)).collect::<Gradients>())
-    }))
+    });
+    Ok((out, statistics))
 }

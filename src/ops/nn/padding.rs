@@ -52,9 +52,7 @@ impl<const D: usize> Padding<D> {
         Ok(match self {
             Padding::Valid => [[0; D]; 2],
             Padding::Explicit(sides) => [sides.map(|(before, _)| before), sides.map(|(_, behind)| behind)],
-            Padding::Same if stride != [1; D] => {
-                return Err(Error::invalid(op, format!("the padding 'same' is for strides of 1, not {stride:?}")));
-            }
+            Padding::Same if stride != [1; D] => fail!(op, "the padding 'same' is for strides of 1, not {stride:?}"),
             Padding::Same => {
                 let total = |d: usize| dilation[d].saturating_mul(kernel[d].saturating_sub(1));
                 [array::from_fn(|d| total(d) / 2), array::from_fn(|d| total(d).div_ceil(2))]

@@ -5,85 +5,34 @@ use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
 use crate::ops::nn::window::{as_images, last_sizes, restore_rank};
 
-/// Options of [`Tensor::max_pool2d`] and the other maximum pools, with PyTorch's defaults.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MaxPoolOptions<const D: usize> {
-    /// The distance between adjacent windows, in elements; if `None`, the size of a window.
-    pub stride: Option<[usize; D]>,
-    /// The number of padding elements around the image, at most half a window on each side. They are never the maximum.
-    pub padding: Padding<D>,
-    /// The distance between adjacent elements of a window, in elements.
-    pub dilation: [usize; D],
-    /// Whether a window that starts inside the padded image can extend beyond the end of the padded image.
-    pub ceil_mode: bool,
-}
-
-impl<const D: usize> Default for MaxPoolOptions<D> {
-    fn default() -> Self {
-        MaxPoolOptions { stride: None, padding: Padding::Valid, dilation: [1; D], ceil_mode: false }
+options! {
+    /// Options of [`Tensor::max_pool2d`] and the other maximum pools, with PyTorch's defaults.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct MaxPoolOptions<const D: usize> {
+        /// The distance between adjacent windows, in elements; if `None`, the size of a window.
+        pub stride: Option<[usize; D]> = None,
+        /// The number of padding elements around the image, at most half a window on each side. They are never the maximum.
+        pub padding: Padding<D> = Padding::Valid,
+        /// The distance between adjacent elements of a window, in elements.
+        pub dilation: [usize; D] = [1; D],
+        /// Whether a window that starts inside the padded image can extend beyond the end of the padded image.
+        pub ceil_mode: bool = false,
     }
-}
 
-/// Options of [`Tensor::avg_pool2d`] and the other average pools, with PyTorch's defaults.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AvgPoolOptions<const D: usize> {
-    /// The distance between adjacent windows, in elements; if `None`, the size of a window.
-    pub stride: Option<[usize; D]>,
-    /// The number of zeros around the image, at most half a window on each side.
-    pub padding: Padding<D>,
-    /// Whether a window that starts inside the padded image can extend beyond the end of the padded image.
-    pub ceil_mode: bool,
-    /// Whether the mean includes the zeros of the padding.
-    pub count_include_pad: bool,
-    /// The divisor of the sums; if `None`, the number of elements of a window.
-    pub divisor_override: Option<usize>,
-}
-
-impl<const D: usize> Default for AvgPoolOptions<D> {
-    fn default() -> Self {
-        AvgPoolOptions {
-            stride: None,
-            padding: Padding::Valid,
-            ceil_mode: false,
-            count_include_pad: true,
-            divisor_override: None,
-        }
+    /// Options of [`Tensor::avg_pool2d`] and the other average pools, with PyTorch's defaults.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct AvgPoolOptions<const D: usize> {
+        /// The distance between adjacent windows, in elements; if `None`, the size of a window.
+        pub stride: Option<[usize; D]> = None,
+        /// The number of zeros around the image, at most half a window on each side.
+        pub padding: Padding<D> = Padding::Valid,
+        /// Whether a window that starts inside the padded image can extend beyond the end of the padded image.
+        pub ceil_mode: bool = false,
+        /// Whether the mean includes the zeros of the padding.
+        pub count_include_pad: bool = true,
+        /// The divisor of the sums; if `None`, the number of elements of a window.
+        pub divisor_override: Option<usize> = None,
     }
-}
-
-/// Creates the windows of a pool. With `ceil_mode`, the last window may extend beyond the padding but does not start there.
-fn windows<const D: usize>(
-    op: &'static str,
-    x: &Tensor,
-    kernel: [usize; D],
-    [stride, dilation]: [[usize; D]; 2],
-    padding: Padding<D>,
-    ceil_mode: bool,
-) -> Result<Windows<D>> {
-    let image: [usize; D] = last_sizes(x);
-    invalid!(op if x.shape().dims()[2..].contains(&0), "the images are empty, of shape {}", x.shape());
-    let [padding, padding_after] = padding.sides(op, kernel, stride, dilation)?;
-    let mut end = padding_after;
-    for d in 0..D {
-        let reach = dilation[d].saturating_mul(kernel[d].saturating_sub(1)).saturating_add(1);
-        let most = padding[d].max(padding_after[d]);
-        invalid!(op if most > reach / 2, "a padding of {most} is more than half a window of {reach}");
-        end[d] = end[d].saturating_add(if ceil_mode { stride[d].saturating_sub(1) } else { 0 });
-    }
-    let mut windows = Windows { padding_after, ..Windows::new(op, image, kernel, [stride, padding, end, dilation])? };
-    for d in 0..D {
-        if ceil_mode && (windows.grid[d] - 1) * stride[d] >= image[d] + padding[d] {
-            windows.grid[d] -= 1;
-        }
-        // Only a dilated window that begins in the padding can miss all elements of a small image.
-        let outside = |o: &usize| {
-            let (first, end) = windows.input_range(d, *o);
-            first >= end
-        };
-        invalid!(op if let Some(o) = (0..windows.grid[d]).take_while(|o| o * stride[d] < padding[d]).find(outside),
-            "window {o} along an image dim of {} is all padding: it has {} elements, {} apart", image[d], kernel[d], dilation[d]);
-    }
-    Ok(windows)
 }
 
 /// A way to divide images into windows, and the arguments of a call by name that describe it.
@@ -92,11 +41,35 @@ trait PoolWindows<const D: usize>: Copy {
     fn arguments(self) -> Vec<Argument>;
 }
 
-/// Windows of a fixed size.
+/// Windows of a fixed size. With `ceil_mode`, the last window may extend beyond the padding but does not start there.
 impl<const D: usize> PoolWindows<D> for ([usize; D], MaxPoolOptions<D>) {
     fn windows(self, op: &'static str, x: &Tensor) -> Result<Windows<D>> {
         let (kernel, MaxPoolOptions { stride, padding, dilation, ceil_mode }) = self;
-        windows(op, x, kernel, [stride.unwrap_or(kernel), dilation], padding, ceil_mode)
+        let (image, stride): ([usize; D], _) = (last_sizes(x), stride.unwrap_or(kernel));
+        invalid!(op if x.shape().dims()[2..].contains(&0), "the images are empty, of shape {}", x.shape());
+        let [padding, padding_after] = padding.sides(op, kernel, stride, dilation)?;
+        let mut end = padding_after;
+        for d in 0..D {
+            let reach = dilation[d].saturating_mul(kernel[d].saturating_sub(1)).saturating_add(1);
+            let most = padding[d].max(padding_after[d]);
+            invalid!(op if most > reach / 2, "a padding of {most} is more than half a window of {reach}");
+            end[d] = end[d].saturating_add(if ceil_mode { stride[d].saturating_sub(1) } else { 0 });
+        }
+        let mut windows =
+            Windows { padding_after, ..Windows::new(op, image, kernel, [stride, padding, end, dilation])? };
+        for d in 0..D {
+            if ceil_mode && (windows.grid[d] - 1) * stride[d] >= image[d] + padding[d] {
+                windows.grid[d] -= 1;
+            }
+            // Only a dilated window that begins in the padding can miss all elements of a small image.
+            let outside = |o: &usize| {
+                let (first, end) = windows.input_range(d, *o);
+                first >= end
+            };
+            invalid!(op if let Some(o) = (0..windows.grid[d]).take_while(|o| o * stride[d] < padding[d]).find(outside),
+                "window {o} along an image dim of {} is all padding: it has {} elements, {} apart", image[d], kernel[d], dilation[d]);
+        }
+        Ok(windows)
     }
 
     fn arguments(self) -> Vec<Argument> {
@@ -155,14 +128,14 @@ fn avg_pool<const D: usize>(
     };
     return_replacement!(op, [original]; arguments);
     let x = as_images(op, original, D)?;
-    let steps = [stride.unwrap_or(kernel), [1; D]];
     let divisor = match divisor_override {
         Some(0) => return Err(Error::invalid(op, "the divisor must not be 0")),
         Some(n) => Divisor::Number(n),
         None if count_include_pad => Divisor::Window,
         None => Divisor::InsideImage,
     };
-    restore_rank(&windows(op, &x, kernel, steps, padding, ceil_mode)?.mean(op, &x, divisor)?, original, D)
+    let windows = (kernel, MaxPoolOptions { stride, padding, dilation: [1; D], ceil_mode }).windows(op, &x)?;
+    restore_rank(&windows.mean(op, &x, divisor)?, original, D)
 }
 
 #[track_caller]
@@ -194,8 +167,10 @@ pools! {
     /// The maximum of each window (PyTorch's `max_pool1d`): x is `[N, C, L]` or `[C, L]`. All dtypes except bool. Differentiable.
     /// Fails as [`Tensor::max_pool2d`] does.
     max_pool1d(kernel: usize, options: MaxPoolOptions<1>) -> Tensor: max_pool(([kernel], options));
-    /// The maximum of each window (PyTorch's `max_pool2d`): x is `[N, C, H, W]` or `[C, H, W]`. A window with a NaN gives NaN.
-    /// All dtypes except bool. One launch. Differentiable: the gradient goes to the first of equal elements.
+    /// The maximum of each window (PyTorch's `max_pool2d`): x is `[N, C, H, W]` or `[C, H, W]`. A window with a NaN gives NaN. All dtypes
+    /// except bool. One launch. Differentiable: the gradient goes to the first of equal elements. Fails with [`Error::Invalid`] for a wrong
+    /// number of dims, images that are empty or smaller than a window, a padding of more than half a window, a dilated window that is
+    /// entirely padding, or a stride of 0; [`Error::UnsupportedDType`] for bool.
     ///
     /// ```
     /// use claystone::{Device, MaxPoolOptions, Tensor};
@@ -204,10 +179,6 @@ pools! {
     /// assert_eq!(y.to_vec::<f32>()?, [5.0, 7.0, 13.0, 15.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a wrong number of dims, images that are empty or smaller than a window, a padding of more than half a
-    /// window, a dilated window that is entirely padding, or a stride of 0; [`Error::UnsupportedDType`] for bool.
     max_pool2d(kernel: [usize; 2], options: MaxPoolOptions<2>) -> Tensor: max_pool((kernel, options));
     /// The maximum of each window (PyTorch's `max_pool3d`): x is `[N, C, D, H, W]` or `[C, D, H, W]`. All dtypes except bool. Two launches.
     /// Differentiable. Fails as [`Tensor::max_pool2d`] does.

@@ -8,8 +8,7 @@ use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossRed
 use crate::backend::problem::softmax::{MaskKind, RowOp, Softmax, SoftmaxMask};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply_one;
-use crate::ops::record_gradients_with_result;
-use crate::ops::reduce::{self, ReduceDims};
+use crate::ops::reduce;
 use crate::tensor::view::detach_at_least_1d;
 
 /// Runs a row operation along dim `d` of `x` (and of the second operand `z`, of the same shape), outside the graph.
@@ -79,15 +78,6 @@ pub(crate) fn softmax_derivative(weights: &Tensor, grad: &Tensor) -> Result<Tens
 }
 
 operations! {
-    softmax(input: x, dim: int): NeuralNetwork, Floats -> Same, differentiable;
-    log_softmax(input: x, dim: int): NeuralNetwork, Floats -> Same, differentiable;
-    softmax_backward(grad_output: x, output: x, dim: int) "_softmax_backward_data": NeuralNetwork, Floats -> Same;
-    log_softmax_backward(grad_output: x, output: x, dim: int) "_log_softmax_backward_data": NeuralNetwork, Floats -> Same;
-    softmin(input: x, dim: int) functional: NeuralNetwork, Floats -> Same, differentiable;
-    logsumexp(input: x, dim: dims, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
-}
-
-impl Tensor {
     /// Computes `exp(x) / sum(exp(x))` along `dim` (PyTorch's `softmax`). Floats. Differentiable; forward and backward are one launch each.
     ///
     /// ```
@@ -96,34 +86,14 @@ impl Tensor {
     /// assert_eq!(p.to_vec::<f32>()?, [0.5, 0.0, 0.5]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    #[track_caller]
-    pub fn softmax(&self, dim: isize) -> Result<Tensor> {
-        self.softmax_along("softmax", RowOp::Softmax, RowOp::SoftmaxGrad, dim)
-    }
-
-    /// Computes [`Tensor::softmax`] of `-x`, so that the smallest elements have the largest probabilities (PyTorch's `softmin`).
-    /// Differentiable.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let x = Tensor::from_slice(&[0f32, f32::INFINITY, 0.0], 3, Device::Cpu)?;
-    /// assert_eq!(x.softmin(-1)?.to_vec::<f32>()?, [0.5, 0.0, 0.5]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn softmin(&self, dim: isize) -> Result<Tensor> {
-        return_replacement!(op = "softmin", [self], dim);
-        self.dtype().check_float(op)?;
-        self.neg()?.softmax(dim).with_op(op)
-    }
-
+    softmax(input: x, dim: int): NeuralNetwork, Floats -> Same, differentiable = |op, self, dim| {
+        self.softmax_along(op, RowOp::Softmax, RowOp::SoftmaxGrad, dim)
+    };
     /// Computes `x - logsumexp(x)` along `dim` (PyTorch's `log_softmax`). Floats. Differentiable; forward and backward take one launch
     /// each.
-    #[track_caller]
-    pub fn log_softmax(&self, dim: isize) -> Result<Tensor> {
-        self.softmax_along("log_softmax", RowOp::LogSoftmax, RowOp::LogSoftmaxGrad, dim)
-    }
-
+    log_softmax(input: x, dim: int): NeuralNetwork, Floats -> Same, differentiable = |op, self, dim| {
+        self.softmax_along(op, RowOp::LogSoftmax, RowOp::LogSoftmaxGrad, dim)
+    };
     /// Computes the gradient of [`Tensor::softmax`] from its result `output` and the gradient of the result, which is this tensor
     /// (PyTorch's `_softmax_backward_data`). Not recorded, one launch.
     ///
@@ -134,20 +104,47 @@ impl Tensor {
     /// assert_eq!(grad.softmax_backward(&p, 0)?.to_vec::<f32>()?, [0.25, -0.25]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    #[track_caller]
-    pub fn softmax_backward(&self, output: &Tensor, dim: isize) -> Result<Tensor> {
-        self.softmax_backward_along("softmax_backward", RowOp::SoftmaxGrad, output, dim)
-    }
-
+    softmax_backward(grad_output: x, output: x, dim: int) "_softmax_backward_data":
+        NeuralNetwork, Floats -> Same = |op, self, output, dim| {
+        self.softmax_backward_along(op, RowOp::SoftmaxGrad, output, dim)
+    };
     /// Computes the gradient of [`Tensor::log_softmax`] like [`Tensor::softmax_backward`] (PyTorch's `_log_softmax_backward_data`).
-    #[track_caller]
-    pub fn log_softmax_backward(&self, output: &Tensor, dim: isize) -> Result<Tensor> {
-        self.softmax_backward_along("log_softmax_backward", RowOp::LogSoftmaxGrad, output, dim)
-    }
+    log_softmax_backward(grad_output: x, output: x, dim: int) "_log_softmax_backward_data":
+        NeuralNetwork, Floats -> Same = |op, self, output, dim| {
+        self.softmax_backward_along(op, RowOp::LogSoftmaxGrad, output, dim)
+    };
+    /// Computes [`Tensor::softmax`] of `-x`, so that the smallest elements have the largest probabilities (PyTorch's `softmin`).
+    /// Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::from_slice(&[0f32, f32::INFINITY, 0.0], 3, Device::Cpu)?;
+    /// assert_eq!(x.softmin(-1)?.to_vec::<f32>()?, [0.5, 0.0, 0.5]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    softmin(input: x, dim: int) functional: NeuralNetwork, Floats -> Same, differentiable = |op, self, dim| {
+        self.dtype().check_float(op)?;
+        self.neg()?.softmax(dim).with_op(op)
+    };
+    /// Computes `log(sum(exp(x)))` over `dims` without overflow (PyTorch's `logsumexp`). Floats. The result for no elements is -inf.
+    /// `keepdim` keeps the reduced dims with size 1. One launch for each dim. Differentiable. Fails as [`Tensor::softmax`] does,
+    /// and with [`Error::Invalid`] for a dim that is given twice.
+    logsumexp(input: x, dim: dims, keepdim: bool = false):
+        Reduction, Floats -> Same, differentiable = |op, self, dims, keepdim| {
+        self.dtype.check_float(op)?;
+        cast_first!(autocast_to_f32(&[self])?, |x| x[0].logsumexp(dims, keepdim));
+        let mask = dims.mask(op, self.shape())?;
+        if self.rank() == 0 {
+            return self.logsumexp_along(op, 0, keepdim);
+        }
+        let along = (0..self.rank()).rev().filter(|&d| mask[d]);
+        let out = along.clone().try_fold(self.shallow_clone(), |t, d| t.logsumexp_along(op, d, keepdim))?;
+        if along.count() == 0 { out.try_clone() } else { Ok(out) }
+    };
+}
 
-    #[track_caller]
+impl Tensor {
     fn softmax_backward_along(&self, op: &'static str, backward: RowOp, output: &Tensor, dim: isize) -> Result<Tensor> {
-        return_replacement!(op, [self, output], dim);
         self.dtype.check_float(op)?;
         same_dtype(op, &[self, output])?;
         same_device(op, &[self, output])?;
@@ -157,9 +154,7 @@ impl Tensor {
         Ok(out.with_layout(Layout::contiguous(self.shape().clone())))
     }
 
-    #[track_caller]
     fn softmax_along(&self, op: &'static str, forward: RowOp, backward: RowOp, dim: isize) -> Result<Tensor> {
-        return_replacement!(op, [self], dim);
         self.dtype.check_float(op)?;
         cast_first!(autocast_to_f32(&[self])?, |x| x[0].softmax_along(op, forward, backward, dim));
         let scalar = (self.rank() == 0).then(|| detach_at_least_1d(self));
@@ -187,24 +182,6 @@ impl Tensor {
             };
             Ok(SmallVec::from_iter([Some(grad)]))
         }))
-    }
-
-    /// Computes `log(sum(exp(x)))` over `dims` without overflow (PyTorch's `logsumexp`). Floats. The result for no elements is -inf.
-    /// `keepdim` keeps the reduced dims with size 1. One launch for each dim. Differentiable. Fails as [`Tensor::softmax`] does,
-    /// and with [`Error::Invalid`] for a dim that is given twice.
-    #[track_caller]
-    pub fn logsumexp(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
-        let (op, dims) = ("logsumexp", dims.into());
-        return_replacement!(op, [self], &dims, keepdim);
-        self.dtype.check_float(op)?;
-        cast_first!(autocast_to_f32(&[self])?, |x| x[0].logsumexp(dims, keepdim));
-        let mask = dims.mask(op, self.shape())?;
-        if self.rank() == 0 {
-            return self.logsumexp_along(op, 0, keepdim);
-        }
-        let along = (0..self.rank()).rev().filter(|&d| mask[d]);
-        let out = along.clone().try_fold(self.shallow_clone(), |t, d| t.logsumexp_along(op, d, keepdim))?;
-        if along.count() == 0 { out.try_clone() } else { Ok(out) }
     }
 
     fn logsumexp_along(&self, op: &'static str, d: usize, keepdim: bool) -> Result<Tensor> {

@@ -25,15 +25,9 @@ impl<const D: usize> Windows<D> {
     ) -> Result<Windows<D>> {
         let mut grid = [0; D];
         for d in 0..D {
-            if [kernel, stride, padding, padding_after, dilation]
-                .iter()
-                .any(|numbers| numbers[d] >= MAX_WINDOW_PARAMETER)
-            {
-                let reason = format!(
-                    "kernel {kernel:?}, stride {stride:?}, padding {padding:?} and dilation {dilation:?} have to be below 2^30"
-                );
-                return Err(Error::invalid(op, reason));
-            }
+            let parameters = [kernel, stride, padding, padding_after, dilation];
+            invalid!(op if parameters.iter().any(|numbers| numbers[d] >= MAX_WINDOW_PARAMETER),
+                "kernel {kernel:?}, stride {stride:?}, padding {padding:?} and dilation {dilation:?} have to be below 2^30");
             invalid!(op if [kernel[d], stride[d], dilation[d]].contains(&0),
                 "kernel {kernel:?}, stride {stride:?} and dilation {dilation:?} have to be above 0");
             let window = dilation[d].saturating_mul(kernel[d] - 1).saturating_add(1);
@@ -47,17 +41,9 @@ impl<const D: usize> Windows<D> {
 
     /// Creates `grid` windows that cover `image`, as adaptive pooling does.
     pub(crate) fn adaptive(image: [usize; D], grid: [usize; D]) -> Windows<D> {
-        let (zero, one) = ([0; D], [1; D]);
-        Windows {
-            image,
-            kernel: one,
-            grid,
-            stride: one,
-            padding: zero,
-            padding_after: zero,
-            dilation: one,
-            adaptive: true,
-        }
+        let (padding, one) = ([0; D], [1; D]);
+        let (kernel, stride, dilation) = (one, one, one);
+        Windows { image, kernel, grid, stride, padding, padding_after: padding, dilation, adaptive: true }
     }
 
     /// Returns the first and the end index of the image elements of window `o` along dim `d`. The window's elements are `dilation[d]`
@@ -105,10 +91,7 @@ impl<const D: usize> Windows<D> {
 
     /// Returns the maximum of each window of x, which has the dims of [`as_images`]. Differentiable.
     pub(crate) fn max(self, op: &'static str, x: &Tensor) -> Result<Tensor> {
-        if D < 3 {
-            return Ok(self.last_two_dims().max_of_planes(op, x)?.0);
-        }
-        Ok(self.max_of_slices(op, x)?.0)
+        Ok(if D < 3 { self.last_two_dims().max_of_planes(op, x)?.0 } else { self.max_of_slices(op, x)?.0 })
     }
 
     /// Returns the result of [`Windows::max`], and the index of each maximum within its image.
@@ -120,7 +103,7 @@ impl<const D: usize> Windows<D> {
         let ([n, c, _, windows], shape) = (sizes_4d(&plane_indices), out.shape().clone());
         let columns = |t: &Tensor| t.reshape([n, c, t.numel() / (n * c).max(1)]);
         let plane_index = columns(&plane_indices)?.gather(2, &columns(&slice)?)?.reshape(&shape)?;
-        let [.., h, w] = sizes_5d(x);
+        let [h, w] = last_sizes(x);
         let before = slice.floor_divide_scalar(windows.max(1) as i64)?.mul_scalar((h * w) as i64)?;
         Ok((out, before.reshape(&shape)?.add(&plane_index)?))
     }
@@ -129,7 +112,7 @@ impl<const D: usize> Windows<D> {
     /// within its slice. The second, `[N, C, windows along the depth, windows]`, says which of the slices' maxima is the window's
     /// maximum. If several elements are equal, the first is the maximum.
     fn max_of_slices(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
-        let ([n, c, depth, h, w], [oh, ow]) = (sizes_5d(x), self.last_two_dims().grid);
+        let ([n, c, depth, h, w], [oh, ow]) = (last_sizes(x), self.last_two_dims().grid);
         let (rows, plane_indices) = self.last_two_dims().max_of_planes(op, &x.reshape([n, c * depth, h, w])?)?;
         let shape = [n, c, depth, oh * ow];
         let (out, slice) = self.depth_pass(oh * ow).max_of_planes(op, &rows.reshape(shape)?)?;
@@ -141,7 +124,7 @@ impl<const D: usize> Windows<D> {
         if D < 3 {
             return self.last_two_dims().mean_of_planes(op, x, divisor);
         }
-        let ([n, c, depth, h, w], [oh, ow]) = (sizes_5d(x), self.last_two_dims().grid);
+        let ([n, c, depth, h, w], [oh, ow]) = (last_sizes(x), self.last_two_dims().grid);
         let then = if let Divisor::Number(_) = divisor { Divisor::Number(1) } else { divisor };
         // In half precision, the mean of the slices' means would be rounded twice, so the means are computed in f32.
         let wide = if x.dtype.size() == 2 { x.to_dtype(DType::F32)? } else { x.shallow_clone() };
@@ -293,8 +276,7 @@ pub(crate) fn as_images(op: &'static str, x: &Tensor, directions: usize) -> Resu
         Some(2) => true,
         _ => {
             let dims = ["L", "H, W", "D, H, W"][directions - 1];
-            let reason = format!("the input is [C, {dims}] or [N, C, {dims}], this one has shape {}", x.shape());
-            return Err(Error::invalid(op, reason));
+            fail!(op, "the input is [C, {dims}] or [N, C, {dims}], this one has shape {}", x.shape());
         }
     };
     let x = if directions == 1 { x.unsqueeze(-2)? } else { x.shallow_clone() };
@@ -307,10 +289,6 @@ pub(crate) fn restore_rank(out: &Tensor, x: &Tensor, directions: usize) -> Resul
     if x.rank() == directions + 2 { Ok(out) } else { out.squeeze(0) }
 }
 
-pub(crate) fn sizes_5d(t: &Tensor) -> [usize; 5] {
-    last_sizes(t)
-}
-
 pub(crate) fn last_sizes<const D: usize>(t: &Tensor) -> [usize; D] {
     let dims = t.shape().dims();
     std::array::from_fn(|d| dims[dims.len() - D + d])
@@ -318,8 +296,9 @@ pub(crate) fn last_sizes<const D: usize>(t: &Tensor) -> [usize; D] {
 
 /// Copies the elements of each window of images to a column (PyTorch's `nn.functional.unfold`).
 ///
-/// `[N, C, H, W]` gives `[N, C KH KW, windows]`, and `[C, H, W]` gives `[C KH KW, windows]`. Each option is a pair: a number for rows and
-/// a number for columns. Elements in the padding are 0. Any dtype, one launch. Differentiable.
+/// `[N, C, H, W]` gives `[N, C KH KW, windows]`, and `[C, H, W]` gives `[C KH KW, windows]`. Each option is a pair: a number for rows and a
+/// number for columns. Elements in the padding are 0. Any dtype, one launch. Differentiable. Fails with [`Error::Invalid`] for a wrong
+/// number of dims, windows larger than the padded image, or a stride or dilation of 0.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::functional::{fold, unfold}};
@@ -330,9 +309,6 @@ pub(crate) fn last_sizes<const D: usize>(t: &Tensor) -> [usize; D] {
 /// assert_eq!(overlaps.i((0, 1, 1))?.item::<f32>()?, 16.0); // four windows have the 4 in the middle
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`Error::Invalid`] for a wrong number of dims, windows larger than the padded image, or a stride or dilation of 0.
 #[track_caller]
 pub fn unfold(
     x: &Tensor,
@@ -375,10 +351,7 @@ pub fn fold(
     let (batch, rows, count) = match *columns.shape().dims() {
         [rows, count] => (1, rows, count),
         [n, rows, count] => (n, rows, count),
-        _ => {
-            let reason = format!("columns are [N, C KH KW, windows], these have shape {}", columns.shape());
-            return Err(Error::invalid(op, reason));
-        }
+        _ => fail!(op, "columns are [N, C KH KW, windows], these have shape {}", columns.shape()),
     };
     let [oh, ow] = windows.grid;
     invalid!(op if rows % taps != 0 || count != oh.saturating_mul(ow),

@@ -12,15 +12,45 @@ operations! {
     randint(low: int = 0, high: int, size: sizes, options): Random, Numbers -> Same
         => |a| Tensor::randint(a.int(0)? as i64, a.int(1)? as i64, a.sizes(2)?, a.tensor_options(3)?);
     randperm(n: size, device: device): Random, All -> I64;
-    rand_like(input: x): Random, Floats -> Same;
-    randn_like(input: x): Random, Floats -> Same;
+    /// Returns [`Tensor::rand`] with this tensor's shape, dtype and device.
+    rand_like(input: x): Random, Floats -> Same = |op, self| {
+        Tensor::rand(self.shape(), self).with_op(op)
+    };
+    /// Returns [`Tensor::randn`] with this tensor's shape, dtype and device.
+    randn_like(input: x): Random, Floats -> Same = |op, self| {
+        Tensor::randn(self.shape(), self).with_op(op)
+    };
     randint_like(input: x, low: int = 0, high: int): Random, Numbers -> Same
         => |a| a.tensor(0)?.randint_like(a.int(0)? as i64, a.int(1)? as i64);
-    bernoulli(input: x): Random, Floats -> Same;
+    /// Returns a tensor in which each element is 1 with the probability that this tensor's element gives, otherwise 0, in this tensor's
+    /// dtype (PyTorch's `bernoulli`). Floats. Not differentiable.
+    bernoulli(input: x): Random, Floats -> Same = |op, self| {
+        self.dtype.check_float(op)?;
+        Tensor::random_from(op, &[self], &[], Expr::uniform(0).lt(Expr::input(0)), self.dtype)
+    };
     normal(mean: x, std: x): Random, Floats -> Same;
     multinomial(input: x, num_samples: size, replacement: bool = false): Random, Floats -> I64;
-    dropout(input: x, p: float = 0.5): Random, Floats -> Same, differentiable;
-    dropout2d(input: x, p: float = 0.5) functional: Random, Floats -> Same, differentiable;
+    /// Sets each element to zero with probability `p`, and multiplies all other elements by `1 / (1 - p)` (PyTorch's `dropout` in
+    /// training). One launch forward, one backward; no mask is stored. Differentiable. Floats. Fails with [`Error::Invalid`] unless `p`
+    /// is in `0.0..=1.0`.
+    dropout(input: x, p: float = 0.5): Random, Floats -> Same, differentiable = |op, self, p| {
+        invalid!(op if !(0.0..=1.0).contains(&p), "the probability {p} is not in 0.0..=1.0");
+        self.dtype.check_float(op)?;
+        let expr = Expr::uniform(0).lt(Expr::scalar(0)).select(0.0, Expr::input(0) * Expr::scalar(1));
+        let scale = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
+        let scalars = [Scalar::Float(p), Scalar::Float(scale)];
+        let drawn = next_seed(self.device())?;
+        elementwise::apply_tracked(op, &[self], drawn.params(&scalars), &expr, self.dtype, &|i| expr.diff(i))
+    };
+    /// Applies dropout to whole channels of `[N, C, ..]`: either all elements of a channel are set to zero, or none (PyTorch's
+    /// `dropout1d`, `dropout2d` and `dropout3d`). See [`Tensor::dropout`]. Differentiable. Fails as [`Tensor::dropout`] does, and with
+    /// [`Error::Invalid`] for fewer than two dims.
+    dropout2d(input: x, p: float = 0.5) functional: Random, Floats -> Same, differentiable = |op, self, p| {
+        self.dtype.check_float(op)?;
+        invalid!(op if self.rank() < 2, "the input is [N, C, ..], this one has shape {}", self.shape());
+        let channels: Shape = self.shape().dims().iter().enumerate().map(|(d, &n)| if d < 2 { n } else { 1 }).collect();
+        Tensor::ones(channels, self)?.dropout(p).and_then(|kept| self.mul(&kept)).with_op(op)
+    };
     uniform_(input: x, from: float = 0, to: float = 1): InPlace, Floats -> Same;
     normal_(input: x, mean: float = 0, std: float = 1): InPlace, Floats -> Same;
     exponential_(input: x, lambd: float = 1): InPlace, Floats -> Same;
@@ -117,16 +147,6 @@ impl Tensor {
         self.fill_with_random_(op, &[p.into()], Expr::uniform(0).lt(Expr::scalar(0)))
     }
 
-    /// Returns a tensor in which each element is 1 with the probability that this tensor's element gives, otherwise 0, in this tensor's
-    /// dtype (PyTorch's `bernoulli`). Floats. Not differentiable.
-    #[track_caller]
-    pub fn bernoulli(&self) -> Result<Tensor> {
-        let _caller = Caller::enter();
-        let op = "bernoulli";
-        self.dtype.check_float(op)?;
-        Tensor::random_from(op, &[self], &[], Expr::uniform(0).lt(Expr::input(0)), self.dtype)
-    }
-
     /// Returns normal random numbers, each with its own mean and standard deviation, which are broadcast (PyTorch's `normal`). Floats.
     /// Not differentiable.
     #[track_caller]
@@ -134,21 +154,9 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "normal";
         mean.dtype.check_float(op)?;
-        crate::ops::same_device(op, &[mean, std])?;
-        let dtype = crate::ops::same_dtype(op, &[mean, std])?;
+        same_device(op, &[mean, std])?;
+        let dtype = same_dtype(op, &[mean, std])?;
         Tensor::random_from(op, &[mean, std], &[], Expr::input(0) + Expr::input(1) * Expr::normal(0), dtype)
-    }
-
-    /// Returns [`Tensor::rand`] with this tensor's shape, dtype and device.
-    #[track_caller]
-    pub fn rand_like(&self) -> Result<Tensor> {
-        Tensor::rand(self.shape(), self).with_op("rand_like")
-    }
-
-    /// Returns [`Tensor::randn`] with this tensor's shape, dtype and device.
-    #[track_caller]
-    pub fn randn_like(&self) -> Result<Tensor> {
-        Tensor::randn(self.shape(), self).with_op("randn_like")
     }
 
     /// Returns [`Tensor::randint`] with this tensor's shape, dtype and device.
@@ -162,7 +170,9 @@ impl Tensor {
     ///
     /// A vector of weights gives a vector of indices, and a matrix gives one row of indices for each of its rows. Without replacement, no
     /// index occurs twice in a row. Waits for the device, to check the weights. A captured graph does not check the weights, and its
-    /// replays return meaningless indices for invalid weights.
+    /// replays return meaningless indices for invalid weights. Fails with [`Error::UnsupportedDType`] for integers and bool;
+    /// [`Error::Invalid`] for a scalar, three or more dims, no weights, a weight that is negative or not finite, a row without a positive
+    /// weight, and, without replacement, a row with fewer positive weights than samples.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -172,10 +182,6 @@ impl Tensor {
     /// assert!(weights.sub_scalar(1)?.multinomial(10, true).is_err());
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a scalar, three or more dims, no weights, a weight that
-    /// is negative or not finite, a row without a positive weight, and, without replacement, a row with fewer positive weights than samples.
     #[track_caller]
     pub fn multinomial(&self, samples: usize, replacement: bool) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -234,7 +240,7 @@ impl Tensor {
 const SECOND_SEED_KEY_OFFSET: u64 = 0x9E37_79B9_7F4A_7C15;
 
 fn to_host_f64(x: &Tensor) -> Result<Vec<f64>> {
-    x.to_device(crate::Device::Cpu)?.to_dtype(DType::F64)?.to_vec()
+    x.to_device(Device::HOST)?.to_dtype(DType::F64)?.to_vec()
 }
 
 /// Returns cumulative sums of the weights, scaled to integers with a total of about 2^61. Integer sums are exact in any order, and need

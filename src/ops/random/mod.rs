@@ -176,7 +176,8 @@ impl Tensor {
         new_random("randn", shape.into(), options, &[], Expr::normal(0))
     }
 
-    /// Returns uniform random integers in `low..high`, of any dtype except bool (PyTorch's `randint`). One launch.
+    /// Returns uniform random integers in `low..high`, of any dtype except bool (PyTorch's `randint`). One launch. Fails with
+    /// [`Error::Invalid`] for an empty range, a range of more than 2^31 numbers, and a range outside that of the dtype.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -184,9 +185,6 @@ impl Tensor {
     /// assert!(dice.iter().all(|d| (1..7).contains(d)));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for an empty range, a range of more than 2^31 numbers, and a range outside that of the dtype.
     #[track_caller]
     pub fn randint(low: i64, high: i64, shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -194,7 +192,7 @@ impl Tensor {
         unsupported!(op if options.dtype == DType::Bool, DType::Bool, "integers or floats");
         let range = high.checked_sub(low).filter(|r| (1..=1i64 << 31).contains(r));
         let Some(range) = range else {
-            return Err(Error::invalid(op, format!("{low}..{high} must hold between 1 and 2^31 numbers")));
+            fail!(op, "{low}..{high} must hold between 1 and 2^31 numbers");
         };
         let (dtype, last) = (options.dtype, high - 1);
         [low, last].into_iter().try_for_each(|end| Scalar::Int(end).check_within(op, dtype))?;
@@ -239,34 +237,5 @@ impl Tensor {
         }
         out.storage.write(0, bytemuck::cast_slice(&order))?;
         Ok(out)
-    }
-
-    /// Sets each element to zero with probability `p`, and multiplies all other elements by `1 / (1 - p)` (PyTorch's `dropout` in
-    /// training). One launch forward, one backward; no mask is stored. Differentiable. Floats. Fails with [`Error::Invalid`] unless `p`
-    /// is in `0.0..=1.0`.
-    #[track_caller]
-    pub fn dropout(&self, p: f64) -> Result<Tensor> {
-        let _caller = Caller::enter();
-        let op = "dropout";
-        invalid!(op if !(0.0..=1.0).contains(&p), "the probability {p} is not in 0.0..=1.0");
-        self.dtype.check_float(op)?;
-        let expr = Expr::uniform(0).lt(Expr::scalar(0)).select(0.0, Expr::input(0) * Expr::scalar(1));
-        let scale = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
-        let scalars = [Scalar::Float(p), Scalar::Float(scale)];
-        let drawn = next_seed(self.device())?;
-        elementwise::apply_tracked(op, &[self], drawn.params(&scalars), &expr, self.dtype, &|i| expr.diff(i))
-    }
-
-    /// Applies dropout to whole channels of `[N, C, ..]`: either all elements of a channel are set to zero, or none (PyTorch's
-    /// `dropout1d`, `dropout2d` and `dropout3d`). See [`Tensor::dropout`]. Differentiable. Fails as [`Tensor::dropout`] does, and with
-    /// [`Error::Invalid`] for fewer than two dims.
-    #[track_caller]
-    pub fn dropout2d(&self, p: f64) -> Result<Tensor> {
-        let _caller = Caller::enter();
-        let op = "dropout2d";
-        self.dtype.check_float(op)?;
-        invalid!(op if self.rank() < 2, "the input is [N, C, ..], this one has shape {}", self.shape());
-        let channels: Shape = self.shape().dims().iter().enumerate().map(|(d, &n)| if d < 2 { n } else { 1 }).collect();
-        Tensor::ones(channels, self)?.dropout(p).and_then(|kept| self.mul(&kept)).with_op(op)
     }
 }

@@ -18,51 +18,46 @@ impl ReductionRow {
     #[track_caller]
     pub fn apply(&'static self, x: &Tensor, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let _caller = Caller::enter();
-        apply_reduction(self, x, &dims.into(), keepdim)
+        self.apply_recorded(x, &dims.into(), keepdim)
     }
-}
 
-/// Applies a row to a tensor, and records the result if the tensor is tracked.
-pub(crate) fn apply_reduction(
-    row: &'static ReductionRow,
-    x: &Tensor,
-    dims: &ReduceDims,
-    keepdim: bool,
-) -> Result<Tensor> {
-    if row.can_exceed_elements()
-        && let Some(wide) = autocast_to_f32(&[x])?
-    {
-        return apply_reduction(row, &wide[0], dims, keepdim);
+    /// Applies this reduction, and records the result if the tensor is tracked.
+    pub(crate) fn apply_recorded(&'static self, x: &Tensor, dims: &ReduceDims, keepdim: bool) -> Result<Tensor> {
+        if self.can_exceed_elements()
+            && let Some(wide) = autocast_to_f32(&[x])?
+        {
+            return self.apply_recorded(&wide[0], dims, keepdim);
+        }
+        self.apply_in(self.output(x.dtype)?, x, dims, keepdim)
     }
-    apply_reduction_to(row, x, dims, keepdim, row.output(x.dtype)?)
-}
 
-/// Applies a row like [`apply_reduction`], with a result of the given dtype and without autocast.
-pub(crate) fn apply_reduction_to(
-    row: &'static ReductionRow,
-    x: &Tensor,
-    dims: &ReduceDims,
-    keepdim: bool,
-    dtype: DType,
-) -> Result<Tensor> {
-    let mask = dims.mask(row.name, x.shape())?;
-    let tracked = autograd::is_tracked(&[x]) && dtype.is_float();
-    // A norm may overflow f16 even if its gradient does not, so the backward pass reads the norm in f32.
-    let is_wide = tracked && dtype == DType::F16 && row.name == rows::norm.name;
-    let out = reduce(row.name, row, x, &mask, keepdim, if is_wide { DType::F32 } else { dtype }, None)?;
-    if !tracked {
-        return Ok(out);
+    /// Applies this reduction like [`apply_recorded`](Self::apply_recorded), with a result of the given dtype and without autocast.
+    pub(crate) fn apply_in(
+        &'static self,
+        dtype: DType,
+        x: &Tensor,
+        dims: &ReduceDims,
+        keepdim: bool,
+    ) -> Result<Tensor> {
+        let mask = dims.mask(self.name, x.shape())?;
+        let tracked = autograd::is_tracked(&[x]) && dtype.is_float();
+        // A norm may overflow f16 even if its gradient does not, so the backward pass reads the norm in f32.
+        let is_wide = tracked && dtype == DType::F16 && self.name == rows::norm.name;
+        let out = reduce(self.name, self, x, &mask, keepdim, if is_wide { DType::F32 } else { dtype }, None)?;
+        if !tracked {
+            return Ok(out);
+        }
+        let wide = is_wide.then(|| Saved::new(&out));
+        let out = if is_wide { out.to_dtype(dtype)? } else { out };
+        let (row, shape, device) = (self, x.shape().clone(), x.device());
+        let backward = ReductionBackward { row, shape, mask, keepdim, dtype: x.dtype, device };
+        Ok(match self.gradient {
+            Gradient::None => out,
+            Gradient::Formula(_) => backward.record_formula(x, out, wide),
+            Gradient::EvenAmongTies => backward.record_even_among_ties(x, out),
+            Gradient::ProductOfOthers => backward.record_product(x, out),
+        })
     }
-    let wide = is_wide.then(|| Saved::new(&out));
-    let out = if is_wide { out.to_dtype(dtype)? } else { out };
-    let backward =
-        ReductionBackward { row, shape: x.shape().clone(), mask, keepdim, dtype: x.dtype, device: x.device() };
-    Ok(match row.gradient {
-        Gradient::None => out,
-        Gradient::Formula(_) => backward.record_formula(x, out, wide),
-        Gradient::EvenAmongTies => backward.record_even_among_ties(x, out),
-        Gradient::ProductOfOthers => backward.record_product(x, out),
-    })
 }
 
 /// The data of a reduction that its backward pass needs.

@@ -16,7 +16,6 @@ use crate::ops::dispatch::prelude::*;
 use table::{ReductionRow, rows};
 
 pub(crate) use crate::layout::dims::{Mask, ReduceDims};
-pub(crate) use gradient::apply_reduction_to;
 
 /// Returns the shape of a reduction of `shape` over the dims in `mask`.
 pub(crate) fn reduced_shape(shape: &Shape, mask: &[bool], keepdim: bool) -> Shape {

@@ -59,15 +59,6 @@ fn cumprod_by_doubling(x: &Tensor, dim: isize) -> Result<Tensor> {
 }
 
 operations! {
-    cumsum(input: x, dim: int): Scan, All -> Sum, differentiable;
-    cumprod(input: x, dim: int): Scan, All -> Sum, differentiable;
-    cummax(input: x, dim: int): Scan, All -> Same, differentiable;
-    cummin(input: x, dim: int): Scan, All -> Same, differentiable;
-    logcumsumexp(input: x, dim: int): Scan, Floats -> Same, differentiable;
-    diff(input: x, n: size = 1, dim: int = -1): Scan, All -> Same, differentiable;
-}
-
-impl Tensor {
     /// Returns the cumulative sum along `dim` (PyTorch's `cumsum`). Floats keep their dtype; integers and bool give i64. Differentiable.
     ///
     /// ```
@@ -79,16 +70,67 @@ impl Tensor {
     /// assert_eq!(at.to_vec::<i64>()?, [0, 1, 1, 3]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    #[track_caller]
-    pub fn cumsum(&self, dim: isize) -> Result<Tensor> {
-        return_replacement!("cumsum", [self], dim);
+    cumsum(input: x, dim: int): Scan, All -> Sum, differentiable = |op, self, dim| {
         cast_first!(autocast_to_f32(&[self])?, |x| x[0].cumsum(dim));
-        let out = scan("cumsum", Scan::Sum, self, dim)?.0;
-        Ok(autograd::record_unary_differentiable("cumsum", out, self, move |grad| {
+        let out = scan(op, Scan::Sum, self, dim)?.0;
+        Ok(autograd::record_unary_differentiable(op, out, self, move |grad| {
             apply_reversed(&grad, dim, |g| g.cumsum(dim))
         }))
-    }
+    };
+    cumprod(input: x, dim: int): Scan, All -> Sum, differentiable;
+    /// Returns the cumulative maximum along `dim` and its index, as i64 (PyTorch's `cummax`). If several elements are equal, the index is
+    /// that of the last. After a NaN, all results are NaN. Differentiable.
+    cummax(input: x, dim: int): Scan, All -> Same, differentiable = |op, self, dim| -> (Tensor, Tensor) {
+        self.cumulative_extreme(op, Scan::Max, dim)
+    };
+    /// Returns the cumulative minimum along `dim` and its index (PyTorch's `cummin`). See [`Tensor::cummax`].
+    cummin(input: x, dim: int): Scan, All -> Same, differentiable = |op, self, dim| -> (Tensor, Tensor) {
+        self.cumulative_extreme(op, Scan::Min, dim)
+    };
+    /// Returns the cumulative `log(sum(exp(x)))` along `dim`, without overflow (PyTorch's `logcumsumexp`). Floats. Differentiable.
+    logcumsumexp(input: x, dim: int): Scan, Floats -> Same, differentiable = |op, self, dim| {
+        self.dtype.check_float(op)?;
+        let out = scan(op, Scan::LogSumExp, self, dim)?.0;
+        if !autograd::is_tracked(&[self]) {
+            return Ok(out);
+        }
+        let (x, result, dtype) = (Saved::new(self), Saved::new(&out), self.dtype);
+        Ok(autograd::record_differentiable(op, out, &[self], move |ctx| {
+            let (x, result, grad) =
+                (half_to_f32(x.get(op)?)?, half_to_f32(&ctx.unpack_result(&result)?)?, half_to_f32(&ctx.grad()?)?);
+            let log = grad.abs()?.log()?.sub(&result)?;
+            // For each sign of grad, the reversed cumulative sum of |grad| * exp(x - result), computed with logarithms.
+            let part = |other_sign: &Tensor| {
+                let log = log.masked_fill(other_sign, f64::NEG_INFINITY)?;
+                apply_reversed(&log, dim, |t| t.logcumsumexp(dim))?.add(&x)?.exp()
+            };
+            let grad = part(&grad.le_scalar(0)?)?.sub(&part(&grad.ge_scalar(0)?)?)?.to_dtype(dtype)?;
+            Ok(SmallVec::from_iter([Some(grad)]))
+        }))
+    };
+    /// Takes the differences of adjacent elements along `dim`, `n` times (PyTorch's `diff`). For bool, a difference is whether adjacent
+    /// elements differ. Differentiable. Fails with [`Error::DimOutOfRange`] for a scalar.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[1f32, 4.0, 9.0, 16.0], 4, Device::Cpu)?;
+    /// assert_eq!(t.diff(1, -1)?.to_vec::<f32>()?, [3.0, 5.0, 7.0]);
+    /// assert_eq!(t.diff(2, -1)?.to_vec::<f32>()?, [2.0, 2.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    diff(input: x, n: size = 1, dim: int = -1): Scan, All -> Same, differentiable = |op, self, n, dim| {
+        let d = self.shape().dim(op, dim)?;
+        // The number of differences is limited to the number of elements, because then no element is left.
+        (0..n.min(self.shape().dims()[d])).try_fold(self.shallow_clone(), |t, _| {
+            let pairs = t.shape().dims()[d].saturating_sub(1);
+            let (next, this) = (t.narrow(dim, t.shape().dims()[d] - pairs, pairs)?, t.narrow(dim, 0, pairs)?);
+            let made = if t.dtype == DType::Bool { next.ne(&this) } else { next.sub(&this) };
+            made.with_op(op)
+        })
+    };
+}
 
+impl Tensor {
     /// Returns the cumulative product along `dim` (PyTorch's `cumprod`). Dtypes as for [`Tensor::cumsum`]. Differentiable, also where
     /// elements are zero.
     #[track_caller]
@@ -120,22 +162,7 @@ impl Tensor {
         }))
     }
 
-    /// Returns the cumulative maximum along `dim` and its index, as i64 (PyTorch's `cummax`). If several elements are equal, the index is
-    /// that of the last. After a NaN, all results are NaN. Differentiable.
-    #[track_caller]
-    pub fn cummax(&self, dim: isize) -> Result<(Tensor, Tensor)> {
-        self.cumulative_extreme("cummax", Scan::Max, dim)
-    }
-
-    /// Returns the cumulative minimum along `dim` and its index (PyTorch's `cummin`). See [`Tensor::cummax`].
-    #[track_caller]
-    pub fn cummin(&self, dim: isize) -> Result<(Tensor, Tensor)> {
-        self.cumulative_extreme("cummin", Scan::Min, dim)
-    }
-
-    #[track_caller]
     fn cumulative_extreme(&self, op: &'static str, kind: Scan, dim: isize) -> Result<(Tensor, Tensor)> {
-        return_replacement!(op, [self], dim);
         let (out, indices) = scan(op, kind, self, dim)?;
         let indices = indices.expect("it chooses");
         let (saved, shape) = (Saved::new(&indices), self.shape().clone());
@@ -144,52 +171,5 @@ impl Tensor {
             _ => Tensor::zeros(&shape, &grad)?.scatter_add(dim, saved.get(op)?, &grad),
         });
         Ok((out, indices))
-    }
-
-    /// Returns the cumulative `log(sum(exp(x)))` along `dim`, without overflow (PyTorch's `logcumsumexp`). Floats. Differentiable.
-    #[track_caller]
-    pub fn logcumsumexp(&self, dim: isize) -> Result<Tensor> {
-        return_replacement!(op = "logcumsumexp", [self], dim);
-        self.dtype.check_float(op)?;
-        let out = scan(op, Scan::LogSumExp, self, dim)?.0;
-        if !autograd::is_tracked(&[self]) {
-            return Ok(out);
-        }
-        let (x, result, dtype) = (Saved::new(self), Saved::new(&out), self.dtype);
-        Ok(autograd::record_differentiable(op, out, &[self], move |ctx| {
-            let (x, result, grad) =
-                (half_to_f32(x.get(op)?)?, half_to_f32(&ctx.unpack_result(&result)?)?, half_to_f32(&ctx.grad()?)?);
-            let log = grad.abs()?.log()?.sub(&result)?;
-            // For each sign of grad, the reversed cumulative sum of |grad| * exp(x - result), computed with logarithms.
-            let part = |other_sign: &Tensor| {
-                let log = log.masked_fill(other_sign, f64::NEG_INFINITY)?;
-                apply_reversed(&log, dim, |t| t.logcumsumexp(dim))?.add(&x)?.exp()
-            };
-            let grad = part(&grad.le_scalar(0)?)?.sub(&part(&grad.ge_scalar(0)?)?)?.to_dtype(dtype)?;
-            Ok(SmallVec::from_iter([Some(grad)]))
-        }))
-    }
-
-    /// Takes the differences of adjacent elements along `dim`, `n` times (PyTorch's `diff`). For bool, a difference is whether adjacent
-    /// elements differ. Differentiable. Fails with [`Error::DimOutOfRange`] for a scalar.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let t = Tensor::from_slice(&[1f32, 4.0, 9.0, 16.0], 4, Device::Cpu)?;
-    /// assert_eq!(t.diff(1, -1)?.to_vec::<f32>()?, [3.0, 5.0, 7.0]);
-    /// assert_eq!(t.diff(2, -1)?.to_vec::<f32>()?, [2.0, 2.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn diff(&self, n: usize, dim: isize) -> Result<Tensor> {
-        return_replacement!(op = "diff", [self], n, dim);
-        let d = self.shape().dim(op, dim)?;
-        // The number of differences is limited to the number of elements, because then no element is left.
-        (0..n.min(self.shape().dims()[d])).try_fold(self.shallow_clone(), |t, _| {
-            let pairs = t.shape().dims()[d].saturating_sub(1);
-            let (next, this) = (t.narrow(dim, t.shape().dims()[d] - pairs, pairs)?, t.narrow(dim, 0, pairs)?);
-            let made = if t.dtype == DType::Bool { next.ne(&this) } else { next.sub(&this) };
-            made.with_op(op)
-        })
     }
 }

@@ -2,22 +2,14 @@
 
 use std::sync::LazyLock;
 
-use super::ReduceDims;
+use super::{Mask, ReduceDims};
 use crate::backend::problem::norm;
 use crate::backend::problem::reduction::{Combination, Element, Reduction, ReductionPlan, Rescaled, Rule};
+use crate::backend::problem::select::dims_with;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
 
 operations! {
-    var(input: x, dim: dims, correction: size = 1, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
-    std(input: x, dim: dims, correction: size = 1, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
-    var_mean(input: x, dim: dims, correction: size = 1, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
-    std_mean(input: x, dim: dims, correction: size = 1, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
-    aminmax(input: x, dim: dims, keepdim: bool = false): Reduction, All -> Same, differentiable;
-    nanmean(input: x, dim: dims, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
-}
-
-impl Tensor {
     /// Returns the variance over `dims`: the sum of squared deviations from the mean, divided by the number of elements minus
     /// `correction` (PyTorch's `var`, with a default correction of 1). A correction of 0 gives the population variance. Differentiable.
     /// Fails as [`Tensor::mean`] does.
@@ -28,52 +20,39 @@ impl Tensor {
     /// assert_eq!(t.var((), 0, false)?.item::<f32>()?, 1.25);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    #[track_caller]
-    pub fn var(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
-        Variance { op: "var", dims: dims.into(), correction, keepdim, root: false }.compute(self)
-    }
-
+    var(input: x, dim: dims, correction: size = 1, keepdim: bool = false):
+        Reduction, Floats -> Same, differentiable = |op, self, dims, correction, keepdim| {
+        Variance { op, dims, correction, keepdim, root: false }.compute(self)
+    };
     /// Returns the standard deviation: the square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; the gradient of a deviation
     /// of 0 is 0. Fails as [`Tensor::mean`] does.
-    #[track_caller]
-    pub fn std(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
-        Variance { op: "std", dims: dims.into(), correction, keepdim, root: true }.compute(self)
-    }
-
+    std(input: x, dim: dims, correction: size = 1, keepdim: bool = false):
+        Reduction, Floats -> Same, differentiable = |op, self, dims, correction, keepdim| {
+        Variance { op, dims, correction, keepdim, root: true }.compute(self)
+    };
     /// Returns the variance, as [`Tensor::var`], and the mean (PyTorch's `var_mean`). Differentiable. Fails as [`Tensor::mean`] does.
-    #[track_caller]
-    pub fn var_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        let dims = dims.into();
-        return_replacement!("var_mean", [self], &dims, correction, keepdim);
+    var_mean(input: x, dim: dims, correction: size = 1, keepdim: bool = false):
+        Reduction, Floats -> Same, differentiable = |op, self, dims, correction, keepdim| -> (Tensor, Tensor) {
         let both = || Ok((self.var(dims.clone(), correction, keepdim)?, self.mean(dims.clone(), keepdim)?));
-        both().with_op("var_mean")
-    }
-
+        both().with_op(op)
+    };
     /// Returns the standard deviation, as [`Tensor::std`], and the mean (PyTorch's `std_mean`). Differentiable. Fails as [`Tensor::mean`]
     /// does.
-    #[track_caller]
-    pub fn std_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        let dims = dims.into();
-        return_replacement!("std_mean", [self], &dims, correction, keepdim);
+    std_mean(input: x, dim: dims, correction: size = 1, keepdim: bool = false):
+        Reduction, Floats -> Same, differentiable = |op, self, dims, correction, keepdim| -> (Tensor, Tensor) {
         let both = || Ok((self.std(dims.clone(), correction, keepdim)?, self.mean(dims.clone(), keepdim)?));
-        both().with_op("std_mean")
-    }
-
+        both().with_op(op)
+    };
     /// Returns the minimum and the maximum over `dims` (PyTorch's `aminmax`); NaN if any element is NaN. Differentiable. Fails as
     /// [`Tensor::max`] does.
-    #[track_caller]
-    pub fn aminmax(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        let dims = dims.into();
-        return_replacement!("aminmax", [self], &dims, keepdim);
-        Ok((self.min(dims.clone(), keepdim).with_op("aminmax")?, self.max(dims, keepdim).with_op("aminmax")?))
-    }
-
+    aminmax(input: x, dim: dims, keepdim: bool = false):
+        Reduction, All -> Same, differentiable = |op, self, dims, keepdim| -> (Tensor, Tensor) {
+        Ok((self.min(dims.clone(), keepdim).with_op(op)?, self.max(dims, keepdim).with_op(op)?))
+    };
     /// Returns the mean over `dims` of the elements that are not NaN, or NaN if all elements are NaN (PyTorch's `nanmean`). Floats.
     /// Differentiable. Fails as [`Tensor::mean`] does.
-    #[track_caller]
-    pub fn nanmean(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
-        let (op, dims) = ("nanmean", dims.into());
-        return_replacement!(op, [self], &dims, keepdim);
+    nanmean(input: x, dim: dims, keepdim: bool = false):
+        Reduction, Floats -> Same, differentiable = |op, self, dims, keepdim| {
         self.dtype.check_float(op)?;
         // The sum of many halves overflows before the mean does, so the mean is computed in f32.
         if matches!(self.dtype, DType::F16 | DType::BF16) {
@@ -81,7 +60,7 @@ impl Tensor {
         }
         let count = self.detach().isnan()?.logical_not()?.sum(dims.clone(), keepdim).with_op(op)?;
         self.nansum(dims, keepdim).with_op(op)?.div(&count.to_dtype(self.dtype)?)
-    }
+    };
 }
 
 /// The parameters of a variance or, with `root`, of a standard deviation.
@@ -94,9 +73,7 @@ struct Variance {
 }
 
 impl Variance {
-    #[track_caller]
     fn compute(&self, t: &Tensor) -> Result<Tensor> {
-        return_replacement!(self.op, [t], &self.dims, self.correction, self.keepdim);
         match self.compute_fused(t)? {
             Some(out) => Ok(out),
             None => self.compute_composed(t),
@@ -177,18 +154,28 @@ impl Variance {
     }
 }
 
-/// The rules that compute a sum of squares divided by the degrees of freedom: the first rule with a square root, the second without.
-static MOMENT_RULES: LazyLock<[Rule; 2]> = LazyLock::new(|| {
-    let (combination, square) = (Combination::Add, Expr::input(0).square());
-    let quotient = Expr::input(0) / Expr::scalar(0);
-    [(quotient.sqrt(), Rescaled::Norm), (quotient, Rescaled::Variance)].map(|(finish, rescaled)| Rule {
-        combination,
-        element: Element::Formula(square.clone()),
-        finish: Some(finish),
-        rescaled: Some(rescaled),
-        counts: false,
-    })
+/// The rules of sums that have no row in the table of reductions. The first two compute a sum of squares divided by the degrees of freedom,
+/// with and without a square root. The third counts the NaN elements.
+static RULES: LazyLock<[Rule; 3]> = LazyLock::new(|| {
+    let (x, quotient) = (Expr::input(0), Expr::input(0) / Expr::scalar(0));
+    let sum = |element, finish, rescaled: Option<Rescaled>| {
+        let (combination, element, counts) = (Combination::Add, Element::Formula(element), rescaled.is_none());
+        Rule { combination, element, finish, rescaled, counts }
+    };
+    [
+        sum(x.square(), Some(quotient.sqrt()), Some(Rescaled::Norm)),
+        sum(x.square(), Some(quotient), Some(Rescaled::Variance)),
+        sum(x.is_nan(), None, None),
+    ]
 });
+
+/// Counts the NaN elements of each line along `d`, as i64, and keeps the dim with size 1. Outside the graph.
+pub(crate) fn count_nans(op: &'static str, x: &Tensor, d: usize) -> Result<Tensor> {
+    let mask: Mask = (0..x.rank()).map(|i| i == d).collect();
+    backend::compute(dims_with(x, d, 1), DType::I64, x.device(), |b, out| {
+        b.reduce(&Reduction { op, rule: &RULES[2], x, mask: &mask, out, number: 0.0 })
+    })
+}
 
 /// Sums squares over the dims of `mask`, kept with size 1, and divides by `freedom`. With `root`, returns the square root. NaN for no
 /// elements. Not recorded.
@@ -198,7 +185,7 @@ pub(crate) fn sum_of_squares(op: &'static str, x: &Tensor, mask: &[bool], freedo
         out.fill_(f64::NAN)?;
         return Ok(out);
     }
-    let rule = &MOMENT_RULES[usize::from(!root)];
+    let rule = &RULES[usize::from(!root)];
     backend::launch([&out], |b| b.reduce(&Reduction { op, rule, x, mask, out: &out, number: freedom }))?;
     Ok(out)
 }

@@ -12,7 +12,6 @@ use crate::expr::program::Program;
 use crate::layout::dims::ReduceDims;
 use crate::ops::dispatch::operation::{Dtypes, ResultDType};
 use crate::ops::dispatch::prelude::*;
-use crate::ops::reduce::gradient::apply_reduction;
 use crate::ops::reduce::reductions::reductions;
 
 impl Rule {
@@ -195,7 +194,7 @@ macro_rules! define_reductions {
             pub fn $name(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
                 let dims = dims.into();
                 return_replacement!(stringify!($name), [self], &dims, keepdim);
-                apply_reduction(&rows::$name, self, &dims, keepdim)
+                rows::$name.apply_recorded(self, &dims, keepdim)
             }
         )* }
     };

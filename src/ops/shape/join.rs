@@ -3,11 +3,95 @@
 use std::borrow::Borrow;
 
 use crate::MemoryFormat;
-use crate::autograd::{is_tracked, record_differentiable, record_unary_differentiable};
 use crate::layout::shape::NewShape;
 use crate::ops::PadMode;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::dispatch::promote;
+
+operations! {
+    /// Repeats this tensor `repeats[i]` times along dim i (PyTorch's `repeat`). If there are more numbers than dims, dims are added in
+    /// front. The result is always a copy. Differentiable. Fails if there are fewer numbers than dims.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 2, 1, Device::Cpu)?;
+    /// assert_eq!(a.repeat(&[2, 2])?.to_vec::<f32>()?, [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    repeat(input: x, repeats: &sizes) "Tensor.repeat": Joining, All -> Same, differentiable = |op, self, repeats| {
+        self.repeat_by(op, repeats)
+    };
+    /// Repeats this tensor like [`Tensor::repeat`]; if there are fewer numbers than dims, the first dims are unchanged (PyTorch's
+    /// `tile`).
+    tile(input: x, dims: &sizes): Joining, All -> Same, differentiable = |op, self, repeats| {
+        let missing = self.rank().saturating_sub(repeats.len());
+        let all: Dims = std::iter::repeat_n(1, missing).chain(repeats.iter().copied()).collect();
+        self.repeat_by(op, &all)
+    };
+    /// Repeats each index of dim `dim` `repeats` times in a row; for `None`, flattens the tensor first (PyTorch's `repeat_interleave`).
+    /// Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 2, 1, Device::Cpu)?;
+    /// assert_eq!(a.repeat_interleave(3, 0)?.to_vec::<f32>()?, [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    repeat_interleave(input: x, repeats: size, dim: int?):
+        Joining, All -> Same, differentiable = |op, self, repeats, dim| {
+        let Some(dim) = dim else { return self.reshape(self.numel())?.repeat_interleave(repeats, 0) };
+        let d = self.shape().dim(op, dim)?;
+        let mut sizes: Dims<isize> = SmallVec::from_elem(-1, self.rank() + 1);
+        sizes[d + 1] = isize::try_from(repeats).unwrap_or(isize::MAX);
+        let wide = self.unsqueeze(d as isize + 1)?.expand(&sizes[..]).with_op(op)?;
+        let mut whole = Dims::from_slice(self.shape().dims());
+        whole[d] = whole[d].saturating_mul(repeats);
+        let out = wide.reshape(whole.into_iter().collect::<Shape>())?;
+        if out.shares_storage(self) { out.recorded_copy(op) } else { Ok(out) }
+    };
+    /// Repeats index i of dim `dim` `repeats[i]` times in a row (PyTorch's `repeat_interleave` with a tensor). Waits for the device,
+    /// because `repeats` determines the size of the result. Differentiable. Fails for `repeats` that is not a vector of
+    /// non-negative integers with one number for each index.
+    repeat_interleave_tensor(input: x, repeats: x, dim: int) "repeat_interleave":
+        Joining, All -> Same, differentiable = |op, self, repeats, dim| {
+        let d = self.shape().dim(op, dim)?;
+        let size = self.shape().dims()[d];
+        invalid!(op if repeats.shape().dims() != [size] || repeats.dtype().is_float(),
+            "a {} tensor of shape {} does not hold one integer for each of {size} indices", repeats.dtype(), repeats.shape());
+        let counts = repeats.to_dtype(DType::I64)?.to_vec::<i64>()?;
+        invalid!(op if let Some(n) = counts.iter().find(|&&n| n < 0),
+            "the number of repetitions is {n}, it must not be negative");
+        let total = counts.iter().fold(0usize, |sum, &n| sum.saturating_add(n as usize));
+        let mut indices: Vec<i64> = Vec::new();
+        let too_many = |_| Error::invalid(op, format!("{total} indices do not fit in memory"));
+        indices.try_reserve_exact(total).map_err(too_many)?;
+        indices.extend((0..).zip(&counts).flat_map(|(i, &n)| std::iter::repeat_n(i, n as usize)));
+        let index = Tensor::from_vec(indices, total, self.device())?;
+        self.index_select(d as isize, &index)
+    };
+    /// Shifts the elements by `shifts[i]` along dim `dims[i]`, with wrap-around (PyTorch's `roll`). Without dims, shifts the flattened
+    /// tensor. Differentiable. Fails for a number of shifts other than the number of dims.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 5, 1, Device::Cpu)?;
+    /// assert_eq!(a.roll(&[2], &[0])?.to_vec::<f32>()?, [3.0, 4.0, 0.0, 1.0, 2.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    roll(input: x, shifts: &ints, dims: &ints = &[0i32; 0]):
+        Joining, All -> Same, differentiable = |op, self, shifts, dims| {
+        if dims.is_empty() && shifts.len() == 1 {
+            return self.reshape(self.numel())?.roll(shifts, &[0])?.reshape(self.shape());
+        }
+        invalid!(op if dims.len() != shifts.len() || dims.is_empty(),
+            "{} shifts for {} dimensions: there must be one for each", shifts.len(), dims.len());
+        dims.iter().zip(shifts).try_fold(self.shallow_clone(), |x, (&dim, &shift)| {
+            let size = x.shape().dims()[x.shape().dim(op, dim)?];
+            let head = if size == 0 { 0 } else { shift.rem_euclid(size as isize) as usize };
+            Tensor::cat(&[x.narrow(dim, size - head, head)?, x.narrow(dim, 0, size - head)?], dim).with_op(op)
+        })
+    };
+}
 
 impl Tensor {
     /// Concatenates tensors along dim `dim`, the only dim whose sizes may differ (PyTorch's `cat`). Dtypes are promoted to a common
@@ -86,39 +170,13 @@ impl Tensor {
         })
     }
 
-    /// Repeats this tensor `repeats[i]` times along dim i (PyTorch's `repeat`). If there are more numbers than dims, dims are added in
-    /// front. The result is always a copy. Differentiable. Fails if there are fewer numbers than dims.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let a = Tensor::arange(0, 2, 1, Device::Cpu)?;
-    /// assert_eq!(a.repeat(&[2, 2])?.to_vec::<f32>()?, [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn repeat(&self, repeats: &[usize]) -> Result<Tensor> {
-        return_replacement!("repeat", [self], repeats);
-        self.repeat_by("repeat", repeats)
-    }
-
-    /// Repeats this tensor like [`Tensor::repeat`]; if there are fewer numbers than dims, the first dims are unchanged (PyTorch's
-    /// `tile`).
-    #[track_caller]
-    pub fn tile(&self, repeats: &[usize]) -> Result<Tensor> {
-        return_replacement!("tile", [self], repeats);
-        let missing = self.rank().saturating_sub(repeats.len());
-        let all: Dims = std::iter::repeat_n(1, missing).chain(repeats.iter().copied()).collect();
-        self.repeat_by("tile", &all)
-    }
-
     pub(crate) fn recorded_copy(&self, op: &'static str) -> Result<Tensor> {
-        Ok(record_unary_differentiable(op, self.deep_copy(false)?, self, Ok))
+        Ok(autograd::record_unary_differentiable(op, self.deep_copy(false)?, self, Ok))
     }
 
     fn repeat_by(&self, op: &'static str, repeats: &[usize]) -> Result<Tensor> {
         let Some(more) = repeats.len().checked_sub(self.rank()) else {
-            let reason = format!("{} numbers are fewer than the dimensions of shape {}", repeats.len(), self.shape());
-            return Err(Error::invalid(op, reason));
+            fail!(op, "{} numbers are fewer than the dimensions of shape {}", repeats.len(), self.shape());
         };
         // Each repeated dim is split in two: the repetitions, with stride 0, and the dim itself.
         let (mut split, mut wide, mut whole): (Dims, Dims, Dims) = Default::default();
@@ -136,77 +194,6 @@ impl Tensor {
         let [split, wide, whole] = shapes;
         let out = self.view(split).and_then(|t| t.expand(wide)?.reshape(whole)).with_op(op)?;
         if out.shares_storage(self) { out.recorded_copy(op) } else { Ok(out) }
-    }
-
-    /// Repeats each index of dim `dim` `repeats` times in a row; for `None`, flattens the tensor first (PyTorch's `repeat_interleave`).
-    /// Differentiable.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let a = Tensor::arange(0, 2, 1, Device::Cpu)?;
-    /// assert_eq!(a.repeat_interleave(3, 0)?.to_vec::<f32>()?, [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn repeat_interleave(&self, repeats: usize, dim: impl Into<Option<isize>>) -> Result<Tensor> {
-        let op = "repeat_interleave";
-        let dim = dim.into();
-        return_replacement!(op, [self], repeats, dim);
-        let Some(dim) = dim else { return self.reshape(self.numel())?.repeat_interleave(repeats, 0) };
-        let d = self.shape().dim(op, dim)?;
-        let mut sizes: Dims<isize> = SmallVec::from_elem(-1, self.rank() + 1);
-        sizes[d + 1] = isize::try_from(repeats).unwrap_or(isize::MAX);
-        let wide = self.unsqueeze(d as isize + 1)?.expand(&sizes[..]).with_op(op)?;
-        let mut whole = Dims::from_slice(self.shape().dims());
-        whole[d] = whole[d].saturating_mul(repeats);
-        let out = wide.reshape(whole.into_iter().collect::<Shape>())?;
-        if out.shares_storage(self) { out.recorded_copy(op) } else { Ok(out) }
-    }
-
-    /// Repeats index i of dim `dim` `repeats[i]` times in a row (PyTorch's `repeat_interleave` with a tensor). Waits for the device,
-    /// because `repeats` determines the size of the result. Differentiable. Fails for `repeats` that is not a vector of
-    /// non-negative integers with one number for each index.
-    #[track_caller]
-    pub fn repeat_interleave_tensor(&self, repeats: &Tensor, dim: isize) -> Result<Tensor> {
-        return_replacement!(op = "repeat_interleave_tensor", [self, repeats], dim);
-        let d = self.shape().dim(op, dim)?;
-        let size = self.shape().dims()[d];
-        invalid!(op if repeats.shape().dims() != [size] || repeats.dtype().is_float(),
-            "a {} tensor of shape {} does not hold one integer for each of {size} indices", repeats.dtype(), repeats.shape());
-        let counts = repeats.to_dtype(DType::I64)?.to_vec::<i64>()?;
-        invalid!(op if let Some(n) = counts.iter().find(|&&n| n < 0),
-            "the number of repetitions is {n}, it must not be negative");
-        let total = counts.iter().fold(0usize, |sum, &n| sum.saturating_add(n as usize));
-        let mut indices: Vec<i64> = Vec::new();
-        let too_many = |_| Error::invalid(op, format!("{total} indices do not fit in memory"));
-        indices.try_reserve_exact(total).map_err(too_many)?;
-        indices.extend((0..).zip(&counts).flat_map(|(i, &n)| std::iter::repeat_n(i, n as usize)));
-        let index = Tensor::from_vec(indices, total, self.device())?;
-        self.index_select(d as isize, &index)
-    }
-
-    /// Shifts the elements by `shifts[i]` along dim `dims[i]`, with wrap-around (PyTorch's `roll`). Without dims, shifts the flattened
-    /// tensor. Differentiable. Fails for a number of shifts other than the number of dims.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let a = Tensor::arange(0, 5, 1, Device::Cpu)?;
-    /// assert_eq!(a.roll(&[2], &[0])?.to_vec::<f32>()?, [3.0, 4.0, 0.0, 1.0, 2.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn roll(&self, shifts: &[isize], dims: &[isize]) -> Result<Tensor> {
-        return_replacement!(op = "roll", [self], shifts, dims);
-        if dims.is_empty() && shifts.len() == 1 {
-            return self.reshape(self.numel())?.roll(shifts, &[0])?.reshape(self.shape());
-        }
-        invalid!(op if dims.len() != shifts.len() || dims.is_empty(),
-            "{} shifts for {} dimensions: there must be one for each", shifts.len(), dims.len());
-        dims.iter().zip(shifts).try_fold(self.shallow_clone(), |x, (&dim, &shift)| {
-            let size = x.shape().dims()[x.shape().dim(op, dim)?];
-            let head = if size == 0 { 0 } else { shift.rem_euclid(size as isize) as usize };
-            Tensor::cat(&[x.narrow(dim, size - head, head)?, x.narrow(dim, 0, size - head)?], dim).with_op(op)
-        })
     }
 }
 
@@ -281,10 +268,10 @@ fn join(op: &'static str, all: &[&Tensor], dim: isize) -> Result<Tensor> {
             start += n;
         }
     }
-    if !is_tracked(&tensors) || !dtype.is_float() {
+    if !autograd::is_tracked(&tensors) || !dtype.is_float() {
         return Ok(out);
     }
-    Ok(record_differentiable(op, out, &tensors, move |ctx| {
+    Ok(autograd::record_differentiable(op, out, &tensors, move |ctx| {
         let grad = ctx.grad()?;
         let mut start = 0;
         let mut piece = |(i, &(n, dtype)): (usize, &(usize, DType))| {

@@ -1,27 +1,20 @@
-//! The catalogue entries of creation, views, joining and assignment.
+//! The catalogue entries of creation, views and joining.
 
 use crate::error::Excerpt;
 use crate::ops::PadMode;
 use crate::ops::dispatch::prelude::*;
-use crate::tensor::Index;
-
-/// Reads argument `i`, a list of integers, as indices: one for each dim.
-fn read_indices(a: &Args, i: usize) -> Result<Vec<Index>> {
-    Ok(a.ints(i)?.into_iter().map(Index::At).collect())
-}
+use crate::ops::index::assign::read_indices;
 
 /// Reads the padding mode, given by PyTorch's name, and the constant.
 fn pad_mode(a: &Args) -> Result<PadMode> {
     let value = a.read_optional(2, Args::scalar)?;
     match a.text(1)? {
-        mode if mode != "constant" && value.is_some() => Err(Error::invalid("pad", format!("'{mode}' takes no value"))),
+        mode if mode != "constant" && value.is_some() => fail!("pad", "'{mode}' takes no value"),
         "constant" => Ok(value.map_or(PadMode::default(), PadMode::Constant)),
         "reflect" => Ok(PadMode::Reflect),
         "replicate" => Ok(PadMode::Replicate),
         "circular" => Ok(PadMode::Circular),
-        other => {
-            Err(Error::invalid("pad", format!("'{}' is not constant, reflect, replicate or circular", Excerpt(other))))
-        }
+        other => fail!("pad", "'{}' is not constant, reflect, replicate or circular", Excerpt(other)),
     }
 }
 
@@ -92,18 +85,4 @@ operations! {
     diag_embed(input: x, offset: int = 0, dim1: int = -2, dim2: int = -1): Joining, All -> Same, differentiable;
     pad(input: x, pad: ints, mode: text = "constant", value: scalar?) functional: Joining, All -> Same, differentiable
         => |a| a.tensor(0)?.pad(&a.ints(0)?, pad_mode(a)?);
-    repeat(input: x, repeats: &sizes) "Tensor.repeat": Joining, All -> Same, differentiable;
-    tile(input: x, dims: &sizes): Joining, All -> Same, differentiable;
-    repeat_interleave(input: x, repeats: size, dim: int?): Joining, All -> Same, differentiable;
-    repeat_interleave_tensor(input: x, repeats: x, dim: int) "repeat_interleave": Joining, All -> Same, differentiable;
-    roll(input: x, shifts: &ints, dims: &ints = &[0i32; 0]): Joining, All -> Same, differentiable;
-    slice_assign(input: x, src: x, indices: ints) "Tensor.__setitem__": Indexing, All -> Same, differentiable
-        => |a| a.tensor(0)?.slice_assign(&read_indices(a, 0)?[..], a.tensor(1)?);
-    slice_assign_(input: x, src: x, indices: ints) "Tensor.__setitem__": InPlace, All -> Same
-        => |a| a.tensor(0)?.slice_assign_(&read_indices(a, 0)?[..], a.tensor(1)?).map(Tensor::shallow_clone);
-    slice_scatter(input: x, src: x, dim: int = 0, start: int?, end: int?, step: int = 1): Indexing, All -> Same, differentiable;
-    select_scatter(input: x, src: x, dim: int, index: int): Indexing, All -> Same, differentiable;
-    diagonal_scatter(input: x, src: x, offset: int = 0, dim1: int = 0, dim2: int = 1): Indexing, All -> Same, differentiable;
-    tril / tril_ (input: x, diagonal: int = 0): Indexing, All -> Same, differentiable;
-    triu / triu_ (input: x, diagonal: int = 0): Indexing, All -> Same, differentiable;
 }

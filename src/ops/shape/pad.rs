@@ -1,6 +1,5 @@
 //! Padding of the ends of dims.
 
-use crate::autograd::record_unary_differentiable;
 use crate::ops::dispatch::prelude::*;
 
 /// The elements that [`Tensor::pad`] adds around a tensor.
@@ -42,8 +41,10 @@ impl Default for PadMode {
 impl Tensor {
     /// Adds elements at the ends of the last dims, or removes elements where a number is negative (PyTorch's `pad`). Differentiable.
     ///
-    /// `pads` has two numbers for each dim, the number of elements before and after, and begins with the last dim. As in PyTorch,
-    /// elements are removed after reflecting and replicating, but before circular padding.
+    /// `pads` has two numbers for each dim, the number of elements before and after, and begins with the last dim. As in PyTorch, elements
+    /// are removed after reflecting and replicating, but before circular padding. Fails for an odd number of pads, or more than two for
+    /// each dim; for a dim that has fewer elements than are removed; for a dim too small to reflect or repeat the required number of
+    /// elements; for a constant that the dtype cannot hold.
     ///
     /// ```
     /// use claystone::{Device, PadMode, Tensor};
@@ -52,10 +53,6 @@ impl Tensor {
     /// assert_eq!(a.pad(&[2, 0], PadMode::Reflect)?.to_vec::<f32>()?, [3.0, 2.0, 1.0, 2.0, 3.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Fails for an odd number of pads, or more than two for each dim; for a dim that has fewer elements than are removed; for a dim too
-    /// small to reflect or repeat the required number of elements; for a constant that the dtype cannot hold.
     #[track_caller]
     pub fn pad(&self, pads: &[isize], mode: PadMode) -> Result<Tensor> {
         return_replacement!(op = "pad", [self], pads, mode.name(), mode.constant());
@@ -83,8 +80,7 @@ impl Tensor {
             let size = self.shape().dims()[d];
             let [before, after] = [ends[0].min(0).unsigned_abs(), ends[1].min(0).unsigned_abs()];
             let Some(kept) = size.checked_sub(before).and_then(|rest| rest.checked_sub(after)) else {
-                let reason = format!("dimension {d} of size {size} cannot lose {before} and {after} elements");
-                return Err(Error::invalid("pad", reason));
+                fail!("pad", "dimension {d} of size {size} cannot lose {before} and {after} elements");
             };
             left = left.narrow(d as isize, before, kept)?;
         }
@@ -110,7 +106,7 @@ impl Tensor {
         }
         out.with_layout(inside).copy_(&self.detach())?;
         let back: Dims<isize> = pads.iter().map(|p| -p).collect();
-        Ok(record_unary_differentiable(op, out, self, move |grad| grad.crop(&back)))
+        Ok(autograd::record_unary_differentiable(op, out, self, move |grad| grad.crop(&back)))
     }
 
     /// Adds `before` elements before and `after` elements after the tensor along dim `d`, copied from the tensor itself.

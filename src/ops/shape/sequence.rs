@@ -10,11 +10,9 @@ use crate::{DType, Device, Error, Result, Scalar, Tensor, backend};
 
 impl Tensor {
     /// Returns the numbers `start`, `start + step`, ... up to but not including `end`, as a vector (PyTorch's `arange`, with f32 as the
-    /// default dtype). Each value is `start + i * step`, computed in f64, or in i64 if all three numbers are integers.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a step that is zero or points away from `end`, for numbers that are not finite, and for values
-    /// outside the dtype's range (as in [`Tensor::fill_`]).
+    /// default dtype). Each value is `start + i * step`, computed in f64, or in i64 if all three numbers are integers. Fails with
+    /// [`Error::Invalid`] for a step that is zero or points away from `end`, for numbers that are not finite, and for values outside the
+    /// dtype's range (as in [`Tensor::fill_`]).
     #[track_caller]
     pub fn arange(
         start: impl Into<Scalar>,

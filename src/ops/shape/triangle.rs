@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::ops::dispatch::prelude::*;
 
-impl Tensor {
+operations! {
     /// Keeps the elements on and below a diagonal of each matrix (the last two dims), and sets all others to 0 (PyTorch's `tril`). Diagonal
     /// 0 is the main diagonal, and positive numbers are above it. Differentiable. Fails for fewer than two dims.
     ///
@@ -16,20 +16,17 @@ impl Tensor {
     /// assert_eq!(a.triu(1)?.to_vec::<f32>()?, [0.0, 1.0, 1.0, 0.0, 0.0, 1.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    #[track_caller]
-    pub fn tril(&self, diagonal: isize) -> Result<Tensor> {
-        return_replacement!("tril", [self], diagonal);
-        self.zero_band("tril", diagonal.saturating_add(1), isize::MAX)
-    }
-
+    tril / tril_ (input: x, diagonal: int = 0): Indexing, All -> Same, differentiable = |op, self, diagonal| {
+        self.zero_band(op, diagonal.saturating_add(1), isize::MAX)
+    };
     /// Keeps the elements on and above a diagonal of each matrix, and sets all other elements to 0 (PyTorch's `triu`). See
     /// [`Tensor::tril`]. Fails for fewer than two dims.
-    #[track_caller]
-    pub fn triu(&self, diagonal: isize) -> Result<Tensor> {
-        return_replacement!("triu", [self], diagonal);
-        self.zero_band("triu", isize::MIN, diagonal)
-    }
+    triu / triu_ (input: x, diagonal: int = 0): Indexing, All -> Same, differentiable = |op, self, diagonal| {
+        self.zero_band(op, isize::MIN, diagonal)
+    };
+}
 
+impl Tensor {
     /// The in-place form of [`Tensor::tril`].
     pub fn tril_(&self, diagonal: isize) -> Result<&Tensor> {
         self.masked_fill_(&self.band_mask("tril_", diagonal.saturating_add(1), isize::MAX)?, 0)
@@ -52,9 +49,7 @@ impl Tensor {
     /// along diagonals, so it is a view of one vector in which each row starts one element earlier.
     fn band_mask(&self, op: &'static str, from: isize, to: isize) -> Result<Tensor> {
         let [.., rows, columns] = *self.shape().dims() else {
-            let reason =
-                format!("a tensor of shape {} has no matrices: it needs at least two dimensions", self.shape());
-            return Err(Error::invalid(op, reason));
+            fail!(op, "a tensor of shape {} has no matrices: it needs at least two dimensions", self.shape());
         };
         let options = (DType::Bool, self.device());
         if self.numel() == 0 {
@@ -113,7 +108,7 @@ impl Tensor {
         match self.rank() {
             1 => self.diag_embed(diagonal, 0, 1).with_op("diag"),
             2 => self.diagonal(diagonal, 0, 1).with_op("diag"),
-            rank => Err(Error::invalid("diag", format!("a tensor of rank {rank} is neither a vector nor a matrix"))),
+            rank => fail!("diag", "a tensor of rank {rank} is neither a vector nor a matrix"),
         }
     }
 

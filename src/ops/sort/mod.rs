@@ -6,16 +6,13 @@
 
 pub(crate) mod select;
 
-use std::sync::LazyLock;
-
-use super::{result_type, same_device, same_dtype};
+use super::result_type;
 use crate::Compute;
-use crate::backend::problem::reduction::{Combination, Element, Reduction, Rule};
-use crate::backend::problem::select::{RankQuery, RankedElement, Search, Selected, Sorting, TopK, dims_with};
-use crate::layout::dims::Mask;
+use crate::backend::problem::select::{RankQuery, RankedElement, Search, Selected, Sorting, TopK};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
 use crate::ops::index::gather::record_read;
+use crate::ops::reduce::statistics::count_nans;
 use crate::tensor::view::detach_at_least_1d;
 
 /// Returns the sorted values and their original indices, outside the graph.
@@ -92,32 +89,7 @@ pub(crate) fn elements_of_ranks(
     taken.collect()
 }
 
-/// Counts the NaN elements of each line along `d`, as i64, and keeps the dim with size 1. Outside the graph.
-pub(crate) fn count_nans(op: &'static str, x: &Tensor, d: usize) -> Result<Tensor> {
-    static RULE: LazyLock<Rule> = LazyLock::new(|| Rule {
-        combination: Combination::Add,
-        element: Element::Formula(Expr::input(0).is_nan()),
-        finish: None,
-        counts: true,
-        rescaled: None,
-    });
-    let mut mask = Mask::from_elem(false, x.rank());
-    mask[d] = true;
-    backend::compute(dims_with(x, d, 1), DType::I64, x.device(), |b, out| {
-        b.reduce(&Reduction { op, rule: &RULE, x, mask: &mask, out, number: 0.0 })
-    })
-}
-
 operations! {
-    sort(input: x, dim: int = -1, descending: bool = false): Sorting, All -> Same, differentiable;
-    argsort(input: x, dim: int = -1, descending: bool = false): Sorting, All -> I64;
-    msort(input: x): Sorting, All -> Same, differentiable;
-    isin(elements: x, test_elements: x): Sorting, All -> Bool;
-    searchsorted(sorted_sequence: x, input: x, right: bool = false): Sorting, All -> I64;
-    bucketize(input: x, boundaries: x, right: bool = false): Sorting, All -> I64;
-}
-
-impl Tensor {
     /// Sorts the elements along `dim` (PyTorch's `sort`, always stable). Returns the values and their original indices, as i64. NaN is
     /// greater than all numbers. Differentiable.
     ///
@@ -131,9 +103,8 @@ impl Tensor {
     /// assert_eq!(t.unique()?.to_vec::<f32>()?, [1.0, 2.0, 3.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    #[track_caller]
-    pub fn sort(&self, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
-        return_replacement!(op = "sort", [self], dim, descending);
+    sort(input: x, dim: int = -1, descending: bool = false):
+        Sorting, All -> Same, differentiable = |op, self, dim, descending| -> (Tensor, Tensor) {
         let (values, indices) = sort_detached(op, self, dim, descending)?;
         let saved = Saved::new(&indices);
         let values = autograd::record_unary_differentiable(op, values, self, move |grad| match grad.rank() {
@@ -141,22 +112,35 @@ impl Tensor {
             _ => grad.gather(dim, &saved.get(op)?.argsort(dim, false)?),
         });
         Ok((values, indices))
-    }
-
+    };
     /// Returns the indices that sort the elements along `dim`, as i64 (PyTorch's `argsort`, always stable).
-    #[track_caller]
-    pub fn argsort(&self, dim: isize, descending: bool) -> Result<Tensor> {
-        return_replacement!("argsort", [self], dim, descending);
-        Ok(sort_detached("argsort", self, dim, descending)?.1)
-    }
-
+    argsort(input: x, dim: int = -1, descending: bool = false): Sorting, All -> I64 = |op, self, dim, descending| {
+        Ok(sort_detached(op, self, dim, descending)?.1)
+    };
     /// Sorts the elements in ascending order along the first dim (PyTorch's `msort`). Differentiable.
-    #[track_caller]
-    pub fn msort(&self) -> Result<Tensor> {
-        return_replacement!("msort", [self]);
-        Ok(self.sort(0, false).with_op("msort")?.0)
-    }
-
+    msort(input: x): Sorting, All -> Same, differentiable = |op, self| {
+        Ok(self.sort(0, false).with_op(op)?.0)
+    };
+    /// Returns whether each element is one of `test_elements`, of any shape, as bool (PyTorch's `isin`). False for NaN.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let among = Tensor::from_slice(&[5i64, 2], 2, Device::Cpu)?;
+    /// let found = Tensor::arange(0, 4, 1, Device::Cpu)?.isin(&among)?;
+    /// assert_eq!(found.to_vec::<bool>()?, [false, false, true, false]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    isin(elements: x, test_elements: x): Sorting, All -> Bool = |op, self, test_elements| {
+        same_device(op, &[self, test_elements])?;
+        let n = test_elements.numel();
+        if n == 0 {
+            return Tensor::zeros(self.shape(), (DType::Bool, self.device()));
+        }
+        let dtype = result_type(&[self, test_elements], &[]).unwrap_or(self.dtype);
+        let (x, among) = (self.detach().to_dtype(dtype)?, test_elements.detach().to_dtype(dtype)?.reshape(n)?);
+        let among = sort_detached(op, &among, 0, false)?.0;
+        binary_search(op, &among, &x, false, DType::Bool)
+    };
     /// Returns the index at which each of `values` can be inserted in this tensor's sorted last dim to keep the order, as i64 (PyTorch's
     /// `searchsorted`).
     ///
@@ -172,44 +156,16 @@ impl Tensor {
     /// assert_eq!(t.searchsorted(&values, true)?.to_vec::<i64>()?, [2, 3]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    #[track_caller]
-    pub fn searchsorted(&self, values: &Tensor, right: bool) -> Result<Tensor> {
-        return_replacement!("searchsorted", [self, values], right);
-        binary_search("searchsorted", self, values, right, DType::I64)
-    }
-
+    searchsorted(sorted_sequence: x, input: x, right: bool = false): Sorting, All -> I64 = |op, self, values, right| {
+        binary_search(op, self, values, right, DType::I64)
+    };
     /// Returns the bucket of each element between `boundaries`, a sorted vector, as i64 (PyTorch's `bucketize`). The bucket is the number
     /// of boundaries below the element, or with `right` the number of boundaries not above the element. Fails as [`Tensor::searchsorted`]
     /// does, and with [`Error::Invalid`] if `boundaries` is not a vector.
-    #[track_caller]
-    pub fn bucketize(&self, boundaries: &Tensor, right: bool) -> Result<Tensor> {
-        return_replacement!(op = "bucketize", [self, boundaries], right);
+    bucketize(input: x, boundaries: x, right: bool = false): Sorting, All -> I64 = |op, self, boundaries, right| {
         invalid!(op if boundaries.rank() != 1, "the boundaries are a vector, not of shape {}", boundaries.shape());
         binary_search(op, boundaries, self, right, DType::I64)
-    }
-
-    /// Returns whether each element is one of `test_elements`, of any shape, as bool (PyTorch's `isin`). False for NaN.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let among = Tensor::from_slice(&[5i64, 2], 2, Device::Cpu)?;
-    /// let found = Tensor::arange(0, 4, 1, Device::Cpu)?.isin(&among)?;
-    /// assert_eq!(found.to_vec::<bool>()?, [false, false, true, false]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn isin(&self, test_elements: &Tensor) -> Result<Tensor> {
-        return_replacement!(op = "isin", [self, test_elements]);
-        same_device(op, &[self, test_elements])?;
-        let n = test_elements.numel();
-        if n == 0 {
-            return Tensor::zeros(self.shape(), (DType::Bool, self.device()));
-        }
-        let dtype = result_type(&[self, test_elements], &[]).unwrap_or(self.dtype);
-        let (x, among) = (self.detach().to_dtype(dtype)?, test_elements.detach().to_dtype(dtype)?.reshape(n)?);
-        let among = sort_detached(op, &among, 0, false)?.0;
-        binary_search(op, &among, &x, false, DType::Bool)
-    }
+    };
 }
 
 /// For each value, returns the index at which the value can be inserted in `sorted`, as i64, or whether the value occurs in `sorted`, as

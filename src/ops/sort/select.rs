@@ -5,18 +5,114 @@
 use crate::backend::problem::select::{RankQuery, Selected};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::{apply, apply_into};
-use crate::ops::sort::{count_nans, elements_of_ranks, sort_detached, topk_sorted};
+use crate::ops::reduce::statistics::count_nans;
+use crate::ops::sort::{elements_of_ranks, sort_detached, topk_sorted};
 
 operations! {
-    topk(input: x, k: size, dim: int = -1, largest: bool = true): Sorting, All -> Same, differentiable;
-    kthvalue(input: x, k: size, dim: int = -1, keepdim: bool = false): Sorting, All -> Same, differentiable;
-    median(input: x, dim: int, keepdim: bool = false): Sorting, All -> Same, differentiable;
-    nanmedian(input: x, dim: int, keepdim: bool = false): Sorting, All -> Same, differentiable;
+    /// Returns the `k` largest elements along `dim` in descending order, or if `largest` is false the `k` smallest in ascending order,
+    /// and their indices (PyTorch's `topk`; always sorted). NaN is greater than all numbers. Differentiable. Fails with
+    /// [`Error::Invalid`] if the dim has fewer than `k` elements.
+    topk(input: x, k: size, dim: int = -1, largest: bool = true):
+        Sorting, All -> Same, differentiable = |op, self, k, dim, largest| -> (Tensor, Tensor) {
+        let x = self.atleast_1d()?;
+        let n = x.shape().dims()[x.shape().dim(op, dim)?];
+        invalid!(op if k > n, "k is {k}, and there are {n} elements along dimension {dim} of shape {}", self.shape());
+        let (values, indices) = topk_sorted(op, &x.detach(), dim, k, largest)?.values_and_indices(&x, dim)?;
+        match self.rank() == 0 && k == 1 {
+            true => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
+            false => Ok((values, indices)),
+        }
+    };
+    /// Returns the `k`-th smallest element along `dim`, counted from 1, and its index (PyTorch's `kthvalue`). NaN is greater than all numbers.
+    /// `keepdim` keeps the dim with size 1. Differentiable. Fails with [`Error::Invalid`] if the dim has fewer than `k` elements or
+    /// `k` is 0.
+    kthvalue(input: x, k: size, dim: int = -1, keepdim: bool = false):
+        Sorting, All -> Same, differentiable = |op, self, k, dim, keepdim| -> (Tensor, Tensor) {
+        select_elements(op, self, dim, keepdim, |x| {
+            let n = dim_size(x, dim)?;
+            invalid!(op if k == 0 || k > n, "k is {k}, it must be in 1..={n}");
+            element_of_rank(op, x, dim, RankQuery::Rank(k - 1))
+        })
+    };
+    /// Returns the median along `dim`, the lower of two middle elements, and its index (PyTorch's `median` with a dim). NaN if any element
+    /// is NaN. Differentiable. Fails with [`Error::Invalid`] if the dim is empty.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[7f32, 1.0, 3.0, 2.0], 4, Device::Cpu)?;
+    /// assert_eq!(t.median(0, false)?.0.item::<f32>()?, 2.0);
+    /// assert_eq!(t.quantile(0.5, 0, false)?.item::<f32>()?, 2.5);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    median(input: x, dim: int, keepdim: bool = false):
+        Sorting, All -> Same, differentiable = |op, self, dim, keepdim| -> (Tensor, Tensor) {
+        select_elements(op, self, dim, keepdim, |x| {
+            element_of_rank(op, x, dim, RankQuery::OrNan((dim_size(x, dim)? - 1) / 2))
+        })
+    };
+    /// Returns the median along `dim` of the elements that are not NaN, and its index (PyTorch's `nanmedian`). NaN if all elements are NaN.
+    /// Differentiable. Fails as [`Tensor::median`] does.
+    nanmedian(input: x, dim: int, keepdim: bool = false):
+        Sorting, All -> Same, differentiable = |op, self, dim, keepdim| -> (Tensor, Tensor) {
+        select_elements(op, self, dim, keepdim, |x| element_of_rank(op, x, dim, RankQuery::NanMedian))
+    };
     mode(input: x, dim: int = -1, keepdim: bool = false): Sorting, All -> Same, differentiable;
-    quantile(input: x, q: float, dim: int, keepdim: bool = false): Sorting, Floats -> Same, differentiable;
-    nanquantile(input: x, q: float, dim: int, keepdim: bool = false): Sorting, Floats -> Same, differentiable;
-    max_dim(input: x, dim: int, keepdim: bool = false) "max": Reduction, All -> Same, differentiable;
-    min_dim(input: x, dim: int, keepdim: bool = false) "min": Reduction, All -> Same, differentiable;
+    /// Returns the quantile `q` along `dim`, interpolated linearly between two elements (PyTorch's `quantile`). NaN if any element is NaN.
+    /// Floats. Differentiable. Fails with [`Error::Invalid`] for a `q` outside 0 to 1 and if the dim is empty.
+    quantile(input: x, q: float, dim: int, keepdim: bool = false):
+        Sorting, Floats -> Same, differentiable = |op, self, q, dim, keepdim| {
+        check_quantile(op, self, q)?;
+        let last = match self.rank() {
+            0 => 0,
+            _ => self.shape().dims()[self.shape().dim(op, dim)?].saturating_sub(1),
+        };
+        let position = q * last as f64;
+        let mut high = None;
+        let low = select_elements(op, self, dim, keepdim, |x| {
+            let ranks = [position.floor(), position.ceil()].map(|rank| RankQuery::OrNan(rank as usize));
+            let mut found = elements_of_ranks(op, x, dim, &ranks[..1 + usize::from(position.fract() > 0.0)])?;
+            high = found.split_off(1).pop();
+            Ok(found.remove(0))
+        })?;
+        match high {
+            Some(high) => low.0.lerp(&select_elements(op, self, dim, keepdim, |_| Ok(high))?.0, position.fract()),
+            None => Ok(low.0),
+        }
+    };
+    /// Returns the [`Tensor::quantile`] of the elements that are not NaN (PyTorch's `nanquantile`). NaN if all are NaN. Differentiable.
+    /// Fails as [`Tensor::quantile`] does.
+    nanquantile(input: x, q: float, dim: int, keepdim: bool = false):
+        Sorting, Floats -> Same, differentiable = |op, self, q, dim, keepdim| {
+        check_quantile(op, self, q)?;
+        let mut between = None;
+        let (low, _) = select_elements(op, self, dim, keepdim, |x| {
+            let nans = count_nans(op, x, x.shape().dim(op, dim)?)?.to_dtype(x.dtype.compute().dtype())?;
+            // In a line in which all elements are NaN, index 0 is selected.
+            let position = ((dim_size(x, dim)? - 1) as f64 - Expr::input(0)).max(0.0) * q;
+            let exprs = [position.floor(), position.ceil(), &position - position.floor()];
+            let dtypes = [DType::I64, DType::I64, nans.dtype];
+            let made = apply(op, &[&nans], Params::default(), &exprs, &dtypes)?;
+            let mut found = elements_of_ranks(op, x, dim, &[RankQuery::Ranks(&made[0]), RankQuery::Ranks(&made[1])])?;
+            between = Some((found.remove(1), made[2].shallow_clone()));
+            Ok(found.remove(0))
+        })?;
+        let Some((high, share)) = between else { return Ok(low) };
+        let share = if keepdim && self.rank() > 0 { share } else { share.squeeze(dim)? };
+        let (high, _) = select_elements(op, self, dim, keepdim, |_| Ok(high))?;
+        low.lerp_tensor(&high, &share)?.to_dtype(self.dtype)
+    };
+    /// Returns the maximum along `dim` and its index, as i64 (PyTorch's `max` with a dim): the first if several elements are equal, or
+    /// the first NaN if there is one. Differentiable. Fails as [`Tensor::median`] does.
+    max_dim(input: x, dim: int, keepdim: bool = false) "max":
+        Reduction, All -> Same, differentiable = |op, self, dim, keepdim| -> (Tensor, Tensor) {
+        select_elements(op, self, dim, keepdim, |x| x.argmax(dim, true).map(Selected::from))
+    };
+    /// Returns the minimum along `dim` and its index (PyTorch's `min` with a dim). See [`Tensor::max_dim`]. Fails as
+    /// [`Tensor::median`] does.
+    min_dim(input: x, dim: int, keepdim: bool = false) "min":
+        Reduction, All -> Same, differentiable = |op, self, dim, keepdim| -> (Tensor, Tensor) {
+        select_elements(op, self, dim, keepdim, |x| x.argmin(dim, true).map(Selected::from))
+    };
 }
 
 /// Returns one element of every line of `t` along `dim`, and its index. `find` computes the indices of a tensor of at least one dim, and
@@ -54,109 +150,6 @@ fn dim_size(t: &Tensor, dim: isize) -> Result<usize> {
 }
 
 impl Tensor {
-    /// Returns the `k` largest elements along `dim` in descending order, or if `largest` is false the `k` smallest in ascending order,
-    /// and their indices (PyTorch's `topk`; always sorted). NaN is greater than all numbers. Differentiable. Fails with
-    /// [`Error::Invalid`] if the dim has fewer than `k` elements.
-    #[track_caller]
-    pub fn topk(&self, k: usize, dim: isize, largest: bool) -> Result<(Tensor, Tensor)> {
-        return_replacement!(op = "topk", [self], k, dim, largest);
-        let x = self.atleast_1d()?;
-        let n = x.shape().dims()[x.shape().dim(op, dim)?];
-        invalid!(op if k > n, "k is {k}, and there are {n} elements along dimension {dim} of shape {}", self.shape());
-        let (values, indices) = topk_sorted(op, &x.detach(), dim, k, largest)?.values_and_indices(&x, dim)?;
-        match self.rank() == 0 && k == 1 {
-            true => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
-            false => Ok((values, indices)),
-        }
-    }
-
-    /// Returns the `k`-th smallest element along `dim`, counted from 1, and its index (PyTorch's `kthvalue`). NaN is greater than all numbers.
-    /// `keepdim` keeps the dim with size 1. Differentiable. Fails with [`Error::Invalid`] if the dim has fewer than `k` elements or
-    /// `k` is 0.
-    #[track_caller]
-    pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        return_replacement!(op = "kthvalue", [self], k, dim, keepdim);
-        select_elements(op, self, dim, keepdim, |x| {
-            let n = dim_size(x, dim)?;
-            invalid!(op if k == 0 || k > n, "k is {k}, it must be in 1..={n}");
-            element_of_rank(op, x, dim, RankQuery::Rank(k - 1))
-        })
-    }
-
-    /// Returns the median along `dim`, the lower of two middle elements, and its index (PyTorch's `median` with a dim). NaN if any element
-    /// is NaN. Differentiable. Fails with [`Error::Invalid`] if the dim is empty.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let t = Tensor::from_slice(&[7f32, 1.0, 3.0, 2.0], 4, Device::Cpu)?;
-    /// assert_eq!(t.median(0, false)?.0.item::<f32>()?, 2.0);
-    /// assert_eq!(t.quantile(0.5, 0, false)?.item::<f32>()?, 2.5);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn median(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        return_replacement!("median", [self], dim, keepdim);
-        select_elements("median", self, dim, keepdim, |x| {
-            element_of_rank("median", x, dim, RankQuery::OrNan((dim_size(x, dim)? - 1) / 2))
-        })
-    }
-
-    /// Returns the median along `dim` of the elements that are not NaN, and its index (PyTorch's `nanmedian`). NaN if all elements are NaN.
-    /// Differentiable. Fails as [`Tensor::median`] does.
-    #[track_caller]
-    pub fn nanmedian(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        return_replacement!("nanmedian", [self], dim, keepdim);
-        select_elements("nanmedian", self, dim, keepdim, |x| element_of_rank("nanmedian", x, dim, RankQuery::NanMedian))
-    }
-
-    /// Returns the quantile `q` along `dim`, interpolated linearly between two elements (PyTorch's `quantile`). NaN if any element is NaN.
-    /// Floats. Differentiable. Fails with [`Error::Invalid`] for a `q` outside 0 to 1 and if the dim is empty.
-    #[track_caller]
-    pub fn quantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
-        return_replacement!(op = "quantile", [self], q, dim, keepdim);
-        check_quantile(op, self, q)?;
-        let last = match self.rank() {
-            0 => 0,
-            _ => self.shape().dims()[self.shape().dim(op, dim)?].saturating_sub(1),
-        };
-        let position = q * last as f64;
-        let mut high = None;
-        let low = select_elements(op, self, dim, keepdim, |x| {
-            let ranks = [position.floor(), position.ceil()].map(|rank| RankQuery::OrNan(rank as usize));
-            let mut found = elements_of_ranks(op, x, dim, &ranks[..1 + usize::from(position.fract() > 0.0)])?;
-            high = found.split_off(1).pop();
-            Ok(found.remove(0))
-        })?;
-        match high {
-            Some(high) => low.0.lerp(&select_elements(op, self, dim, keepdim, |_| Ok(high))?.0, position.fract()),
-            None => Ok(low.0),
-        }
-    }
-
-    /// Returns the [`Tensor::quantile`] of the elements that are not NaN (PyTorch's `nanquantile`). NaN if all are NaN. Differentiable.
-    /// Fails as [`Tensor::quantile`] does.
-    #[track_caller]
-    pub fn nanquantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
-        return_replacement!(op = "nanquantile", [self], q, dim, keepdim);
-        check_quantile(op, self, q)?;
-        let mut between = None;
-        let (low, _) = select_elements(op, self, dim, keepdim, |x| {
-            let nans = count_nans(op, x, x.shape().dim(op, dim)?)?.to_dtype(x.dtype.compute().dtype())?;
-            // In a line in which all elements are NaN, index 0 is selected.
-            let position = ((dim_size(x, dim)? - 1) as f64 - Expr::input(0)).max(0.0) * q;
-            let exprs = [position.floor(), position.ceil(), &position - position.floor()];
-            let dtypes = [DType::I64, DType::I64, nans.dtype];
-            let made = apply(op, &[&nans], Params::default(), &exprs, &dtypes)?;
-            let mut found = elements_of_ranks(op, x, dim, &[RankQuery::Ranks(&made[0]), RankQuery::Ranks(&made[1])])?;
-            between = Some((found.remove(1), made[2].shallow_clone()));
-            Ok(found.remove(0))
-        })?;
-        let Some((high, share)) = between else { return Ok(low) };
-        let share = if keepdim && self.rank() > 0 { share } else { share.squeeze(dim)? };
-        let (high, _) = select_elements(op, self, dim, keepdim, |_| Ok(high))?;
-        low.lerp_tensor(&high, &share)?.to_dtype(self.dtype)
-    }
-
     /// Returns the most frequent element along `dim` (the smallest if several are equally frequent), and the index of its last occurrence
     /// (PyTorch's `mode`). Differentiable. Fails as [`Tensor::median`] does.
     #[track_caller]
@@ -189,21 +182,5 @@ impl Tensor {
             let run = position.sub(&starts.cummax(dim)?.0)?;
             order.gather(dim, &run.argmax(dim, true)?).map(Selected::from)
         })
-    }
-
-    /// Returns the maximum along `dim` and its index, as i64 (PyTorch's `max` with a dim): the first if several elements are equal, or
-    /// the first NaN if there is one. Differentiable. Fails as [`Tensor::median`] does.
-    #[track_caller]
-    pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        return_replacement!("max_dim", [self], dim, keepdim);
-        select_elements("max_dim", self, dim, keepdim, |x| x.argmax(dim, true).map(Selected::from))
-    }
-
-    /// Returns the minimum along `dim` and its index (PyTorch's `min` with a dim). See [`Tensor::max_dim`]. Fails as
-    /// [`Tensor::median`] does.
-    #[track_caller]
-    pub fn min_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        return_replacement!("min_dim", [self], dim, keepdim);
-        select_elements("min_dim", self, dim, keepdim, |x| x.argmin(dim, true).map(Selected::from))
     }
 }

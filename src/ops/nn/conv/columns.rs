@@ -3,27 +3,14 @@
 use std::ops::Range;
 use std::slice;
 
-use smallvec::SmallVec;
-
-use crate::autograd::{Gradients, Saved};
-use crate::backend::problem::conv::Convolution;
+use crate::backend::problem::conv::{Convolution, max_column_block_bytes};
 use crate::backend::problem::gemm::{EPILOGUES, Gemm};
 use crate::backend::problem::windows::{Windows, sizes_4d};
-use crate::device::DeviceKind;
+use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::matmul::matrix_transpose;
 use crate::ops::nn::conv::ConvProblem;
 use crate::ops::reduce;
-use crate::tensor::Layout;
 use crate::tensor::view::reshape_detached;
-use crate::{DType, Device, Result, Shape, Tensor, autograd};
-
-/// Returns the maximum size in bytes of the columns that are in memory at a time. On GPUs this is 1/512 of the memory, but at least 16
-/// and at most 256 MiB, because larger products use a GPU better. A single row of windows may exceed this size.
-fn max_column_block_bytes(device: Device) -> Result<usize> {
-    let info = device.cached_info()?;
-    let part = if info.kind == DeviceKind::Cpu { 0 } else { info.memory >> 9 };
-    Ok((part as usize).clamp(16 << 20, 256 << 20))
-}
 
 /// The minimum number of windows of an image that gets its own product. Smaller images become columns of one product, whose result is
 /// copied to reorder it.

@@ -4,61 +4,49 @@ use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
 use crate::ops::nn::window::{fold, unfold};
 
-/// Options of [`conv2d`](crate::Tensor::conv2d) and the other convolutions, with PyTorch's defaults.
-///
-/// ```
-/// use claystone::{ConvOptions, Device, Tensor};
-/// let (x, w) = (Tensor::ones(&[1, 2, 8, 8], Device::Cpu)?, Tensor::ones(&[4, 2, 3, 3], Device::Cpu)?);
-/// let halved = ConvOptions { stride: [2, 2], padding: 1.into(), ..ConvOptions::default() };
-/// assert_eq!(x.conv2d(&w, None, halved)?.shape().dims(), [1, 4, 4, 4]);
-/// # Ok::<(), claystone::Error>(())
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ConvOptions<const D: usize> {
-    /// The distance between adjacent windows, in elements.
-    pub stride: [usize; D],
-    /// The number of zeros added around the image.
-    pub padding: Padding<D>,
-    /// The distance between adjacent elements of a window, in elements.
-    pub dilation: [usize; D],
-    /// The number of groups that the channels are divided into. Each group is convolved separately.
-    pub groups: usize,
-}
-
-impl<const D: usize> Default for ConvOptions<D> {
-    fn default() -> Self {
-        ConvOptions { stride: [1; D], padding: Padding::Valid, dilation: [1; D], groups: 1 }
+options! {
+    /// Options of [`conv2d`](crate::Tensor::conv2d) and the other convolutions, with PyTorch's defaults.
+    ///
+    /// ```
+    /// use claystone::{ConvOptions, Device, Tensor};
+    /// let (x, w) = (Tensor::ones(&[1, 2, 8, 8], Device::Cpu)?, Tensor::ones(&[4, 2, 3, 3], Device::Cpu)?);
+    /// let halved = ConvOptions { stride: [2, 2], padding: 1.into(), ..ConvOptions::default() };
+    /// assert_eq!(x.conv2d(&w, None, halved)?.shape().dims(), [1, 4, 4, 4]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct ConvOptions<const D: usize> {
+        /// The distance between adjacent windows, in elements.
+        pub stride: [usize; D] = [1; D],
+        /// The number of zeros added around the image.
+        pub padding: Padding<D> = Padding::Valid,
+        /// The distance between adjacent elements of a window, in elements.
+        pub dilation: [usize; D] = [1; D],
+        /// The number of groups that the channels are divided into. Each group is convolved separately.
+        pub groups: usize = 1,
     }
-}
 
-/// Options of [`conv_transpose2d`](crate::Tensor::conv_transpose2d) and the other transposed convolutions, with PyTorch's defaults.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ConvTransposeOptions<const D: usize> {
-    /// The distance between adjacent windows in the result, in elements.
-    pub stride: [usize; D],
-    /// The number of elements removed from the sides of the result.
-    pub padding: Padding<D>,
-    /// The number of elements added at the end of each dim of the result.
-    pub output_padding: [usize; D],
-    /// The distance between adjacent elements of a window, in elements.
-    pub dilation: [usize; D],
-    /// The number of groups that the channels are divided into. Each group is convolved separately.
-    pub groups: usize,
-}
-
-impl<const D: usize> Default for ConvTransposeOptions<D> {
-    fn default() -> Self {
-        ConvTransposeOptions {
-            stride: [1; D],
-            padding: Padding::Valid,
-            output_padding: [0; D],
-            dilation: [1; D],
-            groups: 1,
-        }
+    /// Options of [`conv_transpose2d`](crate::Tensor::conv_transpose2d) and the other transposed convolutions, with PyTorch's defaults.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct ConvTransposeOptions<const D: usize> {
+        /// The distance between adjacent windows in the result, in elements.
+        pub stride: [usize; D] = [1; D],
+        /// The number of elements removed from the sides of the result.
+        pub padding: Padding<D> = Padding::Valid,
+        /// The number of elements added at the end of each dim of the result.
+        pub output_padding: [usize; D] = [0; D],
+        /// The distance between adjacent elements of a window, in elements.
+        pub dilation: [usize; D] = [1; D],
+        /// The number of groups that the channels are divided into. Each group is convolved separately.
+        pub groups: usize = 1,
     }
 }
 
 impl<const D: usize> ConvOptions<D> {
+    pub(super) fn arguments(self) -> Vec<Argument> {
+        vec![(&self.stride).into(), self.padding.into(), (&self.dilation).into(), self.groups.into()]
+    }
+
     fn from_args(a: &Args) -> Result<Self> {
         let (stride, padding, dilation) = (a.spatial_sizes(0)?, Padding::from_args(a, 1)?, a.spatial_sizes(2)?);
         Ok(ConvOptions { stride, padding, dilation, groups: a.size(3)? })
@@ -66,6 +54,11 @@ impl<const D: usize> ConvOptions<D> {
 }
 
 impl<const D: usize> ConvTransposeOptions<D> {
+    pub(super) fn arguments(self) -> Vec<Argument> {
+        let ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = self;
+        vec![(&stride).into(), padding.into(), (&output_padding).into(), groups.into(), (&dilation).into()]
+    }
+
     fn from_args(a: &Args) -> Result<Self> {
         let (stride, padding, output_padding) = (a.spatial_sizes(0)?, Padding::from_args(a, 1)?, a.spatial_sizes(2)?);
         Ok(ConvTransposeOptions { stride, padding, output_padding, groups: a.size(3)?, dilation: a.spatial_sizes(4)? })

@@ -1,22 +1,15 @@
 //! Losses that compare vectors.
 
 use crate::ops::dispatch::prelude::*;
-use crate::ops::nn::loss::{losses, reduce_losses, same_shape};
-use crate::{LossReduction, promote_types};
+use crate::ops::nn::loss::{losses, read_reduction, reduce_losses, same_shape};
+use crate::promote_types;
 
-impl Tensor {
+operations! {
     /// Computes `1 - cos` for pairs of vectors with target 1, and `max(0, cos - margin)` for target -1 (PyTorch's
     /// `cosine_embedding_loss`, with a default margin of 0). Both inputs are `[N, D]` and the target is `[N]`, or both inputs are `[D]`
     /// and the target is a scalar. Differentiable.
-    #[track_caller]
-    pub fn cosine_embedding_loss(
-        &self,
-        other: &Tensor,
-        target: &Tensor,
-        margin: f64,
-        reduction: LossReduction,
-    ) -> Result<Tensor> {
-        return_replacement!(op = "cosine_embedding_loss", [self, other, target], margin, reduction);
+    cosine_embedding_loss(input1: x, input2: x, target: x, margin: float = 0, reduction: text @read_reduction = "mean") functional:
+        Loss, Floats -> Same, differentiable = |op, self, other, target, margin, reduction| {
         same_shape(op, &[self, other])?;
         mismatch!(op if self.rank() == 0 || target.shape().dims() != &self.shape().dims()[..self.rank() - 1],
             self, target, "the inputs are [N, D] and the target [N], or [D] and a scalar");
@@ -37,25 +30,16 @@ impl Tensor {
             let (near, far) = (1.0 - &e[0], &e[0] - margin);
             e[1].eq(1.0).select(near, 0.0) + e[1].eq(-1.0).select(far.lt(0.0).select(0.0, far), 0.0)
         })
-    }
-
+    };
     /// Computes `max(0, margin + |a - p| - |a - n|)` of an anchor (this tensor), a positive and a negative example (PyTorch's
     /// `triplet_margin_loss`, with a default margin of 1).
     ///
     /// The distances are p-norms over the last dim, with 1e-6 added to each difference. With `swap`, the distance between the two
     /// examples replaces the distance of the negative example if it is smaller. Differentiable. Fails as [`Tensor::mse_loss`] does, and
     /// with [`Error::Invalid`] unless p is above 0.
-    #[track_caller]
-    pub fn triplet_margin_loss(
-        &self,
-        positive: &Tensor,
-        negative: &Tensor,
-        margin: f64,
-        p: f64,
-        swap: bool,
-        reduction: LossReduction,
-    ) -> Result<Tensor> {
-        return_replacement!(op = "triplet_margin_loss", [self, positive, negative], margin, p, swap, reduction);
+    triplet_margin_loss(anchor: x, positive: x, negative: x, margin: float = 1, p: float = 2, swap: bool = false,
+        reduction: text @read_reduction = "mean") functional:
+        Loss, Floats -> Same, differentiable = |op, self, positive, negative, margin, p, swap, reduction| {
         same_shape(op, &[self, positive, negative])?;
         let far = |a: &Tensor, b: &Tensor| a.pairwise_distance(b, p, 1e-6, false);
         let each = || {
@@ -70,5 +54,5 @@ impl Tensor {
             reduce_losses(losses, reduction)
         };
         each().with_op(op)
-    }
+    };
 }

@@ -1,9 +1,24 @@
 //! Losses for classification. Classes are given as labels or as probabilities.
 
-use crate::ops::apply_formula;
 use crate::ops::dispatch::prelude::*;
-use crate::ops::nn::loss::{divide_by_batch, reduce_losses};
+use crate::ops::nn::loss::{divide_by_batch, read_reduction, reduce_losses};
 use crate::{CrossEntropy, LossReduction, autocast_dtype};
+
+operations! {
+    cross_entropy(input: x, target: x, weight: x?,
+        reduction: text = "mean", ignore_index: int = -100, label_smoothing: float = 0) functional:
+        Loss, Floats -> Same, differentiable => |a| {
+        let (reduction, ignore_index, label_smoothing) = (read_reduction(a, 0)?, a.int(1)? as i64, a.float(2)?);
+        let options = CrossEntropy { reduction, ignore_index, label_smoothing, weight: a.optional_tensor(2) };
+        a.tensor(0)?.cross_entropy_with(a.tensor(1)?, options)
+    };
+    nll_loss(input: x, target: x, weight: x?, reduction: text = "mean", ignore_index: int = -100) functional:
+        Loss, Floats -> Same, differentiable => |a| {
+        let (reduction, ignore_index) = (read_reduction(a, 0)?, a.int(1)? as i64);
+        a.tensor(0)?
+            .nll_loss(a.tensor(1)?, CrossEntropy { reduction, ignore_index, weight: a.optional_tensor(2), ..CrossEntropy::default() })
+    };
+}
 
 impl Tensor {
     /// Returns the mean over rows of `-log_softmax(logits)[label]`, as [`Tensor::cross_entropy_with`] does with the default options, and

@@ -3,12 +3,12 @@
 //! `pointwise` has losses of predictions and targets with the same shape, `labels` losses for classification, and `distance` losses that
 //! compare vectors.
 
-mod distance;
-mod labels;
-mod pointwise;
+pub(crate) mod distance;
+pub(crate) mod labels;
+pub(crate) mod pointwise;
 
+use crate::LossReduction;
 use crate::ops::dispatch::prelude::*;
-use crate::{CrossEntropy, LossReduction};
 
 /// Reduces losses to a mean or a sum, or returns them unreduced.
 fn reduce_losses(losses: Tensor, reduction: LossReduction) -> Result<Tensor> {
@@ -51,19 +51,17 @@ fn losses_of_equal_shapes(
 }
 
 fn same_shape(op: &'static str, inputs: &[&Tensor]) -> Result<()> {
-    match inputs.iter().find(|t| t.shape() != inputs[0].shape()) {
-        None => Ok(()),
-        Some(other) => Err(shape_mismatch(op, inputs[0], other, "prediction and target have one shape")),
+    for t in inputs {
+        mismatch!(op if t.shape() != inputs[0].shape(), inputs[0], t, "prediction and target have one shape");
     }
+    Ok(())
 }
 
 /// Returns an error unless a hyperparameter is above 0 or, if `zero` is set, at least 0.
 fn check_positive(op: &'static str, name: &str, value: f64, zero: bool) -> Result<()> {
-    if value > 0.0 || (zero && value == 0.0) {
-        return Ok(());
-    }
     let least = if zero { "at least" } else { "above" };
-    Err(Error::invalid(op, format!("{name} is {value}, it must be {least} 0")))
+    invalid!(op if !(value > 0.0 || (zero && value == 0.0)), "{name} is {value}, it must be {least} 0");
+    Ok(())
 }
 
 /// The names that PyTorch gives the reductions.
@@ -86,47 +84,4 @@ fn read_reduction(a: &Args, i: usize) -> Result<LossReduction> {
         Some((_, reduction)) => Ok(*reduction),
         None => a.argument_error(i, "mean, sum, batchmean or none"),
     }
-}
-
-operations! {
-    mse_loss(input: x, target: x, reduction: text @read_reduction = "mean") functional: Loss, Floats -> Same, differentiable
-        => |a| a.tensor(0)?.mse_loss_with(a.tensor(1)?, read_reduction(a, 0)?);
-    l1_loss(input: x, target: x, reduction: text @read_reduction = "mean") functional: Loss, Floats -> Same, differentiable
-        => |a| a.tensor(0)?.l1_loss_with(a.tensor(1)?, read_reduction(a, 0)?);
-    smooth_l1_loss(input: x, target: x, beta: float = 1, reduction: text @read_reduction = "mean") functional:
-        Loss, Floats -> Same, differentiable;
-    huber_loss(input: x, target: x, delta: float = 1, reduction: text @read_reduction = "mean") functional:
-        Loss, Floats -> Same, differentiable;
-    binary_cross_entropy(input: x, target: x, weight: x?, reduction: text @read_reduction = "mean") functional:
-        Loss, Floats -> Same, differentiable;
-    binary_cross_entropy_with_logits(input: x, target: x, weight: x?, pos_weight: x?, reduction: text @read_reduction = "mean")
-        functional: Loss, Floats -> Same, differentiable;
-    kl_div(input: x, target: x, reduction: text @read_reduction = "mean", log_target: bool = false) functional:
-        Loss, Floats -> Same, differentiable;
-    poisson_nll_loss(input: x, target: x, log_input: bool = true, full: bool = false, eps: float = 1e-8,
-        reduction: text @read_reduction = "mean") functional: Loss, Floats -> Same, differentiable;
-    gaussian_nll_loss(input: x, target: x, var: x, full: bool = false, eps: float = 1e-6, reduction: text @read_reduction = "mean")
-        functional: Loss, Floats -> Same, differentiable;
-    soft_margin_loss(input: x, target: x, reduction: text @read_reduction = "mean") functional: Loss, Floats -> Same, differentiable;
-    hinge_embedding_loss(input: x, target: x, margin: float = 1, reduction: text @read_reduction = "mean") functional:
-        Loss, Floats -> Same, differentiable;
-    margin_ranking_loss(input1: x, input2: x, target: x, margin: float = 0, reduction: text @read_reduction = "mean") functional:
-        Loss, Floats -> Same, differentiable;
-    cosine_embedding_loss(input1: x, input2: x, target: x, margin: float = 0, reduction: text @read_reduction = "mean") functional:
-        Loss, Floats -> Same, differentiable;
-    triplet_margin_loss(anchor: x, positive: x, negative: x, margin: float = 1, p: float = 2, swap: bool = false,
-        reduction: text @read_reduction = "mean") functional: Loss, Floats -> Same, differentiable;
-    cross_entropy(input: x, target: x, weight: x?,
-        reduction: text = "mean", ignore_index: int = -100, label_smoothing: float = 0) functional:
-        Loss, Floats -> Same, differentiable => |a| {
-        let (reduction, ignore_index, label_smoothing) = (read_reduction(a, 0)?, a.int(1)? as i64, a.float(2)?);
-        let options = CrossEntropy { reduction, ignore_index, label_smoothing, weight: a.optional_tensor(2) };
-        a.tensor(0)?.cross_entropy_with(a.tensor(1)?, options)
-    };
-    nll_loss(input: x, target: x, weight: x?, reduction: text = "mean", ignore_index: int = -100) functional:
-        Loss, Floats -> Same, differentiable => |a| {
-        let (reduction, ignore_index) = (read_reduction(a, 0)?, a.int(1)? as i64);
-        a.tensor(0)?
-            .nll_loss(a.tensor(1)?, CrossEntropy { reduction, ignore_index, weight: a.optional_tensor(2), ..CrossEntropy::default() })
-    };
 }

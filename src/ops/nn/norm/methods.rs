@@ -1,37 +1,24 @@
 //! The norms as methods of `Tensor`: argument checks, and the view of rows that each norm uses.
 
-use smallvec::SmallVec;
-
-use crate::autograd::is_tracked;
-use crate::backend::problem::map::Params;
 use crate::backend::problem::norm::{RowGrouping, unbind};
-use crate::ops::apply_formula;
 use crate::ops::dispatch::autocast::halves_to_f32;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::record_formula;
 use crate::ops::nn::norm::{BatchNormOptions, normalise};
-use crate::ops::reduce::apply_reduction_to;
 use crate::ops::reduce::table::rows;
-use crate::tensor::Dims;
-use crate::{DType, Expr, Result, Scalar, Shape, Tensor, backend, no_grad};
+
+/// The weight and the bias, if given.
+type Given<'a> = [Option<&'a Tensor>; 2];
 
 /// Returns a list of x and, if given, the weight and the bias.
-pub(crate) fn given_tensors<'a>(
-    x: &'a Tensor,
-    weight: Option<&'a Tensor>,
-    bias: Option<&'a Tensor>,
-) -> Dims<&'a Tensor> {
-    [x].into_iter().chain(weight).chain(bias).collect()
+pub(crate) fn given_tensors<'a>(x: &'a Tensor, others: Given<'a>) -> Dims<&'a Tensor> {
+    [x].into_iter().chain(others.into_iter().flatten()).collect()
 }
 
 /// Returns the weight and bias in `all`, which holds converted tensors in the order of [`given_tensors`].
-fn weight_and_bias<'a>(
-    all: &'a [Tensor],
-    weight: Option<&Tensor>,
-    bias: Option<&Tensor>,
-) -> (Option<&'a Tensor>, Option<&'a Tensor>) {
+fn weight_and_bias<'a>(all: &'a [Tensor], given: Given) -> Given<'a> {
     let mut others = all[1..].iter();
-    (weight.and_then(|_| others.next()), bias.and_then(|_| others.next()))
+    given.map(|t| t.and_then(|_| others.next()))
 }
 
 /// Converts the inputs to f32, and returns the converted inputs and the dtype of the result; `None` if no conversion is needed.
@@ -111,41 +98,6 @@ pub(crate) fn update_running_statistics(
 }
 
 impl Tensor {
-    /// Computes `(x - mean) / sqrt(var + eps) * weight + bias` over the last dims (PyTorch's `layer_norm`, with a default eps of 1e-5).
-    ///
-    /// The last dims, weight and bias have the normalised shape. Floats, computed at least in f32. For f16 or bf16 inputs, weight and
-    /// bias have the dtype of the input or f32. One launch; GPUs need two for rows that do not fit in registers. Differentiable with
-    /// respect to x, weight and bias.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let x = Tensor::from_slice(&[1f32, 3.0, 5.0, 9.0], [2, 2], Device::Cpu)?;
-    /// let y = x.layer_norm(&[2], None, None, 0.0)?;
-    /// assert_eq!(y.to_vec::<f32>()?, [-1.0, 1.0, -1.0, 1.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn layer_norm(
-        &self,
-        normalized_shape: &[usize],
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-        eps: f64,
-    ) -> Result<Tensor> {
-        let _caller = Caller::enter();
-        let op = "layer_norm";
-        let inputs = given_tensors(self, weight, bias);
-        if let Some((wide, dtype)) = cast_to_f32(&inputs)? {
-            let (weight, bias) = weight_and_bias(&wide, weight, bias);
-            return wide[0].layer_norm(normalized_shape, weight, bias, eps)?.to_dtype(dtype);
-        }
-        return_replacement!(op, [Some(self), weight, bias], normalized_shape, eps);
-        check_last_dims(op, self, normalized_shape, &[weight, bias])?;
-        let n = normalized_shape.iter().product();
-        let statistics = RowGrouping::Last(n).allocate_statistics(self)?;
-        normalise(op, (self, &statistics), RowGrouping::Last(n), weight, bias, eps, false)
-    }
-
     /// Computes `x / sqrt(mean(x²) + eps) * weight` over the last dims (PyTorch's `rms_norm`). The last dims and the weight have the
     /// normalised shape. Without an eps, the machine epsilon of the dtype is used. Floats, computed at least in f32. Takes as many
     /// launches as [`Tensor::layer_norm`]. Differentiable.
@@ -153,69 +105,27 @@ impl Tensor {
     pub fn rms_norm(&self, normalized_shape: &[usize], weight: Option<&Tensor>, eps: Option<f64>) -> Result<Tensor> {
         let _caller = Caller::enter();
         let op = "rms_norm";
-        let inputs = given_tensors(self, weight, None);
-        cast_first!(autocast_to_f32(&inputs)?, |x| x[0].rms_norm(
-            normalized_shape,
-            weight_and_bias(x, weight, None).0,
-            eps
-        ));
+        let inputs = given_tensors(self, [weight, None]);
+        cast_first!(autocast_to_f32(&inputs)?, |x| x[0].rms_norm(normalized_shape, x.get(1), eps));
         return_replacement!(op, inputs, normalized_shape, eps);
         check_last_dims(op, self, normalized_shape, &[weight])?;
-        let n = normalized_shape.iter().product();
+        let view = RowGrouping::Last(normalized_shape.iter().product());
         let least = match self.dtype {
             DType::F64 => f64::EPSILON,
             DType::F16 => 2f64.powi(-10),
             DType::BF16 => 2f64.powi(-7),
             _ => f32::EPSILON.into(),
         };
-        let statistics = RowGrouping::Last(n).allocate_statistics(self)?;
-        normalise(op, (self, &statistics), RowGrouping::Last(n), weight, None, eps.unwrap_or(least), true)
-    }
-
-    /// Normalises each group of channels of `[N, C, ..]` as [`Tensor::layer_norm`] does, with a weight and a bias for each channel
-    /// (PyTorch's `group_norm`, with a default eps of 1e-5). Takes as many launches as `layer_norm`. Differentiable.
-    ///
-    /// # Errors
-    /// Returns the errors of [`Tensor::layer_norm`], and [`Error::Invalid`] if the channels are not divisible by the number of groups.
-    #[track_caller]
-    pub fn group_norm(
-        &self,
-        groups: usize,
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-        eps: f64,
-    ) -> Result<Tensor> {
-        let _caller = Caller::enter();
-        let op = "group_norm";
-        let inputs = given_tensors(self, weight, bias);
-        if let Some((wide, dtype)) = cast_to_f32(&inputs)? {
-            let (weight, bias) = weight_and_bias(&wide, weight, bias);
-            return wide[0].group_norm(groups, weight, bias, eps)?.to_dtype(dtype);
-        }
-        return_replacement!(op, [Some(self), weight, bias], groups, eps);
-        check_groups(op, self, groups, &[weight, bias])?;
-        same_dtype(op, &inputs)?;
-        let statistics = RowGrouping::Groups(groups).allocate_statistics(self)?;
-        normalise(op, (self, &statistics), RowGrouping::Groups(groups), weight, bias, eps, false)
-    }
-
-    /// Normalises each channel of each sample of `[N, C, ..]` as [`Tensor::layer_norm`] does, with a weight and a bias for each channel
-    /// (PyTorch's `instance_norm`, with a default eps of 1e-5). Takes as many launches as `layer_norm`. Differentiable.
-    #[track_caller]
-    pub fn instance_norm(&self, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-        let _caller = Caller::enter();
-        let op = "instance_norm";
-        return_replacement!(op, [Some(self), weight, bias], eps);
-        check_channels(op, self, &[weight, bias])?;
-        self.group_norm(self.shape().dims()[1].max(1), weight, bias, eps).with_op(op)
+        Ok(normalise(op, self, view, [weight, None], eps.unwrap_or(least), true)?.0)
     }
 
     /// Subtracts from each channel of `[N, C, ..]` its mean, and divides it by its standard deviation (PyTorch's `batch_norm`).
     ///
     /// In training, mean and variance are computed from the batch, and the running statistics move towards the batch's mean and unbiased
     /// variance; this takes one launch more than [`Tensor::layer_norm`]. In evaluation, the running statistics are used. Floats, computed
-    /// at least in f32. For f16 or bf16 inputs, all other tensors have the dtype of the input or f32, also under autocast. Keeps the
-    /// memory format. Differentiable with respect to x, weight and bias.
+    /// at least in f32. For f16 or bf16 inputs, all other tensors have the dtype of the input or f32, also under autocast. Keeps the memory
+    /// format. Differentiable with respect to x, weight and bias. Fails as [`Tensor::layer_norm`] does, and with [`Error::Invalid`] in
+    /// evaluation without running statistics, and in training for channels of one element.
     ///
     /// ```
     /// use claystone::{BatchNormOptions, Device, Tensor};
@@ -224,21 +134,17 @@ impl Tensor {
     /// assert_eq!(y.to_vec::<f32>()?, [-1.0, -1.0, 1.0, 1.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Returns the errors of [`Tensor::layer_norm`], and [`Error::Invalid`] in evaluation without running statistics, and in training for
-    /// channels of one element.
     #[track_caller]
     pub fn batch_norm(&self, options: BatchNormOptions) -> Result<Tensor> {
         let _caller = Caller::enter();
         let op = "batch_norm";
         let BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps } = options;
         // For f16 and bf16 inputs, kernels read weight and bias in f32 directly if both are f32.
-        let inputs = given_tensors(self, weight, bias);
+        let inputs = given_tensors(self, [weight, bias]);
         let mixed = self.dtype.size() == 2 && inputs[1..].iter().any(|t| t.dtype == DType::F32);
         if mixed && let Some(wide) = halves_to_f32(&inputs[1..])? {
             let mut wide = wide.iter();
-            let (weight, bias) = (weight.and_then(|_| wide.next()), bias.and_then(|_| wide.next()));
+            let [weight, bias] = [weight, bias].map(|t| t.and_then(|_| wide.next()));
             return self.batch_norm(BatchNormOptions { weight, bias, ..options });
         }
         // A registered replacement cannot update the running statistics in place, so it is not called if there are any to update.
@@ -249,8 +155,8 @@ impl Tensor {
         same_dtype(op, &inputs[usize::from(mixed)..])?;
         let channels = self.shape().dims()[1];
         if training {
-            let (n, statistics) = (channel_numel(op, self)?, RowGrouping::Batch.allocate_statistics(self)?);
-            let out = normalise(op, (self, &statistics), RowGrouping::Batch, weight, bias, eps, false)?;
+            let n = channel_numel(op, self)?;
+            let (out, statistics) = normalise(op, self, RowGrouping::Batch, [weight, bias], eps, false)?;
             let [mean, _, var] = unbind(op, &statistics)?;
             update_running_statistics(op, options, n, [&mean.reshape([channels])?, &var.reshape([channels])?])?;
             return Ok(out);
@@ -271,41 +177,65 @@ impl Tensor {
         let numbers = [Some(mean), Some(var), weight, bias];
         let alike = mean.dtype == self.dtype && var.dtype == self.dtype;
         match if alike { backend::of_device(self.device()).normalise_channels(self, numbers, eps)? } else { None } {
-            Some(out) if is_tracked(&inputs) => Ok(record_formula(op, out, &inputs, Params::default(), &derivative)),
+            Some(out) if autograd::is_tracked(&inputs) => {
+                Ok(record_formula(op, out, &inputs, Params::default(), &derivative))
+            }
             Some(out) => Ok(out),
             None => apply_formula(op, &inputs, self.dtype, &shifted, derivative),
         }
     }
-
-    /// Computes `x / max(|x|, eps)` with the p-norm along `dim` (PyTorch's `normalize`, with defaults of 2, 1 and 1e-12). Floats.
-    /// Differentiable. Fails with [`Error::Invalid`] unless p is above 0.
-    #[track_caller]
-    pub fn normalize(&self, p: f64, dim: isize, eps: f64) -> Result<Tensor> {
-        let op = "normalize";
-        self.dtype.check_float(op)?;
-        return_replacement!(op, [self], p, dim, eps);
-        cast_first!(autocast_to_f32(&[self])?, |x| x[0].normalize(p, dim, eps));
-        invalid!(op if p.is_nan() || p <= 0.0, "p is {p}, it must be above 0");
-        // The norm may overflow f16 even if the quotients do not, so it is computed in f32.
-        let norm = match (self.dtype, p == 2.0) {
-            (DType::F16, true) => apply_reduction_to(&rows::norm, self, &dim.into(), true, DType::F32),
-            (DType::F16, false) => self.to_dtype(DType::F32)?.vector_norm(p, dim, true),
-            _ => self.vector_norm(p, dim, true),
-        };
-        let norm = norm.with_op(op)?;
-        let quotient = Expr::input(0) / Expr::input(1).lt(eps).select(eps, Expr::input(1));
-        apply_formula(op, &[self, &norm], self.dtype, &quotient, |i| quotient.diff(i))
-    }
 }
 
 operations! {
+    /// Computes `(x - mean) / sqrt(var + eps) * weight + bias` over the last dims (PyTorch's `layer_norm`, with a default eps of 1e-5).
+    ///
+    /// The last dims, weight and bias have the normalised shape. Floats, computed at least in f32. For f16 or bf16 inputs, weight and
+    /// bias have the dtype of the input or f32. One launch; GPUs need two for rows that do not fit in registers. Differentiable with
+    /// respect to x, weight and bias.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::from_slice(&[1f32, 3.0, 5.0, 9.0], [2, 2], Device::Cpu)?;
+    /// let y = x.layer_norm(&[2], None, None, 0.0)?;
+    /// assert_eq!(y.to_vec::<f32>()?, [-1.0, 1.0, -1.0, 1.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
     layer_norm(input: x, normalized_shape: &sizes, weight: x?, bias: x?, eps: float = 1e-5) functional:
-        NeuralNetwork, Floats -> Same, differentiable;
+        NeuralNetwork, Floats -> Same, differentiable = manual |op, self, normalized_shape, weight, bias, eps| {
+        let inputs = given_tensors(self, [weight, bias]);
+        if let Some((wide, dtype)) = cast_to_f32(&inputs)? {
+            let [weight, bias] = weight_and_bias(&wide, [weight, bias]);
+            return wide[0].layer_norm(normalized_shape, weight, bias, eps)?.to_dtype(dtype);
+        }
+        return_replacement!(op, [Some(self), weight, bias], normalized_shape, eps);
+        check_last_dims(op, self, normalized_shape, &[weight, bias])?;
+        let view = RowGrouping::Last(normalized_shape.iter().product());
+        Ok(normalise(op, self, view, [weight, bias], eps, false)?.0)
+    };
     rms_norm(input: x, normalized_shape: &sizes, weight: x?, eps: float?) functional:
         NeuralNetwork, Floats -> Same, differentiable;
+    /// Normalises each group of channels of `[N, C, ..]` as [`Tensor::layer_norm`] does, with a weight and a bias for each channel
+    /// (PyTorch's `group_norm`, with a default eps of 1e-5). Takes as many launches as `layer_norm`. Differentiable. Fails as
+    /// [`Tensor::layer_norm`] does, and with [`Error::Invalid`] if the channels are not divisible by the number of groups.
     group_norm(input: x, num_groups: size, weight: x?, bias: x?, eps: float = 1e-5) functional:
-        NeuralNetwork, Floats -> Same, differentiable;
-    instance_norm(input: x, weight: x?, bias: x?, eps: float = 1e-5) functional: NeuralNetwork, Floats -> Same, differentiable;
+        NeuralNetwork, Floats -> Same, differentiable = manual |op, self, groups, weight, bias, eps| {
+        let inputs = given_tensors(self, [weight, bias]);
+        if let Some((wide, dtype)) = cast_to_f32(&inputs)? {
+            let [weight, bias] = weight_and_bias(&wide, [weight, bias]);
+            return wide[0].group_norm(groups, weight, bias, eps)?.to_dtype(dtype);
+        }
+        return_replacement!(op, [Some(self), weight, bias], groups, eps);
+        check_groups(op, self, groups, &[weight, bias])?;
+        same_dtype(op, &inputs)?;
+        Ok(normalise(op, self, RowGrouping::Groups(groups), [weight, bias], eps, false)?.0)
+    };
+    /// Normalises each channel of each sample of `[N, C, ..]` as [`Tensor::layer_norm`] does, with a weight and a bias for each channel
+    /// (PyTorch's `instance_norm`, with a default eps of 1e-5). Takes as many launches as `layer_norm`. Differentiable.
+    instance_norm(input: x, weight: x?, bias: x?, eps: float = 1e-5) functional:
+        NeuralNetwork, Floats -> Same, differentiable = |op, self, weight, bias, eps| {
+        check_channels(op, self, &[weight, bias])?;
+        self.group_norm(self.shape().dims()[1].max(1), weight, bias, eps).with_op(op)
+    };
     batch_norm(input: x, running_mean: x?, running_var: x?, weight: x?, bias: x?,
         training: bool = false, momentum: float = 0.1, eps: float = 1e-5) functional:
         NeuralNetwork, Floats -> Same, differentiable => |a| {
@@ -313,6 +243,22 @@ operations! {
         let (training, momentum, eps) = (a.bool(0)?, a.float(1)?, a.float(2)?);
         a.tensor(0)?.batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps })
     };
+    /// Computes `x / max(|x|, eps)` with the p-norm along `dim` (PyTorch's `normalize`, with defaults of 2, 1 and 1e-12). Floats.
+    /// Differentiable. Fails with [`Error::Invalid`] unless p is above 0.
     normalize(input: x, p: float = 2, dim: int = 1, eps: float = 1e-12) functional:
-        NeuralNetwork, Floats -> Same, differentiable;
+        NeuralNetwork, Floats -> Same, differentiable = manual |op, self, p, dim, eps| {
+        self.dtype.check_float(op)?;
+        return_replacement!(op, [self], p, dim, eps);
+        cast_first!(autocast_to_f32(&[self])?, |x| x[0].normalize(p, dim, eps));
+        invalid!(op if p.is_nan() || p <= 0.0, "p is {p}, it must be above 0");
+        // The norm may overflow f16 even if the quotients do not, so it is computed in f32.
+        let norm = match (self.dtype, p == 2.0) {
+            (DType::F16, true) => rows::norm.apply_in(DType::F32, self, &dim.into(), true),
+            (DType::F16, false) => self.to_dtype(DType::F32)?.vector_norm(p, dim, true),
+            _ => self.vector_norm(p, dim, true),
+        };
+        let norm = norm.with_op(op)?;
+        let quotient = Expr::input(0) / Expr::input(1).lt(eps).select(eps, Expr::input(1));
+        apply_formula(op, &[self, &norm], self.dtype, &quotient, |i| quotient.diff(i))
+    };
 }
