@@ -133,21 +133,6 @@ impl Error {
     }
 }
 
-/// Returns [`Error::Invalid`] with the result of `reason` if `condition` holds.
-///
-/// ```
-/// use claystone::internal::invalid_if;
-/// assert!(invalid_if("Highway::new", false, || "the gate needs a bias").is_ok());
-/// let error = invalid_if("Highway::new", true, || "the gate needs a bias").unwrap_err();
-/// assert_eq!(error.to_string(), "Highway::new: the gate needs a bias");
-/// ```
-///
-/// # Errors
-/// [`Error::Invalid`].
-pub fn invalid_if<S: Into<String>>(op: &'static str, condition: bool, reason: impl FnOnce() -> S) -> Result<()> {
-    if condition { Err(Error::invalid(op, reason())) } else { Ok(()) }
-}
-
 /// Runs `f`, an in-place operation that consists of several steps. `version` returns the version counter of the output
 /// ([`Storage::version`](crate::storage::Storage::version)), which grows with every change. If the device or memory fails
 /// after the counter has grown, the error is [`Error::Partial`].
@@ -288,7 +273,8 @@ macro_rules! serde_as_text {
 }
 pub(crate) use serde_as_text;
 
-/// `invalid!(op if condition, "message {}", ..)` returns [`Error::Invalid`] from the method if the condition holds.
+/// `invalid!(op if condition, "message {}", ..)` returns [`Error::Invalid`] from the function if the condition holds;
+/// `invalid!(op, "message {}", ..)` always returns it.
 macro_rules! invalid {
     ($op:tt if let $pattern:pat = $value:expr, $($message:tt)+) => {
         if let $pattern = $value {
@@ -300,8 +286,10 @@ macro_rules! invalid {
             return Err($crate::Error::invalid($op, format!($($message)+)));
         }
     };
+    ($op:tt, $($message:tt)+) => {
+        return Err($crate::Error::invalid($op, format!($($message)+)))
+    };
 }
-pub(crate) use invalid;
 
 #[cfg(test)]
 mod tests {

@@ -43,16 +43,12 @@ pub trait CustomOp: Send + Sync + 'static {
     /// Returns the operation's name, for error messages.
     fn name(&self) -> &'static str;
 
-    /// Computes the result. Operations inside this function are not recorded. Save the tensors that backward needs in `ctx`.
-    ///
-    /// # Errors
-    /// Any error. [`Tensor::apply_op`] returns it to its caller.
+    /// Computes the result. Operations inside this function are not recorded. Save the tensors that backward needs in
+    /// `ctx`. [`Tensor::apply_op`] returns the errors to its caller.
     fn forward(&self, ctx: &mut OpContext, inputs: &[&Tensor]) -> Result<Tensor>;
 
-    /// Computes the gradient of each input from `grad`, the gradient of the result. None for an input without a gradient. Runs once per pass.
-    ///
-    /// # Errors
-    /// Any error. The backward pass returns it to its caller.
+    /// Computes the gradient of each input from `grad`, the gradient of the result. None for an input without a
+    /// gradient. Runs once per pass. The backward pass returns the errors to its caller.
     fn backward(&self, ctx: &OpContext, grad: &Tensor) -> Result<Vec<Option<Tensor>>>;
 
     /// True if `backward` applies only recorded operations, to the gradient, saved inputs and saved results. Gradients of
@@ -81,9 +77,7 @@ impl OpContext {
         self.saved.extend(tensors.iter().map(|t| (Saved::new(t), false)));
     }
 
-    /// Returns the saved tensors in the order in which they were saved (PyTorch's `saved_tensors`).
-    ///
-    /// # Errors
+    /// Returns the saved tensors in the order in which they were saved (PyTorch's `saved_tensors`). Fails with
     /// [`Error::Autograd`] if a tensor was changed in place since it was saved.
     pub fn saved_tensors(&self) -> Result<Vec<Tensor>> {
         let get = |(saved, is_result): &(Saved, bool)| match &self.result {
@@ -107,10 +101,7 @@ impl OpContext {
 }
 
 impl Tensor {
-    /// Runs an operation that implements [`CustomOp`].
-    ///
-    /// # Errors
-    /// Errors of [`CustomOp::forward`].
+    /// Runs an operation that implements [`CustomOp`]. Fails as [`CustomOp::forward`] does.
     pub fn apply_op(custom: impl CustomOp, inputs: &[&Tensor]) -> Result<Tensor> {
         let name = custom.name();
         let tracked = is_tracked(inputs);

@@ -95,9 +95,10 @@ pub(super) fn has_post_accumulate_hooks() -> bool {
 
 impl Tensor {
     /// Calls `hook` with the gradient of this tensor in every backward pass that reaches it (PyTorch's
-    /// `register_hook`). The gradient is the sum of all contributions. The hook runs before a leaf accumulates the gradient
-    /// or an operation passes it on. If the hook returns a tensor, the tensor replaces the gradient. Several hooks are
-    /// called in the order of registration. The hook should not change the gradient in place.
+    /// `register_hook`). The gradient is the sum of all contributions. The hook runs before a leaf accumulates the
+    /// gradient or an operation passes it on. If the hook returns a tensor, the tensor replaces the gradient. Several
+    /// hooks are called in the order of registration. The hook should not change the gradient in place. Fails with
+    /// [`Error::Autograd`] if the tensor requires no gradient.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -109,9 +110,6 @@ impl Tensor {
     /// clipped.remove();
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Autograd`] if the tensor requires no gradient.
     pub fn register_hook(
         &self,
         hook: impl Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
@@ -123,8 +121,9 @@ impl Tensor {
     }
 
     /// Calls `hook` with the gradient of this leaf each time a backward pass has added to it (PyTorch's
-    /// `register_post_accumulate_grad_hook`). The hook runs as soon as the gradient is complete, while backward may still
-    /// have other operations to differentiate. The hook may change the gradient in place, or use it and drop it.
+    /// `register_post_accumulate_grad_hook`). The hook runs as soon as the gradient is complete, while backward may
+    /// still have other operations to differentiate. The hook may change the gradient in place, or use it and drop it.
+    /// Fails with [`Error::Autograd`] if the tensor is not a leaf that requires a gradient.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -135,9 +134,6 @@ impl Tensor {
     /// halved.remove();
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Autograd`] if the tensor is not a leaf that requires a gradient.
     pub fn register_post_accumulate_grad_hook(
         &self,
         hook: impl Fn(&Tensor) -> Result<()> + Send + Sync + 'static,
@@ -148,9 +144,7 @@ impl Tensor {
         Ok(HookHandle { node: Arc::downgrade(&self.tracked_node(op)?), id })
     }
 
-    /// Keeps the gradient of this tensor in [`Tensor::grad`], as for a leaf (PyTorch's `retain_grad`).
-    ///
-    /// # Errors
+    /// Keeps the gradient of this tensor in [`Tensor::grad`], as for a leaf (PyTorch's `retain_grad`). Fails with
     /// [`Error::Autograd`] if the tensor requires no gradient.
     pub fn retain_grad(&self) -> Result<()> {
         let node = self.tracked_node("retain_grad")?;

@@ -32,10 +32,8 @@ pub(crate) struct InPlace<'t> {
 }
 
 /// Starts recording an operation that changes `target` in place and reads `sources`. Call it before the elements change. Returns None if
-/// none of the tensors is tracked or recording is off.
-///
-/// # Errors
-/// As in PyTorch, [`Error::Autograd`] for a leaf that requires a gradient, a view of such a leaf, and a view made inside `no_grad`.
+/// none of the tensors is tracked or recording is off. As in PyTorch, fails with [`Error::Autograd`] for a leaf that requires a gradient, a
+/// view of such a leaf, and a view made inside `no_grad`.
 #[inline]
 pub(crate) fn begin_in_place<'t>(
     op: &'static str,

@@ -32,10 +32,8 @@ pub trait Sampler: Send + Sync {
     /// Returns the number of items in a pass.
     fn len(&self) -> usize;
 
-    /// Returns the indices of the items of a new pass, in order.
-    ///
-    /// # Errors
-    /// Any error. The loader returns it in place of the first batch.
+    /// Returns the indices of the items of a new pass, in order. The loader returns an error in place of the first
+    /// batch.
     fn indices(&self) -> Result<Vec<usize>>;
 
     /// True if a pass has no items.

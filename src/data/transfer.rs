@@ -5,10 +5,7 @@ use crate::{Device, Result, Stream, Tensor, with_stream};
 
 /// A batch whose tensors can be copied to a device. Implementations for your own types call `map_tensors` on each field.
 pub trait Transfer: Sized {
-    /// Replaces each tensor by the result of `f`.
-    ///
-    /// # Errors
-    /// Errors of `f`.
+    /// Replaces each tensor by the result of `f`. Returns the errors of `f`.
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self>;
 }
 

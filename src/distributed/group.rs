@@ -7,10 +7,10 @@ use super::collective::{self, Member, Membership};
 use super::engine::{Engine, Work};
 use super::reduce::ReduceOp;
 use super::threads::Threads;
-use super::transport::{Transport, is_debug};
+use super::transport::{Position, Transport, is_debug};
 #[cfg(feature = "mpi")]
 use crate::device::cpu::threads;
-use crate::internal::{invalid_if, same_device, same_dtype};
+use crate::internal::{same_device, same_dtype};
 use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 
 /// Ranks that make the same calls in the same order (PyTorch's `ProcessGroup`). Ranks are either the processes of a job under `mpirun`
@@ -65,13 +65,11 @@ macro_rules! collectives {
 }
 
 impl Group {
-    /// Creates a group whose ranks are threads of this process, one for each device. Use each returned group on its own thread.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if `devices` is empty. [`Error::NoDevice`].
+    /// Creates a group whose ranks are threads of this process, one for each device. Use each returned group on its own thread. Fails with
+    /// [`Error::Invalid`] if `devices` is empty, and with [`Error::NoDevice`].
     pub fn threads(devices: &[Device]) -> Result<Vec<Group>> {
         let op = "Group::threads";
-        invalid_if(op, devices.is_empty(), || "there are no devices: give one for each rank")?;
+        invalid!(op if devices.is_empty(), "there are no devices: give one for each rank");
         let ends = Threads::new(devices.len(), timeout_from_env(op)?);
         ends.into_iter()
             .zip(devices)
@@ -87,17 +85,15 @@ impl Group {
     /// device of local rank `i` is OpenCL device `i` modulo the number of devices (see `CLAYSTONE_DEVICES`), or the CPU if there is none.
     ///
     /// This function initialises MPI, which is finalised when the process exits. If a rank fails or is killed, the whole job ends with a
-    /// message on standard error, because MPI cannot cancel pending messages. Only ranks in threads get an [`Error`] instead.
-    ///
-    /// # Errors
+    /// message on standard error, because MPI cannot cancel pending messages. Only ranks in threads get an [`Error`] instead. Fails with
     /// [`Error::Invalid`] if another library has initialised MPI, or if MPI was already finalised.
     #[cfg(feature = "mpi")]
     pub fn world() -> Result<Group> {
         let op = "Group::world";
         let engine = super::mpi::engine(op, timeout_from_env(op)?)?;
         let devices: Vec<Device> = Device::all().into_iter().filter(|d| d.has_queues()).collect();
-        let device = devices.get(engine.local_rank % devices.len().max(1)).copied().unwrap_or_default();
-        if engine.size > 1 && device.has_queues() && threads() == 1 {
+        let device = devices.get(engine.position.local_rank % devices.len().max(1)).copied().unwrap_or_default();
+        if engine.position.size > 1 && device.has_queues() && threads() == 1 {
             tracing::warn!(
                 "a rank with {device} has one core, so backward and communication take turns: use mpirun --bind-to none"
             );
@@ -106,8 +102,8 @@ impl Group {
     }
 
     fn for_job(engine: Arc<Engine>, device: Device) -> Result<Group> {
-        let (rank, ranks) = (engine.rank, (0..engine.size).collect());
-        let member = Membership::new(rank, ranks, 0, device, is_debug())?;
+        let Position { rank, size, .. } = engine.position;
+        let member = Membership::new(rank, (0..size).collect(), 0, device, is_debug())?;
         Ok(Group { engine, member: Arc::new(member) })
     }
 
@@ -127,73 +123,58 @@ impl Group {
     }
 
     /// Splits the ranks into one group for each color (MPI's `MPI_Comm_split`, PyTorch's `new_group`). The ranks of a new group are ordered
-    /// by key, then by old rank. Returns `None` on a rank without a color. Must be called on all ranks.
-    ///
-    /// # Errors
-    /// Errors of collectives, as of [`all_gather`](Self::all_gather).
+    /// by key, then by old rank. Returns `None` on a rank without a color. Must be called on all ranks. Fails as
+    /// [`all_gather`](Self::all_gather) does.
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Group>> {
         let member = Arc::clone(&self.member);
         let job = move |transport: &mut dyn Transport| {
             member.call(transport, "split", Some("split".into()), |m| collective::split(m, color, key))
         };
         let Some((ranks, context)) = self.engine.submit("split", job).wait()? else { return Ok(None) };
-        let rank = ranks.iter().position(|&rank| rank == self.engine.rank).expect("this rank gave the color");
+        let rank = ranks.iter().position(|&rank| rank == self.engine.position.rank).expect("this rank gave the color");
         let member = Membership::new(rank, ranks, context, self.device(), self.member.debug)?;
         Ok(Some(Group { engine: Arc::clone(&self.engine), member: Arc::new(member) }))
     }
 
-    /// Waits until every rank has made this call (PyTorch's `barrier`).
-    ///
-    /// # Errors
-    /// Errors of collectives, as of [`all_gather`](Self::all_gather).
+    /// Waits until every rank has made this call (PyTorch's `barrier`). Fails as [`all_gather`](Self::all_gather) does.
     pub fn barrier(&self) -> Result<()> {
-        let nothing = Tensor::zeros(1, Device::Cpu)?;
+        let nothing = Tensor::zeros(1, Device::HOST)?;
         self.all_reduce_async(&nothing, ReduceOp::Sum)?.wait()
     }
 
     collectives! {
         /// Copies the root's tensor to all other ranks (PyTorch's `broadcast`). Any dtype and strides; shape and dtype equal on all ranks.
-        ///
-        /// # Errors
-        /// [`Error::Invalid`] if `root` is not a rank. [`Error::Rank`] if another rank fails or does not make the call. Errors of transfers.
+        /// Fails with [`Error::Invalid`] if `root` is not a rank, with [`Error::Rank`] if another rank fails or does not make the call, and
+        /// if a transfer fails.
         broadcast, broadcast_async(self, tensor: &Tensor, root: usize) -> () {
             self.submit_broadcast(&[tensor], tensor.shape(), root)
         }
 
         /// Replaces every rank's tensor by the reduction over all ranks, such as the sum (PyTorch's `all_reduce`). Any dtype and strides.
-        /// Shape and dtype must be equal on all ranks.
-        ///
-        /// # Errors
-        /// [`Error::UnsupportedDType`] for the mean of integers and the sum of bools; [`Error::Rank`] if another rank fails or
-        /// does not make the call; errors of transfers.
+        /// Shape and dtype must be equal on all ranks. Fails with [`Error::UnsupportedDType`] for the mean of integers and the sum of
+        /// bools, and otherwise as [`broadcast`](Self::broadcast) does.
         all_reduce, all_reduce_async(self, tensor: &Tensor, reduce: ReduceOp) -> () {
             self.submit_all_reduce(&[tensor], tensor.shape(), reduce)
         }
 
-        /// Does the same as [`all_reduce`](Self::all_reduce) for several tensors of one dtype and device, in one collective. Use it for the many
-        /// small gradients of a network (PyTorch's `all_reduce_coalesced`).
-        ///
-        /// # Errors
-        /// [`Error::Invalid`] if there are no tensors. [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]. Errors of
-        /// [`all_reduce`](Self::all_reduce).
+        /// Does the same as [`all_reduce`](Self::all_reduce) for several tensors of one dtype and device, in one collective. Use it for the
+        /// many small gradients of a network (PyTorch's `all_reduce_coalesced`). Fails as [`all_reduce`](Self::all_reduce) does, with
+        /// [`Error::Invalid`] if there are no tensors, and with [`Error::DTypeMismatch`] or [`Error::DeviceMismatch`] if dtypes or devices
+        /// differ.
         all_reduce_coalesced, all_reduce_coalesced_async(self, tensors: &[&Tensor], reduce: ReduceOp) -> () {
             self.submit_all_reduce(tensors, &flat_shape(tensors), reduce)
         }
 
-        /// Stacks the tensors of all ranks in a new first dimension and returns the result, `[size, ...]` (PyTorch's `all_gather`).
-        ///
-        /// # Errors
-        /// [`Error::Rank`] if another rank fails or does not make the call; [`Error::OutOfMemory`]; errors of transfers.
+        /// Stacks the tensors of all ranks in a new first dimension and returns the result, `[size, ...]` (PyTorch's `all_gather`). Fails
+        /// with [`Error::Rank`] if another rank fails or does not make the call, with [`Error::OutOfMemory`], and if a transfer fails.
         all_gather, all_gather_async(self, tensor: &Tensor) -> Tensor {
             let shape: Vec<usize> = [self.size()].iter().chain(tensor.shape().dims()).copied().collect();
             self.submit_to_new("all_gather", tensor, shape.into(), "", collective::all_gather)
         }
 
-        /// Reduces the tensors of all ranks, and returns this rank's part of the result (PyTorch's `reduce_scatter_tensor`). The first dimension
-        /// is divided among the ranks, so its size must be a multiple of the group's size.
-        ///
-        /// # Errors
-        /// [`Error::Invalid`] if the first dimension is not such a multiple. Errors of [`all_reduce`](Self::all_reduce).
+        /// Reduces the tensors of all ranks, and returns this rank's part of the result (PyTorch's `reduce_scatter_tensor`). The first
+        /// dimension is divided among the ranks, so its size must be a multiple of the group's size. Fails with [`Error::Invalid`] if the
+        /// size is not such a multiple, and otherwise as [`all_reduce`](Self::all_reduce) does.
         reduce_scatter, reduce_scatter_async(self, tensor: &Tensor, reduce: ReduceOp) -> Tensor {
             let (op, dtype) = ("reduce_scatter", tensor.dtype());
             reduce.check(op, dtype)?;
@@ -206,34 +187,26 @@ impl Group {
         }
 
         /// Divides the first dimension into one part for each rank and sends part i to rank i (PyTorch's `all_to_all_single`). Returns the
-        /// received parts, concatenated in the order of the ranks.
-        ///
-        /// # Errors
-        /// [`Error::Invalid`] if the first dimension is not a multiple of the group's size. [`Error::Rank`] if another rank fails
-        /// or does not make the call. [`Error::OutOfMemory`]. Errors of transfers.
+        /// received parts, concatenated in the order of the ranks. Fails with [`Error::Invalid`] if the first dimension is not a multiple
+        /// of the group's size, and otherwise as [`all_gather`](Self::all_gather) does.
         all_to_all, all_to_all_async(self, tensor: &Tensor) -> Tensor {
             self.rows_per_rank("all_to_all", tensor)?;
             self.submit_to_new("all_to_all", tensor, tensor.shape().clone(), "", collective::all_to_all)
         }
 
-        /// Sends a tensor to another rank (PyTorch's `send`), which [receives](Self::recv) into a tensor of the same shape and dtype. Two ranks
-        /// that both send to each other first may deadlock: let one of them receive first, or call [`all_to_all`](Self::all_to_all).
-        ///
-        /// # Errors
-        /// [`Error::Invalid`] if `to` is this rank or not a rank. [`Error::Rank`]. Errors of transfers.
+        /// Sends a tensor to another rank (PyTorch's `send`), which [receives](Self::recv) into a tensor of the same shape and dtype. Two
+        /// ranks that both send to each other first may deadlock: let one of them receive first, or call [`all_to_all`](Self::all_to_all).
+        /// Fails with [`Error::Invalid`] if `to` is this rank or not a rank, and otherwise as [`broadcast`](Self::broadcast) does.
         send, send_async(self, tensor: &Tensor, to: usize) -> () {
             self.check_other("send", to)?;
             let source = tensor.detach().contiguous()?;
-            self.submit("send", None, &[source], move |m, bytes| collective::send(m, &bytes[0], to))
+            self.submit("send", None, &[source], move |m, bytes| collective::send(m, bytes, to))
         }
 
-        /// Receives into `tensor` a tensor that another rank [sends](Self::send) (PyTorch's `recv`).
-        ///
-        /// # Errors
-        /// Errors of [`send`](Self::send).
+        /// Receives into `tensor` a tensor that another rank [sends](Self::send) (PyTorch's `recv`). Fails as [`send`](Self::send) does.
         recv, recv_async(self, tensor: &Tensor, from: usize) -> () {
             self.check_other("recv", from)?;
-            self.submit_in_place_unchecked("recv", None, &[tensor], move |m, bytes| collective::recv(m, &bytes[0], from))
+            self.submit_in_place_unchecked("recv", None, &[tensor], move |m, bytes| collective::recv(m, bytes, from))
         }
     }
 
@@ -251,7 +224,7 @@ impl Group {
 
     fn submit_all_reduce(&self, tensors: &[&Tensor], shape: &Shape, reduce: ReduceOp) -> Result<Work> {
         let op = "all_reduce";
-        let Some(first) = tensors.first() else { return Err(Error::invalid(op, "there are no tensors")) };
+        let Some(first) = tensors.first() else { invalid!(op, "there are no tensors") };
         let dtype = first.dtype();
         reduce.check(op, dtype)?;
         for t in tensors {
@@ -274,29 +247,24 @@ impl Group {
     fn rows_per_rank(&self, op: &'static str, tensor: &Tensor) -> Result<usize> {
         match tensor.shape().dims().first() {
             Some(rows) if rows % self.size() == 0 => Ok(rows / self.size()),
-            _ => {
-                let reason = format!(
-                    "the first dimension of shape {} cannot be divided into {} equal parts",
-                    tensor.shape(),
-                    self.size()
-                );
-                Err(Error::invalid(op, reason + ": pad it to a multiple of the group's size"))
-            }
+            _ => invalid!(
+                op,
+                "the first dimension of shape {} cannot be divided into {} equal parts: pad it to a multiple of \
+                 the group's size",
+                tensor.shape(),
+                self.size()
+            ),
         }
     }
 
     fn check_rank(&self, op: &'static str, rank: usize) -> Result<()> {
-        match rank < self.size() {
-            true => Ok(()),
-            false => Err(Error::invalid(op, format!("there is no rank {rank}: the group has {}", self.size()))),
-        }
+        invalid!(op if rank >= self.size(), "there is no rank {rank}: the group has {}", self.size());
+        Ok(())
     }
 
     fn check_other(&self, op: &'static str, rank: usize) -> Result<()> {
-        match rank == self.rank() {
-            true => Err(Error::invalid(op, format!("{rank} is this rank itself: use copy_"))),
-            false => self.check_rank(op, rank),
-        }
+        invalid!(op if rank == self.rank(), "{rank} is this rank itself: use copy_");
+        self.check_rank(op, rank)
     }
 
     /// Submits a collective that writes to its tensors. The debug mode compares op, dtype, shape and `detail` between the ranks.
@@ -324,10 +292,8 @@ impl Group {
             let reason = "the tensor requires a gradient: detach() it, or call it in no_grad".into();
             return Err(Error::Autograd { op, reason });
         }
-        if let Some(t) = tensors.iter().find(|t| t.layout.may_alias_itself()) {
-            let reason = format!("elements of a tensor with strides {:?} share memory: pass a clone()", t.strides());
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if let Some(t) = tensors.iter().find(|t| t.layout.may_alias_itself()),
+            "elements of a tensor with strides {:?} share memory: pass a clone()", t.strides());
         if self.size() == 1 {
             return Ok(Work::done(op, ()));
         }
@@ -438,6 +404,6 @@ fn timeout_from_env(op: &'static str) -> Result<Duration> {
     let Ok(text) = std::env::var(key) else { return Ok(Duration::from_secs(600)) };
     match text.parse::<u32>() {
         Ok(seconds @ 1..) => Ok(Duration::from_secs(seconds.into())),
-        _ => Err(Error::invalid(op, format!("{key} is {text:?}: it takes a number of seconds"))),
+        _ => invalid!(op, "{key} is {text:?}: it takes a number of seconds"),
     }
 }

@@ -21,7 +21,7 @@ pub(super) struct Staging {
 
 impl Staging {
     fn new(bytes: usize, device: Device) -> Result<Staging> {
-        let host = Tensor::zeros(bytes, (DType::U8, Device::Cpu))?;
+        let host = Tensor::zeros(bytes, (DType::U8, Device::HOST))?;
         let host = if device.is_host() { host } else { host.pin_memory(device)? };
         Ok(Staging { host: Some(host.into_host()?), device })
     }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use smallvec::SmallVec;
 
-use crate::internal::{invalid_if, same_device, same_dtype};
+use crate::internal::{same_device, same_dtype};
 use crate::storage::Storage;
 use crate::{DType, Device, Error, Graph, MemoryFormat, Result, Shape, Tensor, no_grad};
 
@@ -154,9 +154,7 @@ impl FlatParameters {
     /// Moves `parameters` into flat buffers. They are leaves that require a gradient, all of the same float dtype and on the same device.
     pub(super) fn new(op: &'static str, mut parameters: Vec<&mut Tensor>) -> Result<FlatParameters> {
         follow_conversions(&mut parameters);
-        let Some(first) = parameters.first() else {
-            return Err(Error::invalid(op, "there are no parameters"));
-        };
+        let Some(first) = parameters.first() else { invalid!(op, "there are no parameters") };
         let (dtype, device) = (first.dtype(), first.device());
         for p in &parameters {
             if p.leaf_id().is_none() {
@@ -167,11 +165,9 @@ impl FlatParameters {
             same_device(op, &[&**first, &**p])?;
         }
         for (i, p) in parameters.iter().enumerate().filter(|(_, p)| p.numel() > 0) {
-            invalid_if(
-                op,
-                parameters[..i].iter().any(|q| q.numel() > 0 && q.shares_storage(p) && q.offset() == p.offset()),
-                || format!("a parameter of shape {} is given twice: give a tied parameter once", p.shape()),
-            )?;
+            let is_given = |q: &&mut Tensor| q.numel() > 0 && q.shares_storage(p) && q.offset() == p.offset();
+            invalid!(op if parameters[..i].iter().any(is_given),
+                "a parameter of shape {} is given twice: give a tied parameter once", p.shape());
         }
         let slots: Vec<Option<Tensor>> = parameters.iter().map(|p| p.grad_slot()).collect();
         let moves =

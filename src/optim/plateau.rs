@@ -1,7 +1,6 @@
 //! A scheduler that lowers the learning rate when a metric stops improving.
 
-use super::Optimizer;
-use super::rule::{NON_NEGATIVE, check_range};
+use super::rule::{NON_NEGATIVE, Optimizer, check_range};
 use crate::Result;
 use crate::io::StateDict;
 
@@ -71,10 +70,8 @@ pub struct ReduceLrOnPlateau {
 }
 
 impl ReduceLrOnPlateau {
-    /// Creates a scheduler without a best metric.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] for a factor outside `0.0..1.0`, and for a `min_lr` or an `eps` below 0.
+    /// Creates a scheduler without a best metric. Fails with [`crate::Error::Invalid`] for a factor outside `0.0..1.0`,
+    /// and for a `min_lr` or an `eps` below 0.
     pub fn new(config: ReduceLrOnPlateauConfig) -> Result<ReduceLrOnPlateau> {
         let op = "ReduceLrOnPlateau::new";
         check_range(op, "factor", config.factor, 0.0..1.0)?;
@@ -84,10 +81,8 @@ impl ReduceLrOnPlateau {
         Ok(ReduceLrOnPlateau { config, best, num_bad_epochs: 0, cooldown_counter: 0, last_epoch: 0 })
     }
 
-    /// Records the metric of an epoch. Lowers the rates of all groups after more than `patience` epochs without improvement.
-    ///
-    /// # Errors
-    /// Errors of [`Optimizer::set_learning_rates`].
+    /// Records the metric of an epoch. Lowers the rates of all groups after more than `patience` epochs without
+    /// improvement. Fails as [`Optimizer::set_learning_rates`] does.
     pub fn step(&mut self, optimizer: &mut dyn Optimizer, metric: f64) -> Result<()> {
         self.last_epoch += 1;
         if self.is_better(metric) {
@@ -128,9 +123,6 @@ impl ReduceLrOnPlateau {
     }
 
     /// Returns the scheduler's state under PyTorch's names. Learning rates are not included: they belong to the optimiser's state.
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`].
     pub fn state_dict(&self) -> Result<StateDict> {
         StateDict::from_parts(&[
             ("best", &self.best),
@@ -140,10 +132,8 @@ impl ReduceLrOnPlateau {
         ])
     }
 
-    /// Restores a state from [`ReduceLrOnPlateau::state_dict`].
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] if a name is missing.
+    /// Restores a state from [`ReduceLrOnPlateau::state_dict`]. Fails with [`crate::Error::Invalid`] if a name is
+    /// missing.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         state.load_parts(&mut [
             ("best", &mut self.best),

@@ -2,9 +2,9 @@
 
 use std::f64::consts::PI;
 
-use super::Optimizer;
+use super::rule::Optimizer;
+use crate::Result;
 use crate::io::StateDict;
-use crate::{Error, Result};
 
 /// The learning rate as a function of time. Closures `|base, step| ..` implement this trait.
 pub trait Schedule: Send {
@@ -42,20 +42,16 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// Stores the optimiser's rates as the initial rates, and sets the rates of step 0.
-    ///
-    /// # Errors
-    /// Errors of [`Optimizer::set_learning_rates`].
+    /// Stores the optimiser's rates as the initial rates, and sets the rates of step 0. Fails as
+    /// [`Optimizer::set_learning_rates`] does.
     pub fn new(optimizer: &mut dyn Optimizer, schedule: impl Schedule + 'static) -> Result<Scheduler> {
         let scheduler = Scheduler { schedule: Box::new(schedule), base: optimizer.learning_rates(), step: 0 };
         scheduler.set(optimizer)?;
         Ok(scheduler)
     }
 
-    /// Advances to the next step, and sets the optimiser's rates for it.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] if groups were added to the optimiser after [`Scheduler::new`].
+    /// Advances to the next step, and sets the optimiser's rates for it. Fails with [`crate::Error::Invalid`] if groups
+    /// were added to the optimiser after [`Scheduler::new`].
     pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<()> {
         self.step += 1;
         self.set(optimizer)
@@ -72,34 +68,21 @@ impl Scheduler {
     }
 
     /// Returns the state: `last_epoch` and `base_lrs`.
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`].
     pub fn state_dict(&self) -> Result<StateDict> {
         StateDict::from_parts(&[("last_epoch", &self.step), ("base_lrs", &self.base)])
     }
 
-    /// Restores a state from [`Scheduler::state_dict`]. Current rates are not restored: they belong to the optimiser's state.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a missing name, and if the number of groups differs.
+    /// Restores a state from [`Scheduler::state_dict`]. Current rates are not restored: they belong to the optimiser's
+    /// state. Fails with [`crate::Error::Invalid`] for a missing name, and if the number of groups differs.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let (mut step, mut base) = (0, Vec::new());
         state.load_parts(&mut [("last_epoch", &mut step), ("base_lrs", &mut base)])?;
-        check_groups("Scheduler::load_state_dict", self.base.len(), base.len())?;
+        let (wanted, given) = (self.base.len(), base.len());
+        invalid!("Scheduler::load_state_dict" if wanted != given,
+            "the state is of an optimiser with {given} groups, and this one has {wanted}: make the same groups");
         (self.step, self.base) = (step, base);
         Ok(())
     }
-}
-
-/// Returns an error unless the state and the optimiser have the same number of groups.
-fn check_groups(op: &'static str, wanted: usize, given: usize) -> Result<()> {
-    if wanted == given {
-        return Ok(());
-    }
-    let reason =
-        format!("the state is of an optimiser with {given} groups, and this one has {wanted}: make the same groups");
-    Err(Error::invalid(op, reason))
 }
 
 /// Multiplies the rate by `gamma` every `step_size` steps (PyTorch's `StepLR`).

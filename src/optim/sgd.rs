@@ -1,7 +1,6 @@
 //! Stochastic gradient descent.
 
 use super::rule::{DECAY_RANGE, NON_NEGATIVE, add_weight_decay, optimizer};
-use crate::internal::invalid_if;
 use crate::{Expr, Result};
 
 optimizer! {
@@ -53,10 +52,7 @@ optimizer! {
 }
 
 fn check_nesterov(sgd: &SgdConfig) -> Result<()> {
-    invalid_if(
-        "Sgd",
-        sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0),
-        || "nesterov needs a momentum above 0 and no dampening",
-    )?;
+    invalid!("Sgd" if sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0),
+        "nesterov needs a momentum above 0 and no dampening");
     Ok(())
 }

@@ -3,7 +3,6 @@
 use super::Layout;
 use super::create::check_storage;
 use crate::autograd::{is_tracked, record_unary_differentiable, record_view};
-use crate::error::invalid;
 use crate::layout::shape::Shape;
 use crate::storage::Storage;
 use crate::{DType, Error, Result, Tensor};

@@ -15,7 +15,7 @@ mod tests;
 
 use smallvec::SmallVec;
 
-use crate::autograd::rng_replay::replay_draws;
+use crate::autograd::replay_draws;
 use crate::autograd::{Gradients, Saved};
 use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
