@@ -76,10 +76,7 @@ fn input_nodes_before(root: &Arc<Node>, first: u64) -> Vec<Arc<Node>> {
         if !seen.insert(node.seq) {
             continue;
         }
-        match node.seq < first {
-            true => outside.push(node.clone()),
-            false => open.extend(node.inputs.iter().flatten()),
-        }
+        if node.seq < first { outside.push(node.clone()) } else { open.extend(node.inputs.iter().flatten()) }
     }
     outside.sort_unstable_by_key(|node| node.seq);
     outside

@@ -112,10 +112,7 @@ impl Tensor {
             return Ok(out.detach());
         }
         // The result is copied if forward returned an input or a view of one: otherwise the input's own node would be lost.
-        let out = match inputs.iter().any(|t| t.shares_storage(&out)) {
-            true => out.deep_copy(true)?,
-            false => out.detach(),
-        };
+        let out = if inputs.iter().any(|t| t.shares_storage(&out)) { out.deep_copy(true)? } else { out.detach() };
         for (saved, is_result) in &mut kept.saved {
             *is_result = saved.is_same_tensor(&out);
         }
@@ -150,9 +147,6 @@ impl Tensor {
             }
             Ok(gradients)
         };
-        Ok(match twice {
-            true => record_differentiable(name, out, inputs, backward),
-            false => record(name, out, inputs, backward),
-        })
+        Ok(if twice { record_differentiable(name, out, inputs, backward) } else { record(name, out, inputs, backward) })
     }
 }

@@ -192,10 +192,7 @@ impl<B> DataLoader<B> {
     /// Returns the number of batches in a pass.
     pub fn len(&self) -> usize {
         let items = self.sampler.as_ref().map_or(self.items, |sampler| sampler.len());
-        match self.config.drop_last {
-            true => items / self.config.batch_size,
-            false => items.div_ceil(self.config.batch_size),
-        }
+        if self.config.drop_last { items / self.config.batch_size } else { items.div_ceil(self.config.batch_size) }
     }
 
     /// True if a pass has no batches.

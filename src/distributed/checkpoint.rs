@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::Group;
 use crate::internal::Excerpt;
-use crate::io::{self, StateDict, Stateful};
+use crate::io::{self, StateDict, Stateful, file_error};
 use crate::{DType, Device, Error, Result, Tensor};
 
 /// The elements of a sharded tensor that one rank holds.
@@ -89,10 +89,6 @@ fn agree_on_success<R>(op: &'static str, group: &Group, done: Result<R>) -> Resu
         Some(rank) => Err(Error::Rank { op, rank, reason: "failed: its own error says why".into() }),
         None => Ok(done),
     }
-}
-
-fn file_error(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> Error {
-    Error::invalid(op, format!("{}: {reason}", path.display()))
 }
 
 /// Saves a checkpoint of all ranks in one file, which rank 0 writes like [`io::save_checkpoint`]. The shards of a

@@ -9,7 +9,7 @@ use std::sync::Mutex;
 
 use super::plan::{self, ALIGN_BYTES, PIECE_BYTES, Phase, Plan};
 use super::reduce::ReduceOp;
-use super::staging::{SlicePipeline, SliceSteps, Staging};
+use super::staging::{SlicePipeline, Staging};
 use super::transport::{Call, Transport};
 use crate::internal::lock;
 use crate::{DType, Device, Error, Result, Stream, Tensor};
@@ -129,7 +129,7 @@ impl Member<'_> {
             };
             exchanged.map_err(|fault| fault.into_error(call.op))
         };
-        membership.buffers.run_in_slices(device, buffer, slices, SliceSteps { read, exchange, write })
+        membership.buffers.run_in_slices(device, buffer, slices, (read, exchange, write))
     }
 
     /// Gathers a few bytes from every rank, in the order of the ranks.

@@ -192,15 +192,6 @@ struct BackwardPass {
     sent: Vec<BucketWork>,
 }
 
-impl BackwardPass {
-    /// Allocates the list of gradients at the first call of a pass. Returns whether this call is the first.
-    fn begin(&mut self, parameters: usize) -> bool {
-        let begins = self.gradients.is_empty();
-        self.gradients.resize_with(parameters, || None);
-        begins
-    }
-}
-
 /// Clears the [`BackwardPass`] when a backward pass ends or fails, so that the next pass starts empty.
 struct PassGuard(Arc<Reducer>);
 
@@ -235,7 +226,12 @@ impl Reducer {
         if !self.syncs.load(Relaxed) {
             return Ok(());
         }
-        let begins = self.pass().begin(self.parameters.len());
+        let begins = {
+            let gradients = &mut self.pass().gradients;
+            let begins = gradients.is_empty();
+            gradients.resize_with(self.parameters.len(), || None);
+            begins
+        };
         if begins {
             let guard = PassGuard(Arc::clone(&self));
             autograd::queue_callback(move || guard.0.finish_pass())?;

@@ -206,7 +206,7 @@ impl Group {
         /// Receives into `tensor` a tensor that another rank [sends](Self::send) (PyTorch's `recv`). Fails as [`send`](Self::send) does.
         recv, recv_async(self, tensor: &Tensor, from: usize) -> () {
             self.check_other("recv", from)?;
-            self.submit_in_place_unchecked("recv", None, &[tensor], move |m, bytes| collective::recv(m, bytes, from))
+            self.submit_in_place("recv", None, &[tensor], move |m, bytes| collective::recv(m, bytes, from))
         }
     }
 
@@ -217,9 +217,8 @@ impl Group {
 
     fn submit_broadcast(&self, tensors: &[&Tensor], shape: &Shape, root: usize) -> Result<Work> {
         self.check_rank("broadcast", root)?;
-        self.submit_in_place("broadcast", tensors, shape, &format!("root {root}"), move |m, bytes| {
-            collective::broadcast(m, bytes, root)
-        })
+        let call = describe_call("broadcast", tensors[0].dtype(), shape, &format!("root {root}"));
+        self.submit_in_place("broadcast", Some(call), tensors, move |m, bytes| collective::broadcast(m, bytes, root))
     }
 
     fn submit_all_reduce(&self, tensors: &[&Tensor], shape: &Shape, reduce: ReduceOp) -> Result<Work> {
@@ -231,9 +230,8 @@ impl Group {
             same_dtype(op, &[first, t])?;
             same_device(op, &[first, t])?;
         }
-        self.submit_in_place(op, tensors, shape, &format!("{reduce:?}"), move |m, bytes| {
-            collective::all_reduce(m, bytes, dtype, reduce)
-        })
+        let call = describe_call(op, dtype, shape, &format!("{reduce:?}"));
+        self.submit_in_place(op, Some(call), tensors, move |m, bytes| collective::all_reduce(m, bytes, dtype, reduce))
     }
 
     /// Concatenates the tensors of all ranks and writes the result to `into`, which must be contiguous (PyTorch's `all_gather_into_tensor`).
@@ -267,21 +265,9 @@ impl Group {
         self.check_rank(op, rank)
     }
 
-    /// Submits a collective that writes to its tensors. The debug mode compares op, dtype, shape and `detail` between the ranks.
+    /// Submits a collective that writes to its tensors; strided tensors are written through a copy. The debug mode compares `call` between
+    /// the ranks.
     fn submit_in_place(
-        &self,
-        op: &'static str,
-        tensors: &[&Tensor],
-        shape: &Shape,
-        detail: &str,
-        f: impl FnOnce(&mut Member, &[Tensor]) -> Result<()> + Send + 'static,
-    ) -> Result<Work> {
-        let call = describe_call(op, tensors[0].dtype(), shape, detail);
-        self.submit_in_place_unchecked(op, Some(call), tensors, f)
-    }
-
-    /// Does the same as [`submit_in_place`](Self::submit_in_place) without the debug comparison. Strided tensors are written through a copy.
-    fn submit_in_place_unchecked(
         &self,
         op: &'static str,
         call: Option<String>,
@@ -354,10 +340,7 @@ impl Group {
         let submitted = Stream::current(device)?.record_event()?;
         let member = Arc::clone(&self.member);
         let job = move |transport: &mut dyn Transport| {
-            let stream = match device == member.device {
-                true => member.stream.clone(),
-                false => Stream::current(device)?,
-            };
+            let stream = if device == member.device { member.stream.clone() } else { Stream::current(device)? };
             with_stream(&stream, || {
                 stream.wait_event(&submitted)?;
                 let result = member.call(transport, op, call, |m| f(m, &bytes))?;

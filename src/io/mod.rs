@@ -92,7 +92,7 @@ fn extension(path: &Path) -> &str {
     path.extension().and_then(|e| e.to_str()).unwrap_or_default()
 }
 
-fn file_error(op: &'static str, path: &Path, cause: impl Display) -> Error {
+pub(crate) fn file_error(op: &'static str, path: &Path, cause: impl Display) -> Error {
     Error::invalid(op, format!("{}: {cause}", path.display()))
 }
 

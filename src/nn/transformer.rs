@@ -53,10 +53,7 @@ fn residual(
     norm_first: bool,
     part: impl FnOnce(&Tensor) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    match norm_first {
-        true => x.add(&part(&norm.forward(x)?)?),
-        false => norm.forward(&x.add(&part(x)?)?),
-    }
+    if norm_first { x.add(&part(&norm.forward(x)?)?) } else { norm.forward(&x.add(&part(x)?)?) }
 }
 
 /// Applies the two linear layers of the feed-forward block. Each is followed by dropout.

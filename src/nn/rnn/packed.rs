@@ -47,12 +47,9 @@ impl SortOrder {
         Ok(SortOrder { sorted: index_tensor(sorted, device)?, unsorted: index_tensor(&ranks, device)?, ranks })
     }
 
-    fn shallow_clone(&self) -> SortOrder {
-        SortOrder {
-            sorted: self.sorted.shallow_clone(),
-            unsorted: self.unsorted.shallow_clone(),
-            ranks: self.ranks.clone(),
-        }
+    /// Returns the same order with other handles on its tensors, or copies of them.
+    fn map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<SortOrder> {
+        Ok(SortOrder { sorted: f(&self.sorted)?, unsorted: f(&self.unsorted)?, ranks: self.ranks.clone() })
     }
 }
 
@@ -131,7 +128,7 @@ impl PackedSequence {
         let rows = self.data.shape().dims()[0];
         invalid!("PackedSequence::map" if data.shape().dims().first() != Some(&rows),
             "the result has shape {} instead of {rows} rows, one for each element", data.shape());
-        let order = self.order.as_ref().map(SortOrder::shallow_clone);
+        let order = self.order.as_ref().map(|order| order.map(|t| Ok(t.shallow_clone()))).transpose()?;
         Ok(PackedSequence { data, batch_sizes: self.batch_sizes.clone(), order })
     }
 
@@ -139,11 +136,7 @@ impl PackedSequence {
     #[track_caller]
     pub fn to_device(&self, device: Device) -> Result<PackedSequence> {
         let _caller = Caller::enter();
-        let moved = |order: &SortOrder| -> Result<SortOrder> {
-            let (sorted, unsorted) = (order.sorted.to_device(device)?, order.unsorted.to_device(device)?);
-            Ok(SortOrder { sorted, unsorted, ranks: order.ranks.clone() })
-        };
-        let order = self.order.as_ref().map(moved).transpose()?;
+        let order = self.order.as_ref().map(|order| order.map(|t| t.to_device(device))).transpose()?;
         Ok(PackedSequence { data: self.data.to_device(device)?, batch_sizes: self.batch_sizes.clone(), order })
     }
 
