@@ -11,35 +11,48 @@
 //!
 //! All functions that return a result also fail if the device fails or has too little memory. The documentation names only other errors.
 
-mod adam;
+/// Defines `state_dict` and `load_state_dict` of a type whose state consists of these fields, each with its name in the state.
+macro_rules! state_of_fields {
+    ($(#[$doc:meta])* $type:ident { $($name:literal => $($field:ident).+,)* }) => {
+        impl $type {
+            $(#[$doc])*
+            pub fn state_dict(&self) -> Result<StateDict> {
+                StateDict::from_parts(&[$(($name, &self.$($field).+)),*])
+            }
+
+            /// Restores a state from [`state_dict`](Self::state_dict). Fails with [`crate::Error::Invalid`] if a name is missing.
+            pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+                state.load_parts(&mut [$(($name, &mut self.$($field).+)),*])
+            }
+        }
+    };
+}
+
 mod clip;
 mod flat;
 mod fused;
-mod lion;
-mod plateau;
-mod rmsprop;
 mod rule;
+mod rules;
 mod scaler;
 mod schedule;
-mod sgd;
 
 use crate::Result;
 use crate::io::{StateDict, Stateful};
 
-pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use clip::{clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm};
 pub(crate) use flat::{is_same_view, join_adjacent_views};
 pub use fused::Fused;
-pub use lion::{Lion, LionConfig};
-pub use plateau::{PlateauMode, ReduceLrOnPlateau, ReduceLrOnPlateauConfig, ThresholdMode};
-pub use rmsprop::{Adagrad, AdagradConfig, RmsProp, RmsPropConfig};
 pub use rule::{Optimizer, Rule};
+pub use rules::{
+    Adagrad, AdagradConfig, Adam, AdamConfig, AdamW, AdamWConfig, Lion, LionConfig, RmsProp, RmsPropConfig, Sgd,
+    SgdConfig,
+};
 pub use scaler::{GradScaler, GradScalerConfig};
 pub use schedule::{
     AnnealStrategy, CosineAnnealingLr, CosineAnnealingWarmRestarts, ExponentialLr, LambdaLr, LinearLr, MultiStepLr,
-    OneCycleLr, Schedule, Scheduler, SequentialLr, StepLr,
+    OneCycleLr, PlateauMode, ReduceLrOnPlateau, ReduceLrOnPlateauConfig, Schedule, Scheduler, SequentialLr, StepLr,
+    ThresholdMode,
 };
-pub use sgd::{Sgd, SgdConfig};
 
 /// Implements [`Stateful`] by calling the type's own `state_dict` and `load_state_dict`.
 macro_rules! impl_stateful {

@@ -113,28 +113,15 @@ impl GradScaler {
             self.good_steps = 0;
         }
     }
+}
 
+state_of_fields! {
     /// Returns the factor and the options under PyTorch's names. Call this function after [`GradScaler::update`].
-    pub fn state_dict(&self) -> Result<StateDict> {
-        let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = &self.config;
-        StateDict::from_parts(&[
-            ("scale", &self.scale),
-            ("growth_factor", growth_factor),
-            ("backoff_factor", backoff_factor),
-            ("growth_interval", growth_interval),
-            ("_growth_tracker", &self.good_steps),
-        ])
-    }
-
-    /// Restores a state from [`GradScaler::state_dict`]. Fails with [`crate::Error::Invalid`] if a name is missing.
-    pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
-        let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = &mut self.config;
-        state.load_parts(&mut [
-            ("scale", &mut self.scale),
-            ("growth_factor", growth_factor),
-            ("backoff_factor", backoff_factor),
-            ("growth_interval", growth_interval),
-            ("_growth_tracker", &mut self.good_steps),
-        ])
+    GradScaler {
+        "scale" => scale,
+        "growth_factor" => config.growth_factor,
+        "backoff_factor" => config.backoff_factor,
+        "growth_interval" => config.growth_interval,
+        "_growth_tracker" => good_steps,
     }
 }

@@ -157,9 +157,7 @@ pub(crate) fn strided_gradient_fn(
 /// Computes the gradient of a tensor `old` from the gradient of a view `new` on the same storage. Elements of `new` that are not in `old`
 /// are dropped.
 fn strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor> {
-    let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else {
-        return Tensor::zeros(&old.shape, grad);
-    };
+    let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else { return Tensor::zeros(&old.shape, grad) };
     let (low, len) = (a.min(c), b.max(d) + 1 - a.min(c));
     let at = |layout: &Layout| Layout { offset: layout.offset - low, ..layout.clone() };
     let storage = Tensor::zeros(len, grad)?;
@@ -175,9 +173,7 @@ fn strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor>
 /// Computes [`strided_gradient`] by differentiable operations, for second-order gradients.
 fn recorded_strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor> {
     let (n, options) = (old.shape.numel(), (DType::I64, grad.device()));
-    let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else {
-        return Tensor::zeros(&old.shape, grad);
-    };
+    let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else { return Tensor::zeros(&old.shape, grad) };
     let low = a.min(c);
     let at = |layout: &Layout| Layout { offset: layout.offset - low, ..layout.clone() };
     // Maps each element of the storage to its index in `old`, or to n if it is not in `old`.

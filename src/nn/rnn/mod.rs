@@ -1,7 +1,6 @@
 //! Recurrent layers and cells, and packed sequences (sequences of different lengths without padding).
 
 mod cells;
-mod composed;
 mod packed;
 mod pass;
 mod schedule;

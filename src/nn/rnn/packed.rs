@@ -156,9 +156,7 @@ impl PackedSequence {
             format_lengths(lengths));
         let mut sorted: Vec<usize> = (0..lengths.len()).collect();
         sorted.sort_by_key(|&sequence| std::cmp::Reverse(lengths[sequence]));
-        let Some(&longest) = sorted.first() else {
-            return Err(Error::invalid(op, "there are no sequences"));
-        };
+        let Some(&longest) = sorted.first() else { invalid!(op, "there are no sequences") };
         let size = |step: usize| sorted.partition_point(|&sequence| lengths[sequence] > step);
         let batch_sizes: Vec<usize> = (0..lengths[longest]).map(size).collect();
         let order = (!is_sorted).then(|| SortOrder::new(&sorted, from.device())).transpose()?;
