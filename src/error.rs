@@ -101,6 +101,10 @@ impl Error {
         Error::Invalid { op, reason: shorten_reason(reason.into()) }
     }
 
+    pub(crate) fn autograd(op: &'static str, reason: impl Into<String>) -> Error {
+        Error::Autograd { op, reason: reason.into() }
+    }
+
     /// Replaces the operation's name by the name of the public operation that the user called.
     pub(crate) fn with_op(mut self, name: &'static str) -> Error {
         use Error::*;
@@ -273,22 +277,32 @@ macro_rules! serde_as_text {
 }
 pub(crate) use serde_as_text;
 
+/// Returns an error from the function, made by `Error::$error`, if a condition holds or a pattern matches.
+macro_rules! return_error {
+    ($error:ident $op:tt if let $pattern:pat = $value:expr, $($message:tt)+) => {
+        if let $pattern = $value {
+            return_error!($error $op, $($message)+);
+        }
+    };
+    ($error:ident $op:tt if $condition:expr, $($message:tt)+) => {
+        if $condition {
+            return_error!($error $op, $($message)+);
+        }
+    };
+    ($error:ident $op:tt, $($message:tt)+) => {
+        return Err($crate::Error::$error($op, format!($($message)+)))
+    };
+}
+
 /// `invalid!(op if condition, "message {}", ..)` returns [`Error::Invalid`] from the function if the condition holds;
 /// `invalid!(op, "message {}", ..)` always returns it.
 macro_rules! invalid {
-    ($op:tt if let $pattern:pat = $value:expr, $($message:tt)+) => {
-        if let $pattern = $value {
-            return Err($crate::Error::invalid($op, format!($($message)+)));
-        }
-    };
-    ($op:tt if $condition:expr, $($message:tt)+) => {
-        if $condition {
-            return Err($crate::Error::invalid($op, format!($($message)+)));
-        }
-    };
-    ($op:tt, $($message:tt)+) => {
-        return Err($crate::Error::invalid($op, format!($($message)+)))
-    };
+    ($($arguments:tt)+) => { return_error!(invalid $($arguments)+) };
+}
+
+/// Like `invalid!`, for [`Error::Autograd`].
+macro_rules! no_gradient {
+    ($($arguments:tt)+) => { return_error!(autograd $($arguments)+) };
 }
 
 #[cfg(test)]

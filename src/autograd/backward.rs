@@ -13,11 +13,11 @@ use super::{autocast, enable_grad, hooks, no_grad};
 use crate::device::profiler::{self, RecordKind};
 use crate::storage::{MemoryMode, with_memory_mode};
 use crate::sync::OnDrop;
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor};
 
 /// Runs `f` once, at the end of the backward pass in progress on this thread (PyTorch's `Variable._execution_engine.queue_callback`). Call
 /// this function from a hook. An error of `f` becomes the error of the pass. If the pass fails, `f` is not called. Fails with
-/// [`Error::Autograd`] if no backward pass is in progress on this thread.
+/// [`crate::Error::Autograd`] if no backward pass is in progress on this thread.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd};
@@ -34,13 +34,12 @@ use crate::{Error, Result, Tensor};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn queue_callback(f: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
-    let reason = "no backward pass is in progress on this thread: call it from a hook";
     SCOPES.with(|scopes| match &mut *scopes.callbacks.borrow_mut() {
         Some(callbacks) => {
             callbacks.push(Box::new(f));
             Ok(())
         }
-        None => Err(Error::Autograd { op: "queue_callback", reason: reason.into() }),
+        None => no_gradient!("queue_callback", "no backward pass is in progress on this thread: call it from a hook"),
     })
 }
 
@@ -158,10 +157,9 @@ impl Engine {
                 }
                 let Some(result) = result else { continue };
                 let mut result = self.detach_unless_recording(result);
-                if modes::anomaly() && result.ne(&result)?.any((), false)?.item::<bool>()? {
-                    let reason = format!("its backward gave NaN, in a gradient of shape {}", result.shape());
-                    return Err(Error::Autograd { op: node.op, reason });
-                }
+                let op = node.op;
+                no_gradient!(op if modes::anomaly() && result.ne(&result)?.any((), false)?.item::<bool>()?,
+                    "its backward gave NaN, in a gradient of shape {}", result.shape());
                 // The gradient is copied into the leaf's slot now. Leaves are visited last, so until then both copies would be in memory.
                 if let Some(slot) = offered.filter(|_| !in_slot && !gradients.contains_key(&input.seq)) {
                     slot.copy_(&result)?;
@@ -219,20 +217,21 @@ impl Engine {
         if self.wanted.is_some() && !node.inputs.iter().flatten().any(|input| self.leads_to_wanted(input)) {
             return Ok(None);
         }
+        let op = node.op;
         let operation = match (&*state, self.retain_graph) {
             (State::Operation(operation), true) => operation.clone(),
             _ => match std::mem::replace(&mut *state, State::Consumed) {
                 State::Operation(operation) => operation,
-                _ => {
-                    let reason = "its graph was consumed by an earlier backward: run the forward pass again, or keep it with retain_graph";
-                    return Err(Error::Autograd { op: node.op, reason: reason.into() });
-                }
+                _ => no_gradient!(
+                    op,
+                    "its graph was consumed by an earlier backward: run the forward pass again, or keep it with \
+                     retain_graph"
+                ),
             },
         };
-        if self.create_graph && !operation.is_differentiable {
-            let reason = "its gradient is computed by kernels that have no gradient of their own, so create_graph stops here: write this operation as a composition of others, or do without create_graph";
-            return Err(Error::Autograd { op: node.op, reason: reason.into() });
-        }
+        no_gradient!(op if self.create_graph && !operation.is_differentiable,
+            "its gradient is computed by kernels that have no gradient of their own, so create_graph stops here: write this \
+             operation as a composition of others, or do without create_graph");
         Ok(Some(operation))
     }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::node::{Factor, Gradients, Node, Saved};
-use crate::{DType, Device, Error, Result, Shape, Tensor};
+use crate::{DType, Device, Result, Shape, Tensor};
 
 /// One traversal of the graph, from the newest node to the oldest.
 #[derive(Default)]
@@ -104,8 +104,8 @@ impl Context<'_> {
         }
     }
 
-    /// True if the operations of the closure are recorded. The closure may then use recorded operations only; slots and input factors are not
-    /// available. Always false for closures that were not recorded with [`record_differentiable`](super::record_differentiable).
+    /// True if the operations of the closure are recorded. The closure may then use recorded operations only; slots and input factors are
+    /// not available. Always false for closures that were not recorded with [`record_differentiable`](super::record_differentiable).
     pub(crate) fn create_graph(&self) -> bool {
         self.engine.create_graph
     }
@@ -128,11 +128,9 @@ impl Context<'_> {
         let mut gradients: Gradients = inputs.iter().map(|_| None).collect();
         let Some(root) = again.node() else { return Ok(gradients) };
         let grad = self.grad()?;
-        if !again.is_like(&grad) {
-            let (first, again) = (grad.describe(), again.describe());
-            let reason = format!("it returned {first} in forward, but {again} when computed again in backward");
-            return Err(Error::Autograd { op: self.node.op, reason });
-        }
+        let op = self.node.op;
+        no_gradient!(op if !again.is_like(&grad),
+            "it returned {} in forward, but {} when computed again in backward", grad.describe(), again.describe());
         let needed =
             inputs.iter().enumerate().filter(|(i, _)| self.needs_gradient(*i)).filter_map(|(_, node)| node.as_ref());
         let wanted = WantedNodes::new(std::iter::once(&root), needed);

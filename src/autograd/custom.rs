@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 use super::record::{is_tracked, record, record_differentiable};
 use super::{Context, Gradients, Saved, no_grad};
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor};
 
 /// An operation with its own backward function (PyTorch's `torch.autograd.Function`). Both functions may compose other
 /// operations, compute on the host, or run a [`Kernel`](crate::Kernel). [`Tensor::apply_op`] runs the operation.
@@ -78,7 +78,7 @@ impl OpContext {
     }
 
     /// Returns the saved tensors in the order in which they were saved (PyTorch's `saved_tensors`). Fails with
-    /// [`Error::Autograd`] if a tensor was changed in place since it was saved.
+    /// [`crate::Error::Autograd`] if a tensor was changed in place since it was saved.
     pub fn saved_tensors(&self) -> Result<Vec<Tensor>> {
         let get = |(saved, is_result): &(Saved, bool)| match &self.result {
             Some(result) if *is_result => Ok(result.shallow_clone()),
@@ -129,21 +129,13 @@ impl Tensor {
                 result: result.as_ref().filter(|_| ctx.create_graph()).map(|r| ctx.unpack_result(r)).transpose()?,
             };
             let gradients: Gradients = custom.backward(&again, &ctx.grad()?)?.into_iter().collect();
-            if gradients.len() != shapes.len() {
-                let reason = format!("its backward gave {} gradients for {} inputs", gradients.len(), shapes.len());
-                return Err(Error::Autograd { op: name, reason });
-            }
+            no_gradient!(name if gradients.len() != shapes.len(),
+                "its backward gave {} gradients for {} inputs", gradients.len(), shapes.len());
             for (i, (gradient, (shape, dtype, device))) in gradients.iter().zip(&shapes).enumerate() {
                 let other = |g: &&Tensor| (g.shape(), g.dtype, g.device()) != (shape, *dtype, *device);
-                if let Some(g) = gradient.as_ref().filter(other) {
-                    let reason = format!(
-                        "its backward gave input {i}, of shape {shape} and {dtype} on {device}, a gradient of shape {} and {} on {}",
-                        g.shape(),
-                        g.dtype,
-                        g.device()
-                    );
-                    return Err(Error::Autograd { op: name, reason });
-                }
+                no_gradient!(name if let Some(g) = gradient.as_ref().filter(other),
+                    "its backward gave input {i}, of shape {shape} and {dtype} on {device}, a gradient of shape {} and {} on {}",
+                    g.shape(), g.dtype, g.device());
             }
             Ok(gradients)
         };

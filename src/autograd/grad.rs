@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::context::{Engine, Gradient, WantedNodes};
 use super::node::Node;
 use crate::storage::Caller;
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor};
 
 /// Options of [`Tensor::backward_with_options`].
 #[derive(Clone, Copy, Default)]
@@ -36,8 +36,8 @@ pub struct GradOptions<'a> {
 
 /// Returns the gradients of the sum of `outputs` with respect to `inputs` (PyTorch's `torch.autograd.grad`). Each output has one element.
 /// Inputs are leaves or results of operations. [`Tensor::grad`] of leaves does not change. The graph between outputs and inputs is
-/// consumed. Fails as [`Tensor::backward`] does, and with [`Error::Autograd`] for an input that requires no gradient or that no output
-/// depends on.
+/// consumed. Fails as [`Tensor::backward`] does, and with [`crate::Error::Autograd`] for an input that requires no gradient or that no
+/// output depends on.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd};
@@ -80,13 +80,9 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
         let gradient = seed_gradient(op, output, grad_outputs.get(i).copied(), create_graph)?;
         seeds.extend(output.node().map(|node| (node, gradient)));
     }
-    if seeds.is_empty() {
-        return Err(untracked_error(op));
-    }
-    if let Some(i) = inputs.iter().position(|t| !t.requires_grad()) {
-        let reason = format!("input {i} requires no gradient: call requires_grad_(true) on it before it is used");
-        return Err(Error::Autograd { op, reason });
-    }
+    no_gradient!(op if seeds.is_empty(), "{NOT_TRACKED}");
+    no_gradient!(op if let Some(i) = inputs.iter().position(|t| !t.requires_grad()),
+        "input {i} requires no gradient: call requires_grad_(true) on it before it is used");
     let nodes: Vec<Option<Arc<Node>>> = inputs.iter().map(|t| t.node()).collect();
     let wanted = WantedNodes::new(seeds.iter().map(|(node, _)| node), nodes.iter().flatten());
     let retain_graph = retain_graph || create_graph;
@@ -94,10 +90,8 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
     let returned = engine.run_pass(seeds)?;
     let take = |(i, node): (usize, &Option<Arc<Node>>)| {
         let gradient = node.as_ref().and_then(|node| returned.get(&node.seq)).map(Tensor::shallow_clone);
-        if gradient.is_none() && !allow_unused {
-            let reason = format!("no output depends on input {i}: leave it out, or set allow_unused");
-            return Err(Error::Autograd { op, reason });
-        }
+        no_gradient!(op if gradient.is_none() && !allow_unused,
+            "no output depends on input {i}: leave it out, or set allow_unused");
         Ok(gradient)
     };
     nodes.iter().enumerate().map(take).collect()
@@ -115,11 +109,8 @@ fn seed_gradient(op: &'static str, output: &Tensor, gradient: Option<&Tensor>, c
     Ok(if create_graph { gradient.shallow_clone() } else { gradient.detach() }.into())
 }
 
-/// Returns the error for a tensor that does not depend on any leaf that requires a gradient.
-fn untracked_error(op: &'static str) -> Error {
-    let reason = "no tensor it was made from requires a gradient: call requires_grad_(true) on the leaves";
-    Error::Autograd { op, reason: reason.into() }
-}
+/// The error message for a tensor that does not depend on any leaf that requires a gradient.
+const NOT_TRACKED: &str = "no tensor it was made from requires a gradient: call requires_grad_(true) on the leaves";
 
 impl Tensor {
     /// Computes the gradient of this one-element tensor with respect to every leaf that it depends on, and adds the gradient
@@ -134,9 +125,9 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Autograd`] if the tensor requires no gradient, the graph was already consumed, or a saved tensor was
-    /// changed in place. [`Error::Invalid`] if the tensor has more than one element (see [`Tensor::backward_with`]).
-    /// [`Error::Partial`] if the device fails after some leaves have accumulated their gradients: call `zero_grad`
+    /// [`crate::Error::Autograd`] if the tensor requires no gradient, the graph was already consumed, or a saved tensor was
+    /// changed in place. [`crate::Error::Invalid`] if the tensor has more than one element (see [`Tensor::backward_with`]).
+    /// [`crate::Error::Partial`] if the device fails after some leaves have accumulated their gradients: call `zero_grad`
     /// before another attempt.
     #[track_caller]
     pub fn backward(&self) -> Result<()> {
@@ -174,7 +165,7 @@ impl Tensor {
         let _caller = Caller::enter();
         let BackwardOptions { gradient, retain_graph, create_graph } = options;
         let gradient = seed_gradient(op, self, gradient, create_graph)?;
-        let Some(root) = self.node() else { return Err(untracked_error(op)) };
+        let Some(root) = self.node() else { no_gradient!(op, "{NOT_TRACKED}") };
         let engine = Engine { retain_graph: retain_graph || create_graph, create_graph, ..Default::default() };
         engine.run_pass(vec![(root, gradient)]).map(drop)
     }

@@ -37,11 +37,8 @@ impl Hooks {
         let mut replaced: Option<Tensor> = None;
         for hook in hooks {
             let Some(new) = hook(replaced.as_ref().unwrap_or(grad))? else { continue };
-            if !new.is_like(grad) {
-                let (new, old) = (new.describe(), grad.describe());
-                let reason = format!("a hook gave a gradient of shape {new}, in place of one of shape {old}");
-                return Err(Error::Autograd { op, reason });
-            }
+            no_gradient!(op if !new.is_like(grad),
+                "a hook gave a gradient of shape {}, in place of one of shape {}", new.describe(), grad.describe());
             replaced = Some(new);
         }
         if let Retained::Yes(kept) = &mut *lock(&self.retained) {
@@ -168,6 +165,6 @@ impl Tensor {
     fn tracked_node(&self, op: &'static str) -> Result<Arc<Node>> {
         let reason =
             "the tensor requires no gradient: call requires_grad_(true) on it, or on a tensor it is computed from";
-        self.node().ok_or_else(|| Error::Autograd { op, reason: reason.into() })
+        self.node().ok_or_else(|| Error::autograd(op, reason))
     }
 }

@@ -163,8 +163,10 @@ impl Tensor {
         {
             return Ok(f(leaf));
         }
-        let reason = "the tensor is not a leaf that requires a gradient: call requires_grad_(true) on a tensor outside the graph";
-        Err(Error::Autograd { op, reason: reason.into() })
+        no_gradient!(
+            op,
+            "the tensor is not a leaf that requires a gradient: call requires_grad_(true) on a tensor outside the graph"
+        )
     }
 
     /// Returns an error unless gradients of this tensor can be written to `view`.

@@ -33,7 +33,7 @@ mod record;
 
 use smallvec::SmallVec;
 
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor};
 use hooks::Retained;
 use node::State;
 
@@ -56,14 +56,16 @@ pub(crate) use record::{
 
 impl Tensor {
     /// Makes this tensor a leaf that accumulates its gradient (`true`), or removes it from the graph (`false`). The result has the same
-    /// storage. Fails with [`Error::UnsupportedDType`] for integers and bool, and with [`Error::Autograd`] for the result of a tracked
-    /// operation.
+    /// storage. Fails with [`crate::Error::UnsupportedDType`] for integers and bool, and with [`crate::Error::Autograd`] for the result of
+    /// a tracked operation.
     pub fn requires_grad_(self, requires_grad: bool) -> Result<Tensor> {
         let op = "requires_grad_";
         match self.node() {
             Some(node) if !node.is_leaf() => {
-                let reason = "only a leaf can be changed, and this tensor is an operation's result: detach() it first";
-                return Err(Error::Autograd { op, reason: reason.into() });
+                no_gradient!(
+                    op,
+                    "only a leaf can be changed, and this tensor is an operation's result: detach() it first"
+                )
             }
             Some(_) if requires_grad => return Ok(self),
             None if requires_grad && self.leaf_id().is_some() => {

@@ -10,7 +10,7 @@ use super::hooks::{Hooks, PostAccumulateHook};
 use crate::device::capture::is_capturing;
 use crate::sync::lock;
 use crate::tensor::Layout;
-use crate::{Error, Expr, Result, Tensor};
+use crate::{Expr, Result, Tensor};
 
 /// The gradients of an operation's inputs, in order. `None` for an input that has no gradient, or whose gradient is not needed.
 pub(crate) type Gradients = SmallVec<[Option<Tensor>; 3]>;
@@ -25,7 +25,7 @@ pub(super) type BackwardFn = dyn Fn(&mut Context) -> Result<Gradients> + Send + 
 pub(crate) struct Node {
     /// The node's number. Newer nodes have higher numbers, so an operation's number is higher than those of its inputs.
     pub(super) seq: u64,
-    pub(super) op: &'static str,
+    pub(crate) op: &'static str,
     pub(super) inputs: Inputs,
     /// The number of operations that have this node as an input.
     uses: AtomicU32,
@@ -128,10 +128,6 @@ impl Node {
         lock(&self.state)
     }
 
-    pub(crate) fn op(&self) -> &'static str {
-        self.op
-    }
-
     pub(super) fn is_leaf(&self) -> bool {
         matches!(*self.state(), State::Leaf(_))
     }
@@ -218,14 +214,11 @@ impl Saved {
     /// Returns the saved tensor. Fails if its storage was changed in place after saving.
     pub(crate) fn get(&self, op: &'static str) -> Result<&Tensor> {
         let storage = &self.tensor.storage;
-        if storage.version() == self.version && self.replays.is_none_or(|replays| replays == storage.replays()) {
-            return Ok(&self.tensor);
-        }
-        let reason = format!(
-            "a tensor of shape {} that its gradient needs was changed in place after the forward pass: change a clone() instead",
-            self.tensor.shape()
-        );
-        Err(Error::Autograd { op, reason })
+        let is_replayed = || self.replays.is_some_and(|replays| replays != storage.replays());
+        no_gradient!(op if storage.version() != self.version || is_replayed(),
+            "a tensor of shape {} that its gradient needs was changed in place after the forward pass: change a clone() \
+             instead", self.tensor.shape());
+        Ok(&self.tensor)
     }
 }
 

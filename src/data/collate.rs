@@ -18,8 +18,8 @@ pub trait Collate: Sized {
     /// The type of a batch.
     type Batch;
 
-    /// Joins `items` (at least one) to a batch. Fails with [`crate::Error::ShapeMismatch`] for tensors of different shapes, and [`crate::Error::Invalid`]
-    /// for vectors of different lengths.
+    /// Joins `items` (at least one) to a batch. Fails with [`crate::Error::ShapeMismatch`] for tensors of different shapes, and
+    /// [`crate::Error::Invalid`] for vectors of different lengths.
     fn collate(items: Vec<Self>) -> Result<Self::Batch>;
 }
 

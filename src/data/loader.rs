@@ -22,8 +22,8 @@ options! {
         pub num_workers: usize = 0,
         /// The number of batches that each worker loads in advance, at least 1.
         pub prefetch_factor: usize = 2,
-        /// The generator of the random order and of all random numbers of a pass. By default [`Generator::current`] at the start of the pass.
-        /// With `Generator::new(seed)`, every run of the program has the same passes.
+        /// The generator of the random order and of all random numbers of a pass. By default [`Generator::current`] at the start of the
+        /// pass. With `Generator::new(seed)`, every run of the program has the same passes.
         pub generator: Option<Generator> = None,
     }
 }

@@ -9,7 +9,7 @@ use crate::internal::lock;
 use crate::nn::{Forward, Module, Role};
 use crate::optim::join_adjacent_views;
 use crate::sync::OnDrop;
-use crate::{DType, Device, Error, Result, Tensor, autograd, is_grad_enabled};
+use crate::{DType, Device, Result, Tensor, autograd, is_grad_enabled};
 
 options! {
     /// Options of [`DataParallel`].
@@ -61,8 +61,8 @@ pub struct DataParallel<M> {
 }
 
 impl<M: Module> DataParallel<M> {
-    /// Wraps a module. It must have the same structure on every rank, and all ranks must call this function. Fails with [`Error::Invalid`]
-    /// if no parameter requires a gradient, and as [`Group::broadcast`] does.
+    /// Wraps a module. It must have the same structure on every rank, and all ranks must call this function. Fails with
+    /// [`crate::Error::Invalid`] if no parameter requires a gradient, and as [`Group::broadcast`] does.
     pub fn new(module: M, group: &Group, options: DataParallelOptions) -> Result<DataParallel<M>> {
         let op = "DataParallel::new";
         let mut tensors = Vec::new();
@@ -288,15 +288,10 @@ impl Reducer {
     fn finish_pass(&self) -> Result<()> {
         let mut pass = std::mem::take(&mut *self.pass());
         let missing: Vec<usize> = (0..self.parameters.len()).filter(|&i| pass.gradients[i].is_none()).collect();
-        if !missing.is_empty() && !self.options.find_unused_parameters {
-            let names: Vec<&str> = missing.iter().map(|&i| &*self.parameters[i].0).collect();
-            let reason = format!(
-                "backward has not reached {}, so the other ranks would wait for their gradients: set find_unused_parameters, or \
-                 use every parameter in the loss",
-                names.join(", ")
-            );
-            return Err(Error::Autograd { op: "DataParallel", reason });
-        }
+        let names = || missing.iter().map(|&i| &*self.parameters[i].0).collect::<Vec<&str>>().join(", ");
+        no_gradient!("DataParallel" if !missing.is_empty() && !self.options.find_unused_parameters,
+            "backward has not reached {}, so the other ranks would wait for their gradients: set find_unused_parameters, or use \
+             every parameter in the loss", names());
         let mut unreached = Vec::new();
         for i in missing {
             let parameter = &self.parameters[i].1;

@@ -11,7 +11,7 @@ use super::transport::{Position, Transport, is_debug};
 #[cfg(feature = "mpi")]
 use crate::device::cpu::threads;
 use crate::internal::{same_device, same_dtype};
-use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
+use crate::{DType, Device, Result, Shape, Stream, Tensor, with_stream};
 
 /// Ranks that make the same calls in the same order (PyTorch's `ProcessGroup`). Ranks are either the processes of a job under `mpirun`
 /// ([`Group::world`], feature `mpi`), or threads of one process, one for each device ([`Group::threads`]).
@@ -37,7 +37,7 @@ use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 /// in the same order. Each collective has an asynchronous form that returns [`Work`]; do not write to its tensors before
 /// [`Work::wait`]. Reductions give the same bits on every rank, and in every run with the same number of ranks.
 ///
-/// If a rank fails, the calls of the other ranks fail with [`Error::Rank`], which names the failed rank. After an error all groups of
+/// If a rank fails, the calls of the other ranks fail with [`crate::Error::Rank`], which names the failed rank. After an error all groups of
 /// the job are unusable. Mismatched calls are detected by different message sizes, or by a timeout: a rank may be at most
 /// `CLAYSTONE_DISTRIBUTED_TIMEOUT` seconds late (600 by default). With `CLAYSTONE_DISTRIBUTED_DEBUG=1` the ranks compare every collective
 /// except `send` and `recv` before it runs; the error names the rank and its call. Under `mpirun` a rank then also handles SIGTERM: if
@@ -56,17 +56,15 @@ macro_rules! collectives {
             $this.$async_form($($argument),*)?.wait()
         }
 
-        #[doc = concat!("The asynchronous form of [`", stringify!($name), "`](Self::", stringify!($name), ").")]
-        ///
-        /// # Errors
-        #[doc = concat!("The errors of [`", stringify!($name), "`](Self::", stringify!($name), ") that concern its arguments.")]
+        #[doc = concat!("The asynchronous form of [`", stringify!($name), "`](Self::", stringify!($name), "). It fails with the errors")]
+        /// that concern its arguments.
         pub fn $async_form(&$this $(, $argument: $type)*) -> Result<Work<$result>> $body
     )* };
 }
 
 impl Group {
     /// Creates a group whose ranks are threads of this process, one for each device. Use each returned group on its own thread. Fails with
-    /// [`Error::Invalid`] if `devices` is empty, and with [`Error::NoDevice`].
+    /// [`crate::Error::Invalid`] if `devices` is empty, and with [`crate::Error::NoDevice`].
     pub fn threads(devices: &[Device]) -> Result<Vec<Group>> {
         let op = "Group::threads";
         invalid!(op if devices.is_empty(), "there are no devices: give one for each rank");
@@ -85,8 +83,8 @@ impl Group {
     /// device of local rank `i` is OpenCL device `i` modulo the number of devices (see `CLAYSTONE_DEVICES`), or the CPU if there is none.
     ///
     /// This function initialises MPI, which is finalised when the process exits. If a rank fails or is killed, the whole job ends with a
-    /// message on standard error, because MPI cannot cancel pending messages. Only ranks in threads get an [`Error`] instead. Fails with
-    /// [`Error::Invalid`] if another library has initialised MPI, or if MPI was already finalised.
+    /// message on standard error, because MPI cannot cancel pending messages. Only ranks in threads get an [`crate::Error`] instead. Fails
+    /// with [`crate::Error::Invalid`] if another library has initialised MPI, or if MPI was already finalised.
     #[cfg(feature = "mpi")]
     pub fn world() -> Result<Group> {
         let op = "Group::world";
@@ -144,14 +142,14 @@ impl Group {
 
     collectives! {
         /// Copies the root's tensor to all other ranks (PyTorch's `broadcast`). Any dtype and strides; shape and dtype equal on all ranks.
-        /// Fails with [`Error::Invalid`] if `root` is not a rank, with [`Error::Rank`] if another rank fails or does not make the call, and
-        /// if a transfer fails.
+        /// Fails with [`crate::Error::Invalid`] if `root` is not a rank, with [`crate::Error::Rank`] if another rank fails or does not make
+        /// the call, and if a transfer fails.
         broadcast, broadcast_async(self, tensor: &Tensor, root: usize) -> () {
             self.submit_broadcast(&[tensor], tensor.shape(), root)
         }
 
         /// Replaces every rank's tensor by the reduction over all ranks, such as the sum (PyTorch's `all_reduce`). Any dtype and strides.
-        /// Shape and dtype must be equal on all ranks. Fails with [`Error::UnsupportedDType`] for the mean of integers and the sum of
+        /// Shape and dtype must be equal on all ranks. Fails with [`crate::Error::UnsupportedDType`] for the mean of integers and the sum of
         /// bools, and otherwise as [`broadcast`](Self::broadcast) does.
         all_reduce, all_reduce_async(self, tensor: &Tensor, reduce: ReduceOp) -> () {
             self.submit_all_reduce(&[tensor], tensor.shape(), reduce)
@@ -159,22 +157,23 @@ impl Group {
 
         /// Does the same as [`all_reduce`](Self::all_reduce) for several tensors of one dtype and device, in one collective. Use it for the
         /// many small gradients of a network (PyTorch's `all_reduce_coalesced`). Fails as [`all_reduce`](Self::all_reduce) does, with
-        /// [`Error::Invalid`] if there are no tensors, and with [`Error::DTypeMismatch`] or [`Error::DeviceMismatch`] if dtypes or devices
-        /// differ.
+        /// [`crate::Error::Invalid`] if there are no tensors, and with [`crate::Error::DTypeMismatch`] or [`crate::Error::DeviceMismatch`]
+        /// if dtypes or devices differ.
         all_reduce_coalesced, all_reduce_coalesced_async(self, tensors: &[&Tensor], reduce: ReduceOp) -> () {
             self.submit_all_reduce(tensors, &flat_shape(tensors), reduce)
         }
 
         /// Stacks the tensors of all ranks in a new first dimension and returns the result, `[size, ...]` (PyTorch's `all_gather`). Fails
-        /// with [`Error::Rank`] if another rank fails or does not make the call, with [`Error::OutOfMemory`], and if a transfer fails.
+        /// with [`crate::Error::Rank`] if another rank fails or does not make the call, with [`crate::Error::OutOfMemory`], and if a
+        /// transfer fails.
         all_gather, all_gather_async(self, tensor: &Tensor) -> Tensor {
             let shape: Vec<usize> = [self.size()].iter().chain(tensor.shape().dims()).copied().collect();
             self.submit_to_new("all_gather", tensor, shape.into(), "", collective::all_gather)
         }
 
         /// Reduces the tensors of all ranks, and returns this rank's part of the result (PyTorch's `reduce_scatter_tensor`). The first
-        /// dimension is divided among the ranks, so its size must be a multiple of the group's size. Fails with [`Error::Invalid`] if the
-        /// size is not such a multiple, and otherwise as [`all_reduce`](Self::all_reduce) does.
+        /// dimension is divided among the ranks, so its size must be a multiple of the group's size. Fails with [`crate::Error::Invalid`]
+        /// if the size is not such a multiple, and otherwise as [`all_reduce`](Self::all_reduce) does.
         reduce_scatter, reduce_scatter_async(self, tensor: &Tensor, reduce: ReduceOp) -> Tensor {
             let (op, dtype) = ("reduce_scatter", tensor.dtype());
             reduce.check(op, dtype)?;
@@ -187,8 +186,8 @@ impl Group {
         }
 
         /// Divides the first dimension into one part for each rank and sends part i to rank i (PyTorch's `all_to_all_single`). Returns the
-        /// received parts, concatenated in the order of the ranks. Fails with [`Error::Invalid`] if the first dimension is not a multiple
-        /// of the group's size, and otherwise as [`all_gather`](Self::all_gather) does.
+        /// received parts, concatenated in the order of the ranks. Fails with [`crate::Error::Invalid`] if the first dimension is not a
+        /// multiple of the group's size, and otherwise as [`all_gather`](Self::all_gather) does.
         all_to_all, all_to_all_async(self, tensor: &Tensor) -> Tensor {
             self.rows_per_rank("all_to_all", tensor)?;
             self.submit_to_new("all_to_all", tensor, tensor.shape().clone(), "", collective::all_to_all)
@@ -196,7 +195,7 @@ impl Group {
 
         /// Sends a tensor to another rank (PyTorch's `send`), which [receives](Self::recv) into a tensor of the same shape and dtype. Two
         /// ranks that both send to each other first may deadlock: let one of them receive first, or call [`all_to_all`](Self::all_to_all).
-        /// Fails with [`Error::Invalid`] if `to` is this rank or not a rank, and otherwise as [`broadcast`](Self::broadcast) does.
+        /// Fails with [`crate::Error::Invalid`] if `to` is this rank or not a rank, and otherwise as [`broadcast`](Self::broadcast) does.
         send, send_async(self, tensor: &Tensor, to: usize) -> () {
             self.check_other("send", to)?;
             let source = tensor.detach().contiguous()?;
@@ -274,10 +273,8 @@ impl Group {
         tensors: &[&Tensor],
         f: impl FnOnce(&mut Member, &[Tensor]) -> Result<()> + Send + 'static,
     ) -> Result<Work> {
-        if crate::is_grad_enabled() && tensors.iter().any(|t| t.requires_grad()) {
-            let reason = "the tensor requires a gradient: detach() it, or call it in no_grad".into();
-            return Err(Error::Autograd { op, reason });
-        }
+        no_gradient!(op if crate::is_grad_enabled() && tensors.iter().any(|t| t.requires_grad()),
+            "the tensor requires a gradient: detach() it, or call it in no_grad");
         invalid!(op if let Some(t) = tensors.iter().find(|t| t.layout.may_alias_itself()),
             "elements of a tensor with strides {:?} share memory: pass a clone()", t.strides());
         if self.size() == 1 {
@@ -293,8 +290,8 @@ impl Group {
         })
     }
 
-    /// Returns contiguous tensors with the targets' elements, and views of these tensors in the targets' shapes. On an OpenCL device, several
-    /// targets are concatenated to one tensor: the launch takes less time than separate transfers.
+    /// Returns contiguous tensors with the targets' elements, and views of these tensors in the targets' shapes. On an OpenCL device,
+    /// several targets are concatenated to one tensor: the launch takes less time than separate transfers.
     fn dense(&self, targets: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
         if targets.len() == 1 || !targets[0].device().has_queues() {
             let dense = targets.iter().map(Tensor::contiguous).collect::<Result<Vec<_>>>()?;

@@ -8,16 +8,16 @@ use smallvec::SmallVec;
 
 use crate::internal::{same_device, same_dtype};
 use crate::storage::Storage;
-use crate::{DType, Device, Error, Graph, MemoryFormat, Result, Shape, Tensor, no_grad};
+use crate::{DType, Device, Graph, MemoryFormat, Result, Shape, Tensor, no_grad};
 
 /// The parameters of a group and their gradients. The parameters are moved into one flat buffer and the gradients into a second.
 /// A parameter is not moved if its storage has other handles (another optimiser, a state dict, a tied layer), so that they see the updates.
 pub(super) struct FlatParameters {
     dtype: DType,
-    device: Device,
+    pub(super) device: Device,
     parameters: Vec<Parameter>,
     /// f32 master copies of half-precision parameters. Steps update the master, because small updates would be lost in half precision.
-    master: Option<Tensor>,
+    pub(super) master: Option<Tensor>,
     /// The distinct storages of the parameters, if there is a master. Their versions tell whether the master is stale.
     buffers: SmallVec<[Storage; 1]>,
     /// The [`FlatParameters::version`] of the parameters at which `master` was up to date.
@@ -157,10 +157,8 @@ impl FlatParameters {
         let Some(first) = parameters.first() else { invalid!(op, "there are no parameters") };
         let (dtype, device) = (first.dtype(), first.device());
         for p in &parameters {
-            if p.leaf_id().is_none() {
-                let reason = format!("a parameter of shape {} is not a leaf that requires a gradient", p.shape());
-                return Err(Error::Autograd { op, reason });
-            }
+            no_gradient!(op if p.leaf_id().is_none(),
+                "a parameter of shape {} is not a leaf that requires a gradient", p.shape());
             same_dtype(op, &[&**first, &**p])?;
             same_device(op, &[&**first, &**p])?;
         }
@@ -244,10 +242,6 @@ impl FlatParameters {
         self.master.as_ref().map_or(self.dtype, Tensor::dtype)
     }
 
-    pub(super) fn master(&self) -> Option<&Tensor> {
-        self.master.as_ref()
-    }
-
     /// Returns the part of a flat state buffer that belongs to parameter `i`, as a view with the parameter's shape.
     pub(super) fn parameter_state(&self, flat: &Tensor, i: usize) -> Result<Tensor> {
         let parameter @ Parameter { leaf, elements, .. } = &self.parameters[i];
@@ -256,7 +250,7 @@ impl FlatParameters {
 
     /// Converts a flat state buffer of `other` (the parameters before a module conversion) to the dtype, device and formats of `self`.
     pub(super) fn convert_state(&self, other: &FlatParameters, state: &Tensor) -> Result<Tensor> {
-        let converted = state.to(self.state_dtype(), self.device())?;
+        let converted = state.to(self.state_dtype(), self.device)?;
         let format = |p: &Parameter| p.format();
         if self.parameters.iter().map(format).eq(other.parameters.iter().map(format)) {
             return Ok(converted);
@@ -266,14 +260,6 @@ impl FlatParameters {
             self.parameter_state(&made, i)?.copy_(&other.parameter_state(&converted, i)?)?;
         }
         Ok(made)
-    }
-
-    pub(super) fn device(&self) -> Device {
-        self.device
-    }
-
-    pub(super) fn zero_grad(&self) {
-        self.parameters().for_each(Tensor::zero_grad);
     }
 
     /// Returns a number that every in-place change of a parameter raises.

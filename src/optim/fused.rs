@@ -205,15 +205,12 @@ impl<R: Rule> Group<R> {
 
     /// Returns the runs to update. If the module was converted, switches to its new parameters first.
     fn runs(&mut self) -> Result<SmallVec<[Run; 1]>> {
-        if let Some(p) = self.skipped.iter().find(|p| current_handle(p).requires_grad()) {
-            let reason = format!(
-                "a parameter of shape {} was frozen when the optimiser was made and is trained now: add it with with_group(), or give the optimiser only trainable_parameters_mut()",
-                p.shape()
-            );
-            return Err(Error::Autograd { op: R::NAME, reason });
-        }
+        let op = R::NAME;
+        no_gradient!(op if let Some(p) = self.skipped.iter().find(|p| current_handle(p).requires_grad()),
+            "a parameter of shape {} was frozen when the optimiser was made and is trained now: add it with with_group(), or \
+             give the optimiser only trainable_parameters_mut()", p.shape());
         // During a capture the master is not refreshed here: each replay does so before it runs. A captured refresh would round the master again.
-        let capture = Graph::capture_id(self.flat.device());
+        let capture = Graph::capture_id(self.flat.device);
         if capture.is_none() {
             self.flat.refresh()?;
         }
@@ -256,7 +253,7 @@ impl<R: Rule> Group<R> {
 
     /// Updates the weights of `runs`, with gradients multiplied by `factor`. If the device captures a graph, the graph captures the updates.
     fn step(&mut self, runs: SmallVec<[Run; 1]>, factor: f64) -> Result<()> {
-        if Graph::is_capturing(self.flat.device()) {
+        if Graph::is_capturing(self.flat.device) {
             return runs.into_iter().try_for_each(|run| self.capture(run, factor));
         }
         let progress = Arc::clone(&self.progress);
@@ -281,7 +278,7 @@ impl<R: Rule> Group<R> {
 
     /// Captures a run's update, which reads its numbers from device memory. Before each replay, the numbers of that step are copied there.
     fn capture(&mut self, run: Run, factor: f64) -> Result<()> {
-        let (device, dtype) = (self.flat.device(), self.flat.state_dtype());
+        let (device, dtype) = (self.flat.device, self.flat.state_dtype());
         let rule = self.progress().rule.clone();
         let count = rule.numbers(1).len() + 1;
         let empty = |_| Tensor::empty((), (dtype, device));
@@ -339,7 +336,7 @@ impl<R: Rule> Group<R> {
             for ((name, _), flat) in names.iter().zip(&self.state) {
                 out.push((format!("state.{}.{name}", first + i), self.flat.parameter_state(flat, i)?));
             }
-            if let Some(master) = self.flat.master() {
+            if let Some(master) = &self.flat.master {
                 out.push((format!("state.{}.master", first + i), self.flat.parameter_state(master, i)?));
             }
         }
@@ -388,7 +385,7 @@ impl<R: Rule> Optimizer for Fused<R> {
     }
 
     fn zero_grad(&self) {
-        self.groups.iter().for_each(|g| g.flat.zero_grad());
+        self.groups.iter().flat_map(|g| g.flat.parameters()).for_each(Tensor::zero_grad);
     }
 
     fn parameters(&self) -> Vec<&Tensor> {

@@ -201,8 +201,8 @@ impl Tensor {
     /// ([`unified_memory`](crate::device::DeviceInfo::unified_memory)) also makes no copy if the address and the size in bytes are
     /// multiples of 16. The device then uses these elements through a separate buffer with `CL_MEM_USE_HOST_PTR`; some drivers need a
     /// larger alignment, usually a page, to use the elements in place. [`into_host`](Self::into_host) maps the buffer, and dropping the
-    /// last handle waits for the device. Other devices copy the elements. Fails with [`crate::Error::Invalid`] for a shape of another number of
-    /// elements.
+    /// last handle waits for the device. Other devices copy the elements. Fails with [`crate::Error::Invalid`] for a shape of another
+    /// number of elements.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

@@ -5,7 +5,7 @@ use super::create::check_storage;
 use crate::autograd::{is_tracked, record_unary_differentiable, record_view};
 use crate::layout::shape::Shape;
 use crate::storage::Storage;
-use crate::{DType, Error, Result, Tensor};
+use crate::{DType, Result, Tensor};
 
 /// The maximum absolute value of a stride, in elements. No storage is as large, and computations with such strides cannot overflow.
 const MAX_STRIDE_ELEMENTS: usize = 1 << 48;
@@ -83,11 +83,8 @@ impl Tensor {
         let layout =
             checked_strided_layout(op, size.into(), stride, offset, self.storage.nbytes() / self.dtype.size())?;
         let old = self.layout.clone();
-        if is_tracked(&[self]) && old.may_alias_itself() {
-            let reason = "the tensor repeats elements (an expanded view), so their gradients have no single place: \
-                          call contiguous() first";
-            return Err(Error::Autograd { op, reason: reason.into() });
-        }
+        no_gradient!(op if is_tracked(&[self]) && old.may_alias_itself(),
+            "the tensor repeats elements (an expanded view), so their gradients have no single place: call contiguous() first");
         Ok(record_view(op, layout.clone(), self, strided_gradient_fn(old, layout)))
     }
 
@@ -104,8 +101,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::Invalid`] for elements outside the storage, for different numbers of strides and sizes, and for a storage that is
-    /// not a whole number of elements or not aligned for the dtype (possible for a vector of bytes).
+    /// Returns [`crate::Error::Invalid`] for elements outside the storage, for different numbers of strides and sizes, and for a storage
+    /// that is not a whole number of elements or not aligned for the dtype (possible for a vector of bytes).
     pub fn from_storage_strided(
         storage: Storage,
         shape: impl Into<Shape>,
