@@ -3,13 +3,15 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use smallvec::SmallVec;
 
 use super::context::{Context, Engine, Gradient, PendingGradients, address};
+use super::hooks::HAS_POST_ACCUMULATE_HOOKS;
 use super::modes::{self, SCOPES};
 use super::node::{Gradients, Leaf, Node, Operation, State};
-use super::{autocast, enable_grad, hooks, no_grad};
+use super::{autocast, enable_grad, no_grad};
 use crate::device::profiler::{self, RecordKind};
 use crate::storage::{MemoryMode, with_memory_mode};
 use crate::sync::OnDrop;
@@ -51,7 +53,7 @@ type QueuedNode = (u64, Reverse<u64>);
 /// than these operations and would be visited last. With the count, a leaf is visited as soon as its gradient is complete.
 fn count_expected_gradients<'a>(roots: impl Iterator<Item = &'a Arc<Node>>) -> HashMap<u64, usize> {
     let mut leaves = HashMap::new();
-    if !hooks::has_post_accumulate_hooks() {
+    if !HAS_POST_ACCUMULATE_HOOKS.load(Relaxed) {
         return leaves;
     }
     let mut nodes: Vec<&Arc<Node>> = roots.collect();

@@ -84,11 +84,7 @@ impl HookHandle {
 }
 
 /// Whether a post-accumulate hook was ever registered in this process. If not, backward need not search the graph for leaves with hooks.
-static HAS_POST_ACCUMULATE_HOOKS: AtomicBool = AtomicBool::new(false);
-
-pub(super) fn has_post_accumulate_hooks() -> bool {
-    HAS_POST_ACCUMULATE_HOOKS.load(Ordering::Relaxed)
-}
+pub(super) static HAS_POST_ACCUMULATE_HOOKS: AtomicBool = AtomicBool::new(false);
 
 impl Tensor {
     /// Calls `hook` with the gradient of this tensor in every backward pass that reaches it (PyTorch's
