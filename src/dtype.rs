@@ -56,75 +56,71 @@ pub enum DType {
     Bool,
 }
 
+/// Defines the facts about each dtype: the name, the Rust type, the OpenCL C type of the bits, and the type in which arithmetic computes.
+macro_rules! dtypes {
+    ($($dtype:ident $name:literal $type:ty, $cl:literal, $compute:ident;)*) => {
+        impl DType {
+            /// All dtypes.
+            pub const ALL: [DType; 9] = [$(DType::$dtype),*];
+
+            /// Returns the OpenCL C type that holds an element's bits.
+            pub(crate) const fn cl_storage(self) -> &'static str {
+                match self { $(DType::$dtype => $cl,)* }
+            }
+
+            /// Returns the size of an element in bytes.
+            pub const fn size(self) -> usize {
+                match self { $(DType::$dtype => size_of::<$type>(),)* }
+            }
+
+            /// Returns the name in messages, kernels and on the command line: `f32`, `bf16`, `bool`, ...
+            pub const fn name(self) -> &'static str {
+                match self { $(DType::$dtype => $name,)* }
+            }
+
+            /// Returns the type in which arithmetic on this dtype is computed.
+            pub(crate) const fn compute(self) -> Compute {
+                match self { $(DType::$dtype => Compute::$compute,)* }
+            }
+        }
+
+        $(
+            impl sealed::Sealed for $type {}
+            impl Element for $type {
+                const DTYPE: DType = DType::$dtype;
+            }
+        )*
+    };
+}
+
+dtypes! {
+    F32 "f32" f32, "float", F32;
+    F16 "f16" f16, "ushort", F32;
+    BF16 "bf16" bf16, "ushort", F32;
+    F64 "f64" f64, "double", F64;
+    I64 "i64" i64, "long", I64;
+    I32 "i32" i32, "int", I64;
+    U8 "u8" u8, "uchar", I64;
+    U32 "u32" u32, "uint", I64;
+    Bool "bool" bool, "uchar", I64;
+}
+
 impl DType {
-    /// All dtypes.
-    pub const ALL: [DType; 9] =
-        [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U8, DType::U32, DType::Bool];
-
-    /// Returns the OpenCL C type that holds an element's bits.
-    pub(crate) const fn cl_storage(self) -> &'static str {
-        match self {
-            DType::F64 => "double",
-            DType::F32 => "float",
-            DType::F16 | DType::BF16 => "ushort",
-            DType::I64 => "long",
-            DType::I32 => "int",
-            DType::U32 => "uint",
-            DType::U8 | DType::Bool => "uchar",
-        }
-    }
-
-    /// Returns the size of an element in bytes.
-    pub const fn size(self) -> usize {
-        match self {
-            DType::F64 | DType::I64 => 8,
-            DType::F32 | DType::I32 | DType::U32 => 4,
-            DType::F16 | DType::BF16 => 2,
-            DType::U8 | DType::Bool => 1,
-        }
-    }
-
     /// True for the four floating-point types.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::F16 | DType::BF16 | DType::F64)
     }
 
-    /// Returns the name in messages, kernels and on the command line: `f32`, `bf16`, `bool`, ...
-    pub const fn name(self) -> &'static str {
-        match self {
-            DType::F32 => "f32",
-            DType::F16 => "f16",
-            DType::BF16 => "bf16",
-            DType::F64 => "f64",
-            DType::I64 => "i64",
-            DType::I32 => "i32",
-            DType::U8 => "u8",
-            DType::U32 => "u32",
-            DType::Bool => "bool",
-        }
-    }
-
-    /// Returns an error for integers and bool, for operations and layers that are defined on floats only.
+    /// Returns an error for integers and bool, for operations and layers that are defined on floats only. The error is
+    /// [`Error::UnsupportedDType`].
     ///
     /// ```
     /// use claystone::DType;
     /// assert!(DType::BF16.check_float("Highway::new").is_ok());
     /// assert!(DType::I64.check_float("Highway::new").unwrap_err().to_string().starts_with("Highway::new: dtype i64"));
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`].
     pub fn check_float(self, op: &'static str) -> Result<()> {
         if self.is_float() { Ok(()) } else { Err(Error::UnsupportedDType { op, dtype: self, expected: "floats" }) }
-    }
-
-    /// Returns the type in which arithmetic on this dtype is computed.
-    pub(crate) const fn compute(self) -> Compute {
-        match self {
-            DType::F32 | DType::F16 | DType::BF16 => Compute::F32,
-            DType::F64 => Compute::F64,
-            _ => Compute::I64,
-        }
     }
 }
 
@@ -196,21 +192,7 @@ pub trait Element:
     const DTYPE: DType;
 }
 
-macro_rules! elements {
-    ($($t:ty => $d:ident),* $(,)?) => { $(
-        impl sealed::Sealed for $t {}
-        impl Element for $t {
-            const DTYPE: DType = DType::$d;
-        }
-    )* };
-}
-
-elements!(f32 => F32, f16 => F16, bf16 => BF16, f64 => F64, i64 => I64, i32 => I32, u8 => U8, u32 => U32, bool => Bool);
-
-/// Casts bytes to elements.
-///
-/// # Errors
-/// [`Error::Invalid`] if some bytes are not a valid `T`: a bool must be 0 or 1.
+/// Casts bytes to elements. Fails with [`Error::Invalid`] if some bytes are not a valid `T`: a bool must be 0 or 1.
 pub(crate) fn elements<'a, T: Element>(op: &'static str, bytes: &'a [u8]) -> Result<&'a [T]> {
     let refused = |_| Error::invalid(op, format!("the storage holds bytes that are no valid {}", T::DTYPE));
     bytemuck::checked::try_cast_slice(bytes).map_err(refused)

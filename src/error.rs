@@ -101,6 +101,10 @@ impl Error {
         Error::Invalid { op, reason: shorten_reason(reason.into()) }
     }
 
+    pub(crate) fn autograd(op: &'static str, reason: impl Into<String>) -> Error {
+        Error::Autograd { op, reason: reason.into() }
+    }
+
     /// Replaces the operation's name by the name of the public operation that the user called.
     pub(crate) fn with_op(mut self, name: &'static str) -> Error {
         use Error::*;
@@ -131,21 +135,6 @@ impl Error {
             other => other,
         }
     }
-}
-
-/// Returns [`Error::Invalid`] with the result of `reason` if `condition` holds.
-///
-/// ```
-/// use claystone::internal::invalid_if;
-/// assert!(invalid_if("Highway::new", false, || "the gate needs a bias").is_ok());
-/// let error = invalid_if("Highway::new", true, || "the gate needs a bias").unwrap_err();
-/// assert_eq!(error.to_string(), "Highway::new: the gate needs a bias");
-/// ```
-///
-/// # Errors
-/// [`Error::Invalid`].
-pub fn invalid_if<S: Into<String>>(op: &'static str, condition: bool, reason: impl FnOnce() -> S) -> Result<()> {
-    if condition { Err(Error::invalid(op, reason())) } else { Ok(()) }
 }
 
 /// Runs `f`, an in-place operation that consists of several steps. `version` returns the version counter of the output
@@ -288,20 +277,33 @@ macro_rules! serde_as_text {
 }
 pub(crate) use serde_as_text;
 
-/// `invalid!(op if condition, "message {}", ..)` returns [`Error::Invalid`] from the method if the condition holds.
-macro_rules! invalid {
-    ($op:tt if let $pattern:pat = $value:expr, $($message:tt)+) => {
+/// Returns an error from the function, made by `Error::$error`, if a condition holds or a pattern matches.
+macro_rules! return_error {
+    ($error:ident $op:tt if let $pattern:pat = $value:expr, $($message:tt)+) => {
         if let $pattern = $value {
-            return Err($crate::Error::invalid($op, format!($($message)+)));
+            return_error!($error $op, $($message)+);
         }
     };
-    ($op:tt if $condition:expr, $($message:tt)+) => {
+    ($error:ident $op:tt if $condition:expr, $($message:tt)+) => {
         if $condition {
-            return Err($crate::Error::invalid($op, format!($($message)+)));
+            return_error!($error $op, $($message)+);
         }
+    };
+    ($error:ident $op:tt, $($message:tt)+) => {
+        return Err($crate::Error::$error($op, format!($($message)+)))
     };
 }
-pub(crate) use invalid;
+
+/// `invalid!(op if condition, "message {}", ..)` returns [`Error::Invalid`] from the function if the condition holds;
+/// `invalid!(op, "message {}", ..)` always returns it.
+macro_rules! invalid {
+    ($($arguments:tt)+) => { return_error!(invalid $($arguments)+) };
+}
+
+/// Like `invalid!`, for [`Error::Autograd`].
+macro_rules! no_gradient {
+    ($($arguments:tt)+) => { return_error!(autograd $($arguments)+) };
+}
 
 #[cfg(test)]
 mod tests {

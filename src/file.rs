@@ -9,7 +9,7 @@ use tempfile::NamedTempFile;
 /// Upper bound, in bytes, on the contents of a pipe or a device, which has no known size and may never end.
 const MAX_STREAM_BYTES: u64 = 64 << 20;
 
-/// Reads all bytes of a file. At most 64 MiB are read from a pipe or a device.
+/// Reads all bytes of a file. At most 64 MiB are read from a pipe or a device. More bytes are an error.
 ///
 /// ```
 /// # let folder = tempfile::tempdir()?;
@@ -18,9 +18,6 @@ const MAX_STREAM_BYTES: u64 = 64 << 20;
 /// assert_eq!(claystone::file::read(&path)?.len(), 10);
 /// # Ok::<(), std::io::Error>(())
 /// ```
-///
-/// # Errors
-/// Any failure of the file system; more than 64 MiB from a pipe or a device.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut file = File::open(path)?;
     if file.metadata()?.is_file() {
@@ -68,11 +65,9 @@ enum Target {
 }
 
 impl NewFile {
-    /// Creates the temporary file, which gets the mode and the owner of the file that it replaces, or the default mode. A symbolic
-    /// link is kept, and its target is replaced. Pipes and devices are written to directly.
-    ///
-    /// # Errors
-    /// The path is a folder or a file without write permission; the folder does not accept new files.
+    /// Creates the temporary file, which gets the mode and the owner of the file that it replaces, or the default mode.
+    /// A symbolic link is kept, and its target is replaced. Pipes and devices are written to directly. Fails for a
+    /// folder, for a file without write permission, and in a folder that does not accept new files.
     pub fn create(path: &Path) -> io::Result<NewFile> {
         let target = resolve_symlinks(path);
         // Opening for writing makes folders and files without write permission fail, as if they were overwritten in place.
@@ -104,10 +99,8 @@ impl NewFile {
         Ok(NewFile(Target::Temporary { file, target }))
     }
 
-    /// Renames the file to its final name after its contents are on the disk.
-    ///
-    /// # Errors
-    /// Any failure of the file system; the final name is then unchanged.
+    /// Renames the file to its final name after its contents are on the disk. After an error the final name is
+    /// unchanged.
     pub fn commit(self) -> io::Result<()> {
         let Target::Temporary { file, target } = self.0 else { return Ok(()) };
         file.as_file().sync_all()?;

@@ -42,6 +42,8 @@
 #![deny(unsafe_code)] // except in device, storage and backend/cpu/kernels, which allow unsafe code
 
 #[macro_use]
+mod error;
+#[macro_use]
 mod options;
 
 pub mod autograd;
@@ -51,7 +53,6 @@ pub mod data;
 pub mod device;
 pub mod distributed;
 mod dtype;
-mod error;
 pub mod expr;
 pub mod file;
 mod graph;
@@ -89,7 +90,7 @@ pub use tensor::{HostArray, Index, Indices, Tensor, TensorOptions};
 /// public interface.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::error::{Excerpt, for_each_part, in_steps, invalid_if};
+    pub use crate::error::{Excerpt, for_each_part, in_steps};
     pub use crate::io::state::join_names;
     pub use crate::nn::part::field_name;
     pub use crate::ops::dispatch::checks::{same_device, same_dtype};

@@ -1,62 +1,25 @@
 //! The engine of the backward pass. It visits the nodes of the graph from the newest to the oldest, with a heap.
 
-use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use smallvec::SmallVec;
 
-use super::context::{Context, Gradient, address};
-use super::grad::WantedNodes;
-use super::node::{Leaf, Node, Operation, State};
-use super::{Gradients, autocast, enable_grad, hooks, modes, no_grad};
+use super::context::{Context, Engine, Gradient, PendingGradients, address};
+use super::hooks::HAS_POST_ACCUMULATE_HOOKS;
+use super::modes::{self, SCOPES};
+use super::node::{Gradients, Leaf, Node, Operation, State};
+use super::{autocast, enable_grad, no_grad};
 use crate::device::profiler::{self, RecordKind};
 use crate::storage::{MemoryMode, with_memory_mode};
-use crate::{Error, Result, Tensor};
+use crate::sync::OnDrop;
+use crate::{Result, Tensor};
 
-thread_local! {
-    /// Callbacks to run at the end of this thread's backward pass; None if none is in progress.
-    static CALLBACKS: RefCell<Option<Vec<Callback>>> = const { RefCell::new(None) };
-}
-
-type Callback = Box<dyn FnOnce() -> Result<()>>;
-
-/// Marks that a backward pass is in progress on this thread. The pass may run inside another one.
-struct CallbackScope {
-    is_outermost: bool,
-}
-
-impl CallbackScope {
-    fn begin() -> CallbackScope {
-        CALLBACKS.with_borrow_mut(|callbacks| {
-            let is_outermost = callbacks.is_none();
-            callbacks.get_or_insert_default();
-            CallbackScope { is_outermost }
-        })
-    }
-
-    /// Runs the queued callbacks, unless this pass runs inside another one. Drops the callbacks if the pass has failed.
-    fn run_queued(self) -> Result<()> {
-        let queued = match self.is_outermost {
-            true => CALLBACKS.with_borrow_mut(Option::take).unwrap_or_default(),
-            false => Vec::new(),
-        };
-        no_grad(|| queued.into_iter().try_for_each(|callback| callback()))
-    }
-}
-
-impl Drop for CallbackScope {
-    fn drop(&mut self) {
-        if self.is_outermost {
-            CALLBACKS.take();
-        }
-    }
-}
-
-/// Runs `f` once, at the end of the backward pass in progress on this thread (PyTorch's
-/// `Variable._execution_engine.queue_callback`). Call this function from a hook. An error of `f` becomes the error of
-/// the pass. If the pass fails, `f` is not called.
+/// Runs `f` once, at the end of the backward pass in progress on this thread (PyTorch's `Variable._execution_engine.queue_callback`). Call
+/// this function from a hook. An error of `f` becomes the error of the pass. If the pass fails, `f` is not called. Fails with
+/// [`crate::Error::Autograd`] if no backward pass is in progress on this thread.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd};
@@ -72,17 +35,13 @@ impl Drop for CallbackScope {
 /// assert!(autograd::queue_callback(|| Ok(())).is_err(), "no backward is under way");
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`Error::Autograd`] if no backward pass is in progress on this thread.
 pub fn queue_callback(f: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
-    let reason = "no backward pass is in progress on this thread: call it from a hook";
-    CALLBACKS.with_borrow_mut(|callbacks| match callbacks {
+    SCOPES.with(|scopes| match &mut *scopes.callbacks.borrow_mut() {
         Some(callbacks) => {
             callbacks.push(Box::new(f));
             Ok(())
         }
-        None => Err(Error::Autograd { op: "queue_callback", reason: reason.into() }),
+        None => no_gradient!("queue_callback", "no backward pass is in progress on this thread: call it from a hook"),
     })
 }
 
@@ -90,14 +49,11 @@ pub fn queue_callback(f: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
 /// for a leaf whose gradient is complete. The second field is the node's number, reversed: among complete leaves, the oldest comes first.
 type QueuedNode = (u64, Reverse<u64>);
 
-/// The gradients accumulated so far for nodes that are not visited yet. The key is the node's number.
-pub(super) type PendingGradients = HashMap<u64, (Arc<Node>, Gradient)>;
-
 /// Counts the gradients that each leaf with post-accumulate hooks will receive from operations reachable from the roots. Leaves are older
 /// than these operations and would be visited last. With the count, a leaf is visited as soon as its gradient is complete.
 fn count_expected_gradients<'a>(roots: impl Iterator<Item = &'a Arc<Node>>) -> HashMap<u64, usize> {
     let mut leaves = HashMap::new();
-    if !hooks::has_post_accumulate_hooks() {
+    if !HAS_POST_ACCUMULATE_HOOKS.load(Relaxed) {
         return leaves;
     }
     let mut nodes: Vec<&Arc<Node>> = roots.collect();
@@ -117,33 +73,7 @@ fn count_expected_gradients<'a>(roots: impl Iterator<Item = &'a Arc<Node>>) -> H
     leaves
 }
 
-/// One traversal of the graph, from the newest node to the oldest.
-#[derive(Default)]
-pub(super) struct Engine {
-    /// Whether to keep the backward closures for another backward pass.
-    pub(super) retain_graph: bool,
-    /// Whether to record the operations that the backward closures run.
-    pub(super) create_graph: bool,
-    /// The nodes whose gradients are returned. If None, leaves accumulate their gradients in `Tensor::grad` instead.
-    pub(super) wanted: Option<WantedNodes>,
-    /// Whether this pass runs inside another backward pass. The outer pass continues from the returned gradients, and it calls their hooks.
-    pub(super) is_nested: bool,
-    /// Gradient slots of wanted leaves, by node number. The outer pass has lent them to the operation whose backward runs this pass.
-    pub(super) lent_slots: RefCell<HashMap<u64, Tensor>>,
-    /// Whether a leaf has accumulated a gradient. If the pass fails after that, some leaves have new gradients and others do not.
-    pub(super) has_accumulated: Cell<bool>,
-}
-
 impl Engine {
-    /// True if a gradient is wanted for this node, or for a node that this node depends on.
-    pub(super) fn leads_to_wanted(&self, node: &Node) -> bool {
-        self.wanted.as_ref().is_none_or(|wanted| wanted.leads_to_wanted(node.seq))
-    }
-
-    pub(super) fn returns_gradient_of(&self, node: &Node) -> bool {
-        self.wanted.as_ref().is_some_and(|wanted| wanted.returns_gradient_of(node.seq))
-    }
-
     /// Runs the pass from `seeds`. Returns the gradients of the wanted nodes. The key is the node's number.
     pub(super) fn run_pass(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
         let traverse = || match self.create_graph {
@@ -151,9 +81,21 @@ impl Engine {
             false => no_grad(|| self.traverse(seeds)),
         };
         // Autocast is off, so that backward uses forward's dtypes. Operands are read as buffers: each is read once, so images would not pay off.
-        let outermost = CallbackScope::begin();
-        let returned = with_memory_mode(MemoryMode::Buffer, || autocast(None, traverse));
-        let ended = returned.and_then(|returned| outermost.run_queued().map(|()| returned));
+        let run = || with_memory_mode(MemoryMode::Buffer, || autocast(None, traverse));
+        // Callbacks run at the end of the outermost pass. They are dropped if the pass fails.
+        let is_outermost = SCOPES.with(|scopes| scopes.callbacks.borrow().is_none());
+        let ended = match is_outermost {
+            false => run(),
+            true => {
+                SCOPES.with(|scopes| scopes.callbacks.replace(Some(Vec::new())));
+                let take_callbacks = || SCOPES.with(|scopes| scopes.callbacks.take());
+                let _clear = OnDrop(|| drop(take_callbacks()));
+                run().and_then(|returned| {
+                    let callbacks = take_callbacks().unwrap_or_default();
+                    no_grad(|| callbacks.into_iter().try_for_each(|callback| callback())).map(|()| returned)
+                })
+            }
+        };
         ended.map_err(|e| if self.has_accumulated.get() { e.into_partial("backward") } else { e })
     }
 
@@ -217,10 +159,9 @@ impl Engine {
                 }
                 let Some(result) = result else { continue };
                 let mut result = self.detach_unless_recording(result);
-                if modes::anomaly() && result.ne(&result)?.any((), false)?.item::<bool>()? {
-                    let reason = format!("its backward gave NaN, in a gradient of shape {}", result.shape());
-                    return Err(Error::Autograd { op: node.op, reason });
-                }
+                let op = node.op;
+                no_gradient!(op if modes::anomaly() && result.ne(&result)?.any((), false)?.item::<bool>()?,
+                    "its backward gave NaN, in a gradient of shape {}", result.shape());
                 // The gradient is copied into the leaf's slot now. Leaves are visited last, so until then both copies would be in memory.
                 if let Some(slot) = offered.filter(|_| !in_slot && !gradients.contains_key(&input.seq)) {
                     slot.copy_(&result)?;
@@ -278,20 +219,21 @@ impl Engine {
         if self.wanted.is_some() && !node.inputs.iter().flatten().any(|input| self.leads_to_wanted(input)) {
             return Ok(None);
         }
+        let op = node.op;
         let operation = match (&*state, self.retain_graph) {
             (State::Operation(operation), true) => operation.clone(),
             _ => match std::mem::replace(&mut *state, State::Consumed) {
                 State::Operation(operation) => operation,
-                _ => {
-                    let reason = "its graph was consumed by an earlier backward: run the forward pass again, or keep it with retain_graph";
-                    return Err(Error::Autograd { op: node.op, reason: reason.into() });
-                }
+                _ => no_gradient!(
+                    op,
+                    "its graph was consumed by an earlier backward: run the forward pass again, or keep it with \
+                     retain_graph"
+                ),
             },
         };
-        if self.create_graph && !operation.is_differentiable {
-            let reason = "its gradient is computed by kernels that have no gradient of their own, so create_graph stops here: write this operation as a composition of others, or do without create_graph";
-            return Err(Error::Autograd { op: node.op, reason: reason.into() });
-        }
+        no_gradient!(op if self.create_graph && !operation.is_differentiable,
+            "its gradient is computed by kernels that have no gradient of their own, so create_graph stops here: write this \
+             operation as a composition of others, or do without create_graph");
         Ok(Some(operation))
     }
 

@@ -7,8 +7,10 @@ use crate::{DType, Error, Result, Tensor, no_grad};
 /// (PyTorch's `gradcheck`). The differences are `(f(x+h) - f(x-h)) / 2h`, with `h` = 1e-6 of the value's scale.
 ///
 /// `inputs` are f64 tensors of any shape, strides and device. `f` must be deterministic and return an f64 tensor of any
-/// shape. The check runs one forward and one backward pass per element of the result, and two forward passes per element
-/// of the inputs. An element passes if both gradients agree to `tolerance`: absolute for gradients below 1, else relative.
+/// shape. The check runs one forward and one backward pass per element of the result, and two forward passes per
+/// element of the inputs. An element passes if both gradients agree to `tolerance`: absolute for gradients below 1,
+/// else relative. Fails with [`Error::Autograd`] naming the first element that differs, with
+/// [`Error::UnsupportedDType`] for inputs or a result that are not f64, and with the errors of `f`.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, autograd::gradcheck};
@@ -16,10 +18,6 @@ use crate::{DType, Error, Result, Tensor, no_grad};
 /// gradcheck(|x| x[0].softmax(-1), &[x], 1e-6)?;
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`Error::Autograd`] naming the first element that differs; [`Error::UnsupportedDType`] for inputs or a result that
-/// are not f64; and errors of `f`.
 pub fn gradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tolerance: f64) -> Result<()> {
     let op = "gradcheck";
     let check_dtype = |t: &Tensor| match t.dtype() {
@@ -65,17 +63,13 @@ pub fn gradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tol
             let (above, below, elements) = (at(values[k] + h)?, at(values[k] - h)?, analytic.len());
             for (j, gradients) in analytic.iter().enumerate() {
                 let (Some(above), Some(below)) = (above.get(j), below.get(j)) else {
-                    return Err(Error::invalid(op, "the result's size depends on the values of the inputs"));
+                    invalid!(op, "the result's size depends on the values of the inputs");
                 };
                 let (numeric, analytic) = ((above - below) / (2.0 * h), gradients[i][k]);
                 let error = (numeric - analytic).abs();
-                if error.is_nan() || error > tolerance * numeric.abs().max(1.0) {
-                    let of = if elements > 1 { format!(" for element {j} of the result") } else { String::new() };
-                    let reason = format!(
-                        "element {k} of input {i}: backward gives {analytic}{of}, central differences give {numeric}"
-                    );
-                    return Err(Error::Autograd { op, reason });
-                }
+                let of = || if elements > 1 { format!(" for element {j} of the result") } else { String::new() };
+                no_gradient!(op if error.is_nan() || error > tolerance * numeric.abs().max(1.0),
+                    "element {k} of input {i}: backward gives {analytic}{}, central differences give {numeric}", of());
             }
         }
     }
@@ -89,7 +83,8 @@ fn weighted_sum(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Checks gradients of gradients (PyTorch's `gradgradcheck`). Computes the gradient of `f` with `create_graph`, weights
-/// its elements with constants, and checks the weighted gradient as [`gradcheck`] does.
+/// its elements with constants, and checks the weighted gradient as [`gradcheck`] does. Fails as [`gradcheck`] does,
+/// and with [`Error::Autograd`] if an operation's backward is not made of differentiable operations.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, autograd::gradgradcheck};
@@ -97,9 +92,6 @@ fn weighted_sum(x: &Tensor) -> Result<Tensor> {
 /// gradgradcheck(|x| x[0].tanh(), &[x], 1e-6)?;
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// Errors of [`gradcheck`]. [`Error::Autograd`] if an operation's backward is not made of differentiable operations.
 pub fn gradgradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tolerance: f64) -> Result<()> {
     if inputs.is_empty() {
         return Ok(());

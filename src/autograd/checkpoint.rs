@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use super::modes::{dependencies_only, enable_grad, is_grad_enabled};
+use super::Saved;
+use super::modes::{
+    autocast, autocast_dtype, dependencies_only, enable_grad, is_grad_enabled, record_draws, replay_draws,
+};
 use super::node::{Node, next_seq};
 use super::record::record_with_input_nodes;
-use super::{Saved, autocast, autocast_dtype};
-use crate::autograd::rng_replay::{record_draws, replay_draws};
 use crate::{Result, Tensor};
 
 /// Computes `f(inputs)` without keeping the tensors that its operations would save for backward (PyTorch's
@@ -15,8 +16,9 @@ use crate::{Result, Tensor};
 /// twice.
 ///
 /// Gradients also flow to tensors that `f` captures, such as a layer's parameters. Do not change captured tensors or
-/// inputs in place between the two runs. Such a change of an input is an error; of a captured tensor, it is not detected.
-/// [`Module::forward_checkpointed`](crate::nn::Module::forward_checkpointed) checkpoints a module.
+/// inputs in place between the two runs. Such a change of an input is an error; of a captured tensor, it is not
+/// detected. [`Module::forward_checkpointed`](crate::nn::Module::forward_checkpointed) checkpoints a module. Both runs
+/// return the errors of `f`. Backward also fails if `f` then returns a different shape, dtype or device.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd::checkpoint};
@@ -28,9 +30,6 @@ use crate::{Result, Tensor};
 /// assert!(x.grad().is_some() && w.grad().is_some());
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// Errors of `f`, in both runs. Backward also fails if `f` then returns a different shape, dtype or device.
 pub fn checkpoint(
     f: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
     inputs: &[&Tensor],
@@ -61,10 +60,7 @@ pub fn checkpoint(
 }
 
 /// Applies functions one after another, each as a [`checkpoint`] (PyTorch's `checkpoint_sequential`). Keeps the tensors
-/// between the functions, but no tensors inside them.
-///
-/// # Errors
-/// Errors of [`checkpoint`].
+/// between the functions, but no tensors inside them. Fails as [`checkpoint`] does.
 pub fn checkpoint_sequential<F>(functions: impl IntoIterator<Item = F>, input: &Tensor) -> Result<Tensor>
 where
     F: Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
@@ -80,10 +76,7 @@ fn input_nodes_before(root: &Arc<Node>, first: u64) -> Vec<Arc<Node>> {
         if !seen.insert(node.seq) {
             continue;
         }
-        match node.seq < first {
-            true => outside.push(node.clone()),
-            false => open.extend(node.inputs.iter().flatten()),
-        }
+        if node.seq < first { outside.push(node.clone()) } else { open.extend(node.inputs.iter().flatten()) }
     }
     outside.sort_unstable_by_key(|node| node.seq);
     outside

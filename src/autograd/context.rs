@@ -1,15 +1,78 @@
-//! The interface between an operation's backward closure and the backward pass.
+//! The state of a backward pass, and the part of it that an operation's backward closure uses.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::backward::{Engine, PendingGradients};
-use super::grad::WantedNodes;
-use super::node::{Factor, Node};
-use super::{Gradients, Saved};
-use crate::{DType, Device, Error, Result, Shape, Tensor};
+use super::node::{Factor, Gradients, Node, Saved};
+use crate::{DType, Device, Result, Shape, Tensor};
+
+/// One traversal of the graph, from the newest node to the oldest.
+#[derive(Default)]
+pub(super) struct Engine {
+    /// Whether to keep the backward closures for another backward pass.
+    pub(super) retain_graph: bool,
+    /// Whether to record the operations that the backward closures run.
+    pub(super) create_graph: bool,
+    /// The nodes whose gradients are returned. If None, leaves accumulate their gradients in `Tensor::grad` instead.
+    pub(super) wanted: Option<WantedNodes>,
+    /// Whether this pass runs inside another backward pass. The outer pass continues from the returned gradients, and it calls their hooks.
+    pub(super) is_nested: bool,
+    /// Gradient slots of wanted leaves, by node number. The outer pass has lent them to the operation whose backward runs this pass.
+    pub(super) lent_slots: RefCell<HashMap<u64, Tensor>>,
+    /// Whether a leaf has accumulated a gradient. If the pass fails after that, some leaves have new gradients and others do not.
+    pub(super) has_accumulated: Cell<bool>,
+}
+
+impl Engine {
+    /// True if a gradient is wanted for this node, or for a node that this node depends on.
+    pub(super) fn leads_to_wanted(&self, node: &Node) -> bool {
+        self.wanted.as_ref().is_none_or(|wanted| wanted.dependents.contains(&node.seq))
+    }
+
+    pub(super) fn returns_gradient_of(&self, node: &Node) -> bool {
+        self.wanted.as_ref().is_some_and(|wanted| wanted.nodes.contains(&node.seq))
+    }
+}
+
+/// The gradients accumulated so far for nodes that are not visited yet. The key is the node's number.
+pub(super) type PendingGradients = HashMap<u64, (Arc<Node>, Gradient)>;
+
+/// The nodes whose gradients a backward pass returns.
+pub(super) struct WantedNodes {
+    nodes: HashSet<u64>,
+    /// The numbers of `nodes`, and of all nodes that depend on one of them.
+    dependents: HashSet<u64>,
+}
+
+impl WantedNodes {
+    /// Selects `nodes`. Searches the graph below `roots` for the nodes that depend on them.
+    pub(super) fn new<'a>(
+        roots: impl Iterator<Item = &'a Arc<Node>>,
+        nodes: impl Iterator<Item = &'a Arc<Node>>,
+    ) -> WantedNodes {
+        let nodes: HashSet<u64> = nodes.map(|node| node.seq).collect();
+        let oldest = nodes.iter().copied().min().unwrap_or(u64::MAX);
+        let mut below: BTreeMap<u64, &Arc<Node>> = BTreeMap::new();
+        let mut open: Vec<&Arc<Node>> = roots.collect();
+        while let Some(node) = open.pop() {
+            if node.seq >= oldest && below.insert(node.seq, node).is_none() {
+                open.extend(node.inputs.iter().flatten());
+            }
+        }
+        // Nodes are visited from the oldest to the newest: an operation is newer than its inputs.
+        let mut dependents = HashSet::new();
+        for (seq, node) in below {
+            let through = || node.inputs.iter().flatten().any(|input| dependents.contains(&input.seq));
+            if nodes.contains(&seq) || through() {
+                dependents.insert(seq);
+            }
+        }
+        WantedNodes { nodes, dependents }
+    }
+}
 
 /// The argument of an operation's backward closure.
 pub(crate) struct Context<'a> {
@@ -41,8 +104,8 @@ impl Context<'_> {
         }
     }
 
-    /// True if the operations of the closure are recorded. The closure may then use recorded operations only; slots and input factors are not
-    /// available. Always false for closures that were not recorded with [`record_differentiable`](super::record_differentiable).
+    /// True if the operations of the closure are recorded. The closure may then use recorded operations only; slots and input factors are
+    /// not available. Always false for closures that were not recorded with [`record_differentiable`](super::record_differentiable).
     pub(crate) fn create_graph(&self) -> bool {
         self.engine.create_graph
     }
@@ -65,11 +128,9 @@ impl Context<'_> {
         let mut gradients: Gradients = inputs.iter().map(|_| None).collect();
         let Some(root) = again.node() else { return Ok(gradients) };
         let grad = self.grad()?;
-        if !again.is_like(&grad) {
-            let (first, again) = (grad.describe(), again.describe());
-            let reason = format!("it returned {first} in forward, but {again} when computed again in backward");
-            return Err(Error::Autograd { op: self.node.op, reason });
-        }
+        let op = self.node.op;
+        no_gradient!(op if !again.is_like(&grad),
+            "it returned {} in forward, but {} when computed again in backward", grad.describe(), again.describe());
         let needed =
             inputs.iter().enumerate().filter(|(i, _)| self.needs_gradient(*i)).filter_map(|(_, node)| node.as_ref());
         let wanted = WantedNodes::new(std::iter::once(&root), needed);

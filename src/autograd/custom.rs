@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 use super::record::{is_tracked, record, record_differentiable};
 use super::{Context, Gradients, Saved, no_grad};
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor};
 
 /// An operation with its own backward function (PyTorch's `torch.autograd.Function`). Both functions may compose other
 /// operations, compute on the host, or run a [`Kernel`](crate::Kernel). [`Tensor::apply_op`] runs the operation.
@@ -43,16 +43,12 @@ pub trait CustomOp: Send + Sync + 'static {
     /// Returns the operation's name, for error messages.
     fn name(&self) -> &'static str;
 
-    /// Computes the result. Operations inside this function are not recorded. Save the tensors that backward needs in `ctx`.
-    ///
-    /// # Errors
-    /// Any error. [`Tensor::apply_op`] returns it to its caller.
+    /// Computes the result. Operations inside this function are not recorded. Save the tensors that backward needs in
+    /// `ctx`. [`Tensor::apply_op`] returns the errors to its caller.
     fn forward(&self, ctx: &mut OpContext, inputs: &[&Tensor]) -> Result<Tensor>;
 
-    /// Computes the gradient of each input from `grad`, the gradient of the result. None for an input without a gradient. Runs once per pass.
-    ///
-    /// # Errors
-    /// Any error. The backward pass returns it to its caller.
+    /// Computes the gradient of each input from `grad`, the gradient of the result. None for an input without a
+    /// gradient. Runs once per pass. The backward pass returns the errors to its caller.
     fn backward(&self, ctx: &OpContext, grad: &Tensor) -> Result<Vec<Option<Tensor>>>;
 
     /// True if `backward` applies only recorded operations, to the gradient, saved inputs and saved results. Gradients of
@@ -81,10 +77,8 @@ impl OpContext {
         self.saved.extend(tensors.iter().map(|t| (Saved::new(t), false)));
     }
 
-    /// Returns the saved tensors in the order in which they were saved (PyTorch's `saved_tensors`).
-    ///
-    /// # Errors
-    /// [`Error::Autograd`] if a tensor was changed in place since it was saved.
+    /// Returns the saved tensors in the order in which they were saved (PyTorch's `saved_tensors`). Fails with
+    /// [`crate::Error::Autograd`] if a tensor was changed in place since it was saved.
     pub fn saved_tensors(&self) -> Result<Vec<Tensor>> {
         let get = |(saved, is_result): &(Saved, bool)| match &self.result {
             Some(result) if *is_result => Ok(result.shallow_clone()),
@@ -107,10 +101,7 @@ impl OpContext {
 }
 
 impl Tensor {
-    /// Runs an operation that implements [`CustomOp`].
-    ///
-    /// # Errors
-    /// Errors of [`CustomOp::forward`].
+    /// Runs an operation that implements [`CustomOp`]. Fails as [`CustomOp::forward`] does.
     pub fn apply_op(custom: impl CustomOp, inputs: &[&Tensor]) -> Result<Tensor> {
         let name = custom.name();
         let tracked = is_tracked(inputs);
@@ -121,10 +112,7 @@ impl Tensor {
             return Ok(out.detach());
         }
         // The result is copied if forward returned an input or a view of one: otherwise the input's own node would be lost.
-        let out = match inputs.iter().any(|t| t.shares_storage(&out)) {
-            true => out.deep_copy(true)?,
-            false => out.detach(),
-        };
+        let out = if inputs.iter().any(|t| t.shares_storage(&out)) { out.deep_copy(true)? } else { out.detach() };
         for (saved, is_result) in &mut kept.saved {
             *is_result = saved.is_same_tensor(&out);
         }
@@ -141,27 +129,16 @@ impl Tensor {
                 result: result.as_ref().filter(|_| ctx.create_graph()).map(|r| ctx.unpack_result(r)).transpose()?,
             };
             let gradients: Gradients = custom.backward(&again, &ctx.grad()?)?.into_iter().collect();
-            if gradients.len() != shapes.len() {
-                let reason = format!("its backward gave {} gradients for {} inputs", gradients.len(), shapes.len());
-                return Err(Error::Autograd { op: name, reason });
-            }
+            no_gradient!(name if gradients.len() != shapes.len(),
+                "its backward gave {} gradients for {} inputs", gradients.len(), shapes.len());
             for (i, (gradient, (shape, dtype, device))) in gradients.iter().zip(&shapes).enumerate() {
                 let other = |g: &&Tensor| (g.shape(), g.dtype, g.device()) != (shape, *dtype, *device);
-                if let Some(g) = gradient.as_ref().filter(other) {
-                    let reason = format!(
-                        "its backward gave input {i}, of shape {shape} and {dtype} on {device}, a gradient of shape {} and {} on {}",
-                        g.shape(),
-                        g.dtype,
-                        g.device()
-                    );
-                    return Err(Error::Autograd { op: name, reason });
-                }
+                no_gradient!(name if let Some(g) = gradient.as_ref().filter(other),
+                    "its backward gave input {i}, of shape {shape} and {dtype} on {device}, a gradient of shape {} and {} on {}",
+                    g.shape(), g.dtype, g.device());
             }
             Ok(gradients)
         };
-        Ok(match twice {
-            true => record_differentiable(name, out, inputs, backward),
-            false => record(name, out, inputs, backward),
-        })
+        Ok(if twice { record_differentiable(name, out, inputs, backward) } else { record(name, out, inputs, backward) })
     }
 }

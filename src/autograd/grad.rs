@@ -1,58 +1,11 @@
 //! The functions that start a backward pass: [`Tensor::backward`], its variants, and [`grad`].
 
-use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::backward::Engine;
-use super::context::Gradient;
+use super::context::{Engine, Gradient, WantedNodes};
 use super::node::Node;
-use crate::error::invalid_if;
 use crate::storage::Caller;
-use crate::{Error, Result, Tensor};
-
-/// The nodes whose gradients a backward pass returns.
-pub(super) struct WantedNodes {
-    nodes: HashSet<u64>,
-    /// The numbers of `nodes`, and of all nodes that depend on one of them.
-    dependents: HashSet<u64>,
-}
-
-impl WantedNodes {
-    /// Selects `nodes`. Searches the graph below `roots` for the nodes that depend on them.
-    pub(super) fn new<'a>(
-        roots: impl Iterator<Item = &'a Arc<Node>>,
-        nodes: impl Iterator<Item = &'a Arc<Node>>,
-    ) -> WantedNodes {
-        let nodes: HashSet<u64> = nodes.map(|node| node.seq).collect();
-        let oldest = nodes.iter().copied().min().unwrap_or(u64::MAX);
-        let mut below: HashMap<u64, &Arc<Node>> = HashMap::new();
-        let mut open: Vec<&Arc<Node>> = roots.collect();
-        while let Some(node) = open.pop() {
-            if node.seq >= oldest && below.insert(node.seq, node).is_none() {
-                open.extend(node.inputs.iter().flatten());
-            }
-        }
-        // Nodes are visited from the oldest to the newest: an operation is newer than its inputs.
-        let mut order: Vec<u64> = below.keys().copied().collect();
-        order.sort_unstable();
-        let mut dependents = HashSet::new();
-        for seq in order {
-            let through = || below[&seq].inputs.iter().flatten().any(|input| dependents.contains(&input.seq));
-            if nodes.contains(&seq) || through() {
-                dependents.insert(seq);
-            }
-        }
-        WantedNodes { nodes, dependents }
-    }
-
-    pub(super) fn returns_gradient_of(&self, seq: u64) -> bool {
-        self.nodes.contains(&seq)
-    }
-
-    pub(super) fn leads_to_wanted(&self, seq: u64) -> bool {
-        self.dependents.contains(&seq)
-    }
-}
+use crate::{Result, Tensor};
 
 /// Options of [`Tensor::backward_with_options`].
 #[derive(Clone, Copy, Default)]
@@ -81,9 +34,10 @@ pub struct GradOptions<'a> {
     pub allow_unused: bool,
 }
 
-/// Returns the gradients of the sum of `outputs` with respect to `inputs` (PyTorch's `torch.autograd.grad`). Each output
-/// has one element. Inputs are leaves or results of operations. [`Tensor::grad`] of leaves does not change. The graph
-/// between outputs and inputs is consumed.
+/// Returns the gradients of the sum of `outputs` with respect to `inputs` (PyTorch's `torch.autograd.grad`). Each output has one element.
+/// Inputs are leaves or results of operations. [`Tensor::grad`] of leaves does not change. The graph between outputs and inputs is
+/// consumed. Fails as [`Tensor::backward`] does, and with [`crate::Error::Autograd`] for an input that requires no gradient or that no
+/// output depends on.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd};
@@ -93,16 +47,15 @@ pub struct GradOptions<'a> {
 /// assert!(x.grad().is_none());
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// Errors of [`Tensor::backward`]. [`Error::Autograd`] for an input that requires no gradient or that no output depends on.
 #[track_caller]
 pub fn grad(outputs: &[&Tensor], inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
     let gradients = grad_with_options(outputs, inputs, GradOptions::default())?;
     Ok(gradients.into_iter().flatten().collect())
 }
 
-/// Returns gradients as [`grad`] does, for outputs of any shape, with options to keep the graph and to differentiate the gradients.
+/// Returns gradients as [`grad`] does, for outputs of any shape, with options to keep the graph and to differentiate the gradients. Fails
+/// as [`grad`] does, if `grad_outputs` does not match `outputs`, and with `create_graph` if an operation's backward is not made of
+/// differentiable operations.
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd::{GradOptions, grad, grad_with_options}};
@@ -114,31 +67,22 @@ pub fn grad(outputs: &[&Tensor], inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
 /// assert_eq!(grad(&[&first], &[&x])?[0].item::<f32>()?, 12.0); // 6x
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// Errors of [`grad`]. Also fails if `grad_outputs` does not match `outputs`, and with `create_graph` if an operation's
-/// backward is not made of differentiable operations.
 #[track_caller]
 pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradOptions) -> Result<Vec<Option<Tensor>>> {
     let _caller = Caller::enter();
     let op = "grad";
     let GradOptions { grad_outputs, retain_graph, create_graph, allow_unused } = options;
-    invalid_if(op, !grad_outputs.is_empty() && grad_outputs.len() != outputs.len(), || {
-        format!("{} gradients are given for {} outputs", grad_outputs.len(), outputs.len())
-    })?;
+    invalid!(op if !grad_outputs.is_empty() && grad_outputs.len() != outputs.len(),
+        "{} gradients are given for {} outputs", grad_outputs.len(), outputs.len());
     let mut seeds = Vec::with_capacity(outputs.len());
     for (i, output) in outputs.iter().enumerate() {
         // As in PyTorch, constants are allowed among the outputs if at least one output requires a gradient.
         let gradient = seed_gradient(op, output, grad_outputs.get(i).copied(), create_graph)?;
         seeds.extend(output.node().map(|node| (node, gradient)));
     }
-    if seeds.is_empty() {
-        return Err(untracked_error(op));
-    }
-    if let Some(i) = inputs.iter().position(|t| !t.requires_grad()) {
-        let reason = format!("input {i} requires no gradient: call requires_grad_(true) on it before it is used");
-        return Err(Error::Autograd { op, reason });
-    }
+    no_gradient!(op if seeds.is_empty(), "{NOT_TRACKED}");
+    no_gradient!(op if let Some(i) = inputs.iter().position(|t| !t.requires_grad()),
+        "input {i} requires no gradient: call requires_grad_(true) on it before it is used");
     let nodes: Vec<Option<Arc<Node>>> = inputs.iter().map(|t| t.node()).collect();
     let wanted = WantedNodes::new(seeds.iter().map(|(node, _)| node), nodes.iter().flatten());
     let retain_graph = retain_graph || create_graph;
@@ -146,10 +90,8 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
     let returned = engine.run_pass(seeds)?;
     let take = |(i, node): (usize, &Option<Arc<Node>>)| {
         let gradient = node.as_ref().and_then(|node| returned.get(&node.seq)).map(Tensor::shallow_clone);
-        if gradient.is_none() && !allow_unused {
-            let reason = format!("no output depends on input {i}: leave it out, or set allow_unused");
-            return Err(Error::Autograd { op, reason });
-        }
+        no_gradient!(op if gradient.is_none() && !allow_unused,
+            "no output depends on input {i}: leave it out, or set allow_unused");
         Ok(gradient)
     };
     nodes.iter().enumerate().map(take).collect()
@@ -158,23 +100,17 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
 /// Returns the gradient of `output` from which a backward pass starts.
 fn seed_gradient(op: &'static str, output: &Tensor, gradient: Option<&Tensor>, create_graph: bool) -> Result<Gradient> {
     let Some(gradient) = gradient else {
-        invalid_if(op, output.numel() != 1, || {
-            format!(
-                "backward without a gradient needs a tensor of one element, and this one has shape {}: reduce it with sum() or mean(), or pass a gradient to backward_with()",
-                output.shape()
-            )
-        })?;
+        invalid!(op if output.numel() != 1,
+            "backward without a gradient needs a tensor of one element, and this one has shape {}: reduce it with sum() or \
+             mean(), or pass a gradient to backward_with()", output.shape());
         return Ok(Gradient::ones(output));
     };
     output.check_like(op, gradient, "the gradient has the shape of the tensor")?;
     Ok(if create_graph { gradient.shallow_clone() } else { gradient.detach() }.into())
 }
 
-/// Returns the error for a tensor that does not depend on any leaf that requires a gradient.
-fn untracked_error(op: &'static str) -> Error {
-    let reason = "no tensor it was made from requires a gradient: call requires_grad_(true) on the leaves";
-    Error::Autograd { op, reason: reason.into() }
-}
+/// The error message for a tensor that does not depend on any leaf that requires a gradient.
+const NOT_TRACKED: &str = "no tensor it was made from requires a gradient: call requires_grad_(true) on the leaves";
 
 impl Tensor {
     /// Computes the gradient of this one-element tensor with respect to every leaf that it depends on, and adds the gradient
@@ -189,26 +125,26 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Autograd`] if the tensor requires no gradient, the graph was already consumed, or a saved tensor was
-    /// changed in place. [`Error::Invalid`] if the tensor has more than one element (see [`Tensor::backward_with`]).
-    /// [`Error::Partial`] if the device fails after some leaves have accumulated their gradients: call `zero_grad`
+    /// [`crate::Error::Autograd`] if the tensor requires no gradient, the graph was already consumed, or a saved tensor was
+    /// changed in place. [`crate::Error::Invalid`] if the tensor has more than one element (see [`Tensor::backward_with`]).
+    /// [`crate::Error::Partial`] if the device fails after some leaves have accumulated their gradients: call `zero_grad`
     /// before another attempt.
     #[track_caller]
     pub fn backward(&self) -> Result<()> {
         self.run_backward("backward", BackwardOptions::default())
     }
 
-    /// Like [`Tensor::backward`], for a tensor of any shape (PyTorch's `backward(gradient)`). `gradient` is the gradient of
-    /// the final value with respect to this tensor. It has this tensor's shape, dtype and device.
-    ///
-    /// # Errors
-    /// Errors of [`Tensor::backward`]. Also fails if `gradient` has another shape, dtype or device.
+    /// Like [`Tensor::backward`], for a tensor of any shape (PyTorch's `backward(gradient)`). `gradient` is the gradient of the final value
+    /// with respect to this tensor. It has this tensor's shape, dtype and device. Fails as [`Tensor::backward`] does, and if `gradient` has
+    /// another shape, dtype or device.
     #[track_caller]
     pub fn backward_with(&self, gradient: &Tensor) -> Result<()> {
         self.run_backward("backward_with", BackwardOptions { gradient: Some(gradient), ..Default::default() })
     }
 
-    /// Like [`Tensor::backward`], with all of PyTorch's options: an initial gradient, whether to keep the graph, whether to record the pass.
+    /// Like [`Tensor::backward`], with all of PyTorch's options: an initial gradient, whether to keep the graph, whether to record the
+    /// pass. Fails as [`Tensor::backward_with`] does, and with `create_graph` if an operation's backward is not made of differentiable
+    /// operations.
     ///
     /// ```
     /// use claystone::{Device, Tensor, autograd::BackwardOptions};
@@ -219,10 +155,6 @@ impl Tensor {
     /// assert_eq!(x.grad().unwrap().item::<f32>()?, 12.0); // twice 6
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Errors of [`Tensor::backward_with`]. With `create_graph`, also fails if an operation's backward is not made of
-    /// differentiable operations.
     #[track_caller]
     pub fn backward_with_options(&self, options: BackwardOptions) -> Result<()> {
         self.run_backward("backward_with_options", options)
@@ -233,7 +165,7 @@ impl Tensor {
         let _caller = Caller::enter();
         let BackwardOptions { gradient, retain_graph, create_graph } = options;
         let gradient = seed_gradient(op, self, gradient, create_graph)?;
-        let Some(root) = self.node() else { return Err(untracked_error(op)) };
+        let Some(root) = self.node() else { no_gradient!(op, "{NOT_TRACKED}") };
         let engine = Engine { retain_graph: retain_graph || create_graph, create_graph, ..Default::default() };
         engine.run_pass(vec![(root, gradient)]).map(drop)
     }

@@ -7,16 +7,12 @@
 use std::sync::{Arc, Mutex};
 
 use super::modes::is_dependencies_only;
-use super::node::Node;
+use super::node::{DetachedGroup, Node};
 use super::record::view_node;
 use crate::device::lock;
 use crate::storage::Storage;
 use crate::tensor::{Layout, window};
 use crate::{DType, Tensor};
-
-/// Identifies an untracked tensor and its views: an in-place change adds all of them to the graph together. Detaching makes a new group.
-#[derive(Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct DetachedGroup(u32);
 
 impl DetachedGroup {
     /// Marks views of tracked tensors that were made without recording. A change through such a view is an error, as it cannot be recorded.
@@ -86,7 +82,7 @@ pub(super) fn record_change(target: &Tensor, base: Option<&Arc<Node>>, node: Arc
         Some(base) => (base.change_id().0, None),
         None => (node.seq, Some((target.group, target.dtype))),
     };
-    node.set_change_id(id, change);
+    node.changed.set((id, change)).expect("a new node is of one change");
     let new = |group| ChangedTensor { group, id, change, node, layout, views: Vec::new() };
     let old = match changed.tensors.iter_mut().find(|t| t.id == id) {
         Some(known) => Some(std::mem::replace(known, new(known.group))),

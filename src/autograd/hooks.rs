@@ -37,11 +37,8 @@ impl Hooks {
         let mut replaced: Option<Tensor> = None;
         for hook in hooks {
             let Some(new) = hook(replaced.as_ref().unwrap_or(grad))? else { continue };
-            if !new.is_like(grad) {
-                let (new, old) = (new.describe(), grad.describe());
-                let reason = format!("a hook gave a gradient of shape {new}, in place of one of shape {old}");
-                return Err(Error::Autograd { op, reason });
-            }
+            no_gradient!(op if !new.is_like(grad),
+                "a hook gave a gradient of shape {}, in place of one of shape {}", new.describe(), grad.describe());
             replaced = Some(new);
         }
         if let Retained::Yes(kept) = &mut *lock(&self.retained) {
@@ -87,17 +84,14 @@ impl HookHandle {
 }
 
 /// Whether a post-accumulate hook was ever registered in this process. If not, backward need not search the graph for leaves with hooks.
-static HAS_POST_ACCUMULATE_HOOKS: AtomicBool = AtomicBool::new(false);
-
-pub(super) fn has_post_accumulate_hooks() -> bool {
-    HAS_POST_ACCUMULATE_HOOKS.load(Ordering::Relaxed)
-}
+pub(super) static HAS_POST_ACCUMULATE_HOOKS: AtomicBool = AtomicBool::new(false);
 
 impl Tensor {
     /// Calls `hook` with the gradient of this tensor in every backward pass that reaches it (PyTorch's
-    /// `register_hook`). The gradient is the sum of all contributions. The hook runs before a leaf accumulates the gradient
-    /// or an operation passes it on. If the hook returns a tensor, the tensor replaces the gradient. Several hooks are
-    /// called in the order of registration. The hook should not change the gradient in place.
+    /// `register_hook`). The gradient is the sum of all contributions. The hook runs before a leaf accumulates the
+    /// gradient or an operation passes it on. If the hook returns a tensor, the tensor replaces the gradient. Several
+    /// hooks are called in the order of registration. The hook should not change the gradient in place. Fails with
+    /// [`Error::Autograd`] if the tensor requires no gradient.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -109,9 +103,6 @@ impl Tensor {
     /// clipped.remove();
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Autograd`] if the tensor requires no gradient.
     pub fn register_hook(
         &self,
         hook: impl Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
@@ -123,8 +114,9 @@ impl Tensor {
     }
 
     /// Calls `hook` with the gradient of this leaf each time a backward pass has added to it (PyTorch's
-    /// `register_post_accumulate_grad_hook`). The hook runs as soon as the gradient is complete, while backward may still
-    /// have other operations to differentiate. The hook may change the gradient in place, or use it and drop it.
+    /// `register_post_accumulate_grad_hook`). The hook runs as soon as the gradient is complete, while backward may
+    /// still have other operations to differentiate. The hook may change the gradient in place, or use it and drop it.
+    /// Fails with [`Error::Autograd`] if the tensor is not a leaf that requires a gradient.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -135,9 +127,6 @@ impl Tensor {
     /// halved.remove();
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Autograd`] if the tensor is not a leaf that requires a gradient.
     pub fn register_post_accumulate_grad_hook(
         &self,
         hook: impl Fn(&Tensor) -> Result<()> + Send + Sync + 'static,
@@ -148,9 +137,7 @@ impl Tensor {
         Ok(HookHandle { node: Arc::downgrade(&self.tracked_node(op)?), id })
     }
 
-    /// Keeps the gradient of this tensor in [`Tensor::grad`], as for a leaf (PyTorch's `retain_grad`).
-    ///
-    /// # Errors
+    /// Keeps the gradient of this tensor in [`Tensor::grad`], as for a leaf (PyTorch's `retain_grad`). Fails with
     /// [`Error::Autograd`] if the tensor requires no gradient.
     pub fn retain_grad(&self) -> Result<()> {
         let node = self.tracked_node("retain_grad")?;
@@ -174,6 +161,6 @@ impl Tensor {
     fn tracked_node(&self, op: &'static str) -> Result<Arc<Node>> {
         let reason =
             "the tensor requires no gradient: call requires_grad_(true) on it, or on a tensor it is computed from";
-        self.node().ok_or_else(|| Error::Autograd { op, reason: reason.into() })
+        self.node().ok_or_else(|| Error::autograd(op, reason))
     }
 }

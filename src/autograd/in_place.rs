@@ -15,7 +15,7 @@ use super::record::operation_node;
 use super::{Context, DetachedGroup, Gradients, history, is_grad_enabled, record_differentiable};
 use crate::layout::shape::Dims;
 use crate::tensor::{Layout, Shape};
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor};
 
 /// An in-place operation that is being recorded.
 pub(crate) struct InPlace<'t> {
@@ -32,10 +32,8 @@ pub(crate) struct InPlace<'t> {
 }
 
 /// Starts recording an operation that changes `target` in place and reads `sources`. Call it before the elements change. Returns None if
-/// none of the tensors is tracked or recording is off.
-///
-/// # Errors
-/// As in PyTorch, [`Error::Autograd`] for a leaf that requires a gradient, a view of such a leaf, and a view made inside `no_grad`.
+/// none of the tensors is tracked or recording is off. As in PyTorch, fails with [`crate::Error::Autograd`] for a leaf that requires a
+/// gradient, a view of such a leaf, and a view made inside `no_grad`.
 #[inline]
 pub(crate) fn begin_in_place<'t>(
     op: &'static str,
@@ -51,47 +49,44 @@ pub(crate) fn begin_in_place<'t>(
 
 /// Returns an error if the operation cannot be recorded and changes or reads a tracked tensor.
 pub(crate) fn check_unrecorded(op: &'static str, target: &Tensor, sources: &[&Tensor]) -> Result<()> {
-    if !is_grad_enabled() || !target.requires_grad() && !sources.iter().any(|t| t.requires_grad()) {
-        return Ok(());
-    }
-    let reason = "a tensor is part of a graph, but this operation cannot record an in-place change: \
-                  wrap it in no_grad, or use an operation that can";
-    Err(Error::Autograd { op, reason: reason.into() })
+    no_gradient!(op if is_grad_enabled() && (target.requires_grad() || sources.iter().any(|t| t.requires_grad())),
+        "a tensor is part of a graph, but this operation cannot record an in-place change: wrap it in no_grad, or use an \
+         operation that can");
+    Ok(())
 }
 
 impl<'t> InPlace<'t> {
     fn new(op: &'static str, target: &'t Tensor) -> Result<InPlace<'t>> {
-        let refused = |reason: &str| Err(Error::Autograd { op, reason: reason.into() });
         let before = target.node();
+        no_gradient!(op if before.is_none() && target.group == DetachedGroup::UNRECORDED_VIEW,
+            "the tensor is a view that was made inside no_grad, so a change could not be recorded for its base tensor: make the \
+             view outside no_grad, or change it inside");
         let (base, layout) = match &before {
             Some(node) => {
                 let (base, layout) = node.base(&target.layout);
                 (Some(base.clone()), layout.clone())
             }
-            None if target.group == DetachedGroup::UNRECORDED_VIEW => {
-                return refused(
-                    "the tensor is a view that was made inside no_grad, so a change could not be recorded for its base tensor: make the view outside no_grad, or change it inside",
-                );
-            }
             None => (None, Layout::contiguous(Shape::from(target.storage.nbytes() / target.dtype.size()))),
         };
-        if base.as_ref().is_some_and(|base| base.is_leaf()) {
-            return match base.as_ref().map(|base| base.seq) == before.as_ref().map(|before| before.seq) {
-                true => refused(
-                    "a leaf that requires a gradient is changed in place: wrap it in no_grad, as optimisers do, or change a clone()",
-                ),
-                false => refused(
-                    "a view of a leaf that requires a gradient is changed in place: wrap it in no_grad, as optimisers do, or change a view of a clone()",
-                ),
-            };
+        if let (Some(base), Some(before)) = (&base, &before)
+            && base.is_leaf()
+        {
+            let view_of = if base.seq == before.seq { "" } else { "view of a " };
+            no_gradient!(
+                op,
+                "a {view_of}leaf that requires a gradient is changed in place: wrap it in no_grad, as optimisers do, \
+                or change a {view_of}clone()"
+            );
         }
         let inside = match (target.layout.bounds(), layout.bounds()) {
             (Some((low, high)), Some((first, last))) => first <= low && high <= last,
             _ => true,
         };
         let Some(dims_by_stride) = order_in_memory(&layout).filter(|_| inside) else {
-            return refused(
-                "the tensor is a view of an operation's result whose elements are not contiguous in any order of dims, so the change cannot be recorded: change a clone()",
+            no_gradient!(
+                op,
+                "the tensor is a view of an operation's result whose elements are not contiguous in any order of dims, \
+                so the change cannot be recorded: change a clone()"
             );
         };
         Ok(InPlace { op, target, before, base, layout, dims_by_stride })

@@ -1,9 +1,10 @@
 //! Values, gradients and replacements of leaves, for optimisers and conversions of modules.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use smallvec::SmallVec;
 
 use super::node::{Leaf, Node, State};
-use crate::error::invalid_if;
 use crate::{Error, Result, Tensor};
 
 /// Methods for optimisers and containers of layers.
@@ -25,7 +26,8 @@ impl Tensor {
 
     /// Freezes this leaf (`false`) or makes it trainable again (`true`), for all its handles (PyTorch's
     /// `p.requires_grad = flag`). A frozen leaf is outside the graph. It keeps its gradient and its position in
-    /// optimisers, which skip frozen leaves.
+    /// optimisers, which skip frozen leaves. Fails with [`Error::Autograd`] if the tensor never was a leaf that
+    /// requires a gradient: call [`Tensor::requires_grad_`] first.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -37,19 +39,18 @@ impl Tensor {
     /// assert!(w.requires_grad() && w.leaf_id() == handle.leaf_id());
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Autograd`] if the tensor never was a leaf that requires a gradient. Call [`Tensor::requires_grad_`] first.
     pub fn set_requires_grad(&self, requires_grad: bool) -> Result<()> {
         self.with_leaf_state("set_requires_grad", |_| ())?;
         let node = self.node_or_frozen().expect("a leaf has a node");
-        node.set_frozen(!requires_grad);
+        node.frozen.store(!requires_grad, Relaxed);
         Ok(())
     }
 
     /// Returns a handle on this leaf whose values are in `data`, of the same shape, dtype and device (PyTorch's
-    /// `parameter.data = data`). Optimisers use it to put parameters into one buffer. Other handles still refer to the old
-    /// memory, so replace them by the returned handle.
+    /// `parameter.data = data`). Optimisers use it to put parameters into one buffer. Other handles still refer to the
+    /// old memory, so replace them by the returned handle. Fails with [`Error::Autograd`] if the tensor is not a leaf,
+    /// and with [`Error::ShapeMismatch`], [`Error::DTypeMismatch`] or [`Error::DeviceMismatch`] if `data` does not
+    /// match it.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -60,10 +61,6 @@ impl Tensor {
     /// assert!(moved.shares_storage(&flat) && w.grad().is_some());
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Autograd`] if the tensor is not a leaf. [`Error::ShapeMismatch`], [`Error::DTypeMismatch`] or
-    /// [`Error::DeviceMismatch`] if `data` does not match it.
     pub fn with_data(&self, data: Tensor) -> Result<Tensor> {
         let op = "with_data";
         self.with_leaf_state(op, |_| ())?;
@@ -72,8 +69,9 @@ impl Tensor {
     }
 
     /// Makes backward write this leaf's gradient into `view`, which [`Tensor::grad`] then returns (PyTorch's
-    /// `gradient_as_bucket_view`). `view` must be contiguous and have the leaf's shape, dtype and device. It may be part
-    /// of a buffer that holds many gradients.
+    /// `gradient_as_bucket_view`). `view` must be contiguous and have the leaf's shape, dtype and device. It may be
+    /// part of a buffer that holds many gradients. Fails as [`Tensor::with_data`] does, and with [`Error::Invalid`] if
+    /// `view` is not contiguous.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -84,9 +82,6 @@ impl Tensor {
     /// assert_eq!(gradients.to_vec::<f32>()?, [0.0, 0.0, 0.0, 0.0, 3.0, 3.0, 0.0, 0.0, 0.0, 0.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Errors of [`Tensor::with_data`]. [`Error::Invalid`] if `view` is not contiguous.
     pub fn set_grad_slot(&self, view: Tensor) -> Result<()> {
         let op = "set_grad_slot";
         self.check_slot(op, &view)?;
@@ -94,7 +89,7 @@ impl Tensor {
     }
 
     /// Makes `grad` this leaf's gradient, for gradients computed by other means than backward (PyTorch's
-    /// `parameter.grad = grad`). The leaf shares the storage of `grad`.
+    /// `parameter.grad = grad`). The leaf shares the storage of `grad`. Fails as [`Tensor::with_data`] does.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -103,9 +98,6 @@ impl Tensor {
     /// assert_eq!(w.grad().unwrap().to_vec::<f32>()?, [3.0, 3.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Errors of [`Tensor::with_data`].
     pub fn set_grad(&self, grad: Tensor) -> Result<()> {
         if let Some(new) = self.successor() {
             return new.set_grad(grad);
@@ -134,8 +126,9 @@ impl Tensor {
     }
 
     /// Makes a new leaf over `data`, of the same shape, that replaces this leaf. From now on [`Tensor::grad`] of this
-    /// leaf returns the gradient of the new leaf, and [`Tensor::successor`] the new leaf. `grad` is the new leaf's initial
-    /// gradient and `slot` its gradient slot ([`Tensor::set_grad_slot`]); both have the shape, dtype and device of `data`.
+    /// leaf returns the gradient of the new leaf, and [`Tensor::successor`] the new leaf. `grad` is the new leaf's
+    /// initial gradient and `slot` its gradient slot ([`Tensor::set_grad_slot`]); both have the shape, dtype and device
+    /// of `data`. Fails as [`Tensor::set_grad_slot`] does, and with [`Error::UnsupportedDType`] if `data` has integers.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -146,9 +139,6 @@ impl Tensor {
     /// assert_eq!(w.successor().unwrap().leaf_id(), half.leaf_id());
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Errors of [`Tensor::set_grad_slot`]. [`Error::UnsupportedDType`] if `data` has integers.
     pub fn succeeded_by(&self, data: Tensor, grad: Option<Tensor>, slot: Option<Tensor>) -> Result<Tensor> {
         let op = "succeeded_by";
         data.dtype.check_float(op)?;
@@ -173,17 +163,15 @@ impl Tensor {
         {
             return Ok(f(leaf));
         }
-        let reason = "the tensor is not a leaf that requires a gradient: call requires_grad_(true) on a tensor outside the graph";
-        Err(Error::Autograd { op, reason: reason.into() })
+        no_gradient!(
+            op,
+            "the tensor is not a leaf that requires a gradient: call requires_grad_(true) on a tensor outside the graph"
+        )
     }
 
     /// Returns an error unless gradients of this tensor can be written to `view`.
     fn check_slot(&self, op: &'static str, view: &Tensor) -> Result<()> {
-        invalid_if(
-            op,
-            !view.layout.is_dense(),
-            || "a gradient slot must be contiguous in memory, and this view is not",
-        )?;
+        invalid!(op if !view.layout.is_dense(), "a gradient slot must be contiguous in memory, and this view is not");
         self.check_like(op, view, "a gradient has the shape of its leaf")
     }
 

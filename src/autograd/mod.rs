@@ -17,7 +17,6 @@
 //! `backward` is the engine; `context` is the interface between the engine and closures. The other modules are features
 //! for users.
 
-mod autocast;
 mod backward;
 mod check;
 mod checkpoint;
@@ -31,46 +30,42 @@ mod leaf;
 mod modes;
 mod node;
 mod record;
-pub(crate) mod rng_replay;
 
 use smallvec::SmallVec;
 
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor};
 use hooks::Retained;
 use node::State;
 
-pub(crate) use autocast::cast_once;
-pub use autocast::{autocast, autocast_dtype};
 pub use backward::queue_callback;
 pub use check::{gradcheck, gradgradcheck};
 pub use checkpoint::{checkpoint, checkpoint_sequential};
 pub(crate) use context::Context;
 pub use custom::{CustomOp, OpContext};
 pub use grad::{BackwardOptions, GradOptions, grad, grad_with_options};
-pub(crate) use history::DetachedGroup;
 pub use hooks::HookHandle;
 pub(crate) use in_place::{InPlace, begin_in_place, check_unrecorded};
-pub use modes::{detect_anomaly, enable_grad, inference_mode, is_grad_enabled, no_grad, set_grad_enabled};
-pub(crate) use modes::{gradients_only, is_gradients_only};
-pub(crate) use node::{Factor, Node};
+pub(crate) use modes::{RandomSource, cast_once, draw_seed, gradients_only, is_gradients_only, replay_draws};
+pub use modes::{
+    autocast, autocast_dtype, detect_anomaly, enable_grad, inference_mode, is_grad_enabled, no_grad, set_grad_enabled,
+};
+pub(crate) use node::{DetachedGroup, Factor, Gradients, Node, Saved};
 pub(crate) use record::{
-    Saved, is_tracked, record, record_differentiable, record_unary_differentiable, record_view, record_with_factor,
+    is_tracked, record, record_differentiable, record_unary_differentiable, record_view, record_with_factor,
 };
 
-/// The gradients of an operation's inputs, in order. `None` for an input that has no gradient, or whose gradient is not needed.
-pub(crate) type Gradients = SmallVec<[Option<Tensor>; 3]>;
-
 impl Tensor {
-    /// Makes this tensor a leaf that accumulates its gradient (`true`), or removes it from the graph (`false`). The result has the same storage.
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Autograd`] for the result of a tracked operation.
+    /// Makes this tensor a leaf that accumulates its gradient (`true`), or removes it from the graph (`false`). The result has the same
+    /// storage. Fails with [`crate::Error::UnsupportedDType`] for integers and bool, and with [`crate::Error::Autograd`] for the result of
+    /// a tracked operation.
     pub fn requires_grad_(self, requires_grad: bool) -> Result<Tensor> {
         let op = "requires_grad_";
         match self.node() {
             Some(node) if !node.is_leaf() => {
-                let reason = "only a leaf can be changed, and this tensor is an operation's result: detach() it first";
-                return Err(Error::Autograd { op, reason: reason.into() });
+                no_gradient!(
+                    op,
+                    "only a leaf can be changed, and this tensor is an operation's result: detach() it first"
+                )
             }
             Some(_) if requires_grad => return Ok(self),
             None if requires_grad && self.leaf_id().is_some() => {

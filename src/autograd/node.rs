@@ -1,15 +1,19 @@
-//! The nodes of the autograd graph and their state.
+//! The nodes of the autograd graph, their state, and the tensors that they save.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use smallvec::SmallVec;
 
+use super::Context;
 use super::hooks::{Hooks, PostAccumulateHook};
-use super::{Context, Gradients, Saved};
+use crate::device::capture::is_capturing;
 use crate::sync::lock;
 use crate::tensor::Layout;
 use crate::{Expr, Result, Tensor};
+
+/// The gradients of an operation's inputs, in order. `None` for an input that has no gradient, or whose gradient is not needed.
+pub(crate) type Gradients = SmallVec<[Option<Tensor>; 3]>;
 
 /// The nodes of an operation's inputs, in order. None for inputs that need no gradient.
 pub(super) type Inputs = SmallVec<[Option<Arc<Node>>; 3]>;
@@ -21,19 +25,19 @@ pub(super) type BackwardFn = dyn Fn(&mut Context) -> Result<Gradients> + Send + 
 pub(crate) struct Node {
     /// The node's number. Newer nodes have higher numbers, so an operation's number is higher than those of its inputs.
     pub(super) seq: u64,
-    pub(super) op: &'static str,
+    pub(crate) op: &'static str,
     pub(super) inputs: Inputs,
     /// The number of operations that have this node as an input.
     uses: AtomicU32,
     /// Whether this leaf is frozen: it accumulates no gradient, and its tensors are outside the graph until the leaf is unfrozen.
-    frozen: AtomicBool,
+    pub(super) frozen: AtomicBool,
     state: Mutex<State>,
     /// Hooks on the gradient of this node. Most nodes have none.
     hooks: OnceLock<Box<Hooks>>,
     /// For the node of a view, the layout of the input, which has the same storage.
     view_of: Option<Box<Layout>>,
     /// For a tensor changed in place, its id and the number of the in-place change that made this node.
-    changed: OnceLock<(u64, u32)>,
+    pub(super) changed: OnceLock<(u64, u32)>,
 }
 
 /// The kind of a node: a leaf, an operation, or an operation that backward has consumed.
@@ -106,10 +110,6 @@ impl Node {
         self.frozen.load(Ordering::Relaxed)
     }
 
-    pub(super) fn set_frozen(&self, frozen: bool) {
-        self.frozen.store(frozen, Ordering::Relaxed);
-    }
-
     /// Returns the node and layout of the base tensor, through all levels of views. If this is no view, returns the node itself and `layout`.
     pub(super) fn base<'a>(self: &'a Arc<Node>, layout: &'a Layout) -> (&'a Arc<Node>, &'a Layout) {
         let (mut node, mut layout) = (self, layout);
@@ -124,16 +124,8 @@ impl Node {
         self.changed.get().copied().unwrap_or((self.seq, 0))
     }
 
-    pub(super) fn set_change_id(&self, id: u64, change: u32) {
-        self.changed.set((id, change)).expect("a new node is of one change");
-    }
-
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
-    }
-
-    pub(crate) fn op(&self) -> &'static str {
-        self.op
     }
 
     pub(super) fn is_leaf(&self) -> bool {
@@ -175,5 +167,63 @@ impl Drop for Node {
                 dismantle(&mut node, &mut orphans);
             }
         }
+    }
+}
+
+/// Identifies an untracked tensor and its views: an in-place change adds all of them to the graph together. Detaching makes a new group.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct DetachedGroup(pub(super) u32);
+
+/// A tensor saved for backward, with the version its storage had when it was saved.
+///
+/// The saved tensor keeps its node, which a backward pass that creates a graph needs. So save inputs themselves, not detached views of
+/// them. An operation's own result has no node yet when it is saved; [`Context::unpack_result`] adds the node. A saved tensor does not
+/// keep its storage's record of in-place changes alive: that record may hold the saved tensor, and the two would never be freed.
+pub(crate) struct Saved {
+    tensor: Tensor,
+    version: u64,
+    /// The storage's replay count. None if saved during a graph capture: backward after a replay uses the values that the replay wrote.
+    replays: Option<u64>,
+}
+
+impl Saved {
+    pub(crate) fn new(tensor: &Tensor) -> Saved {
+        let replays = (!is_capturing(tensor.device())).then(|| tensor.storage.replays());
+        Saved::of(Tensor { made_by: tensor.node(), ..tensor.detach() }, tensor.storage.version(), replays)
+    }
+
+    pub(super) fn another_handle(&self) -> Saved {
+        Saved::of(self.tensor.shallow_clone(), self.version, self.replays)
+    }
+
+    fn of(tensor: Tensor, version: u64, replays: Option<u64>) -> Saved {
+        tensor.storage.add_saved_handle();
+        Saved { tensor, version, replays }
+    }
+
+    /// True if `tensor` views the same elements of the same storage as the saved tensor.
+    pub(super) fn is_same_tensor(&self, tensor: &Tensor) -> bool {
+        self.tensor.shares_storage(tensor) && self.tensor.layout == tensor.layout
+    }
+
+    /// Returns another handle on the saved tensor. Fails if its storage was changed in place after saving.
+    pub(crate) fn unpack(&self, op: &'static str) -> Result<Tensor> {
+        self.get(op).map(Tensor::shallow_clone)
+    }
+
+    /// Returns the saved tensor. Fails if its storage was changed in place after saving.
+    pub(crate) fn get(&self, op: &'static str) -> Result<&Tensor> {
+        let storage = &self.tensor.storage;
+        let is_replayed = || self.replays.is_some_and(|replays| replays != storage.replays());
+        no_gradient!(op if storage.version() != self.version || is_replayed(),
+            "a tensor of shape {} that its gradient needs was changed in place after the forward pass: change a clone() \
+             instead", self.tensor.shape());
+        Ok(&self.tensor)
+    }
+}
+
+impl Drop for Saved {
+    fn drop(&mut self) {
+        self.tensor.storage.remove_saved_handle();
     }
 }

@@ -5,11 +5,10 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::modes::is_dependencies_only;
-use super::node::{BackwardFn, Factor, Inputs, Node, Operation, State};
-use super::{Context, DetachedGroup, Gradients, is_grad_enabled};
-use crate::device::capture::is_capturing;
+use super::node::{BackwardFn, DetachedGroup, Factor, Gradients, Inputs, Node, Operation, State};
+use super::{Context, is_grad_enabled};
 use crate::tensor::Layout;
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor};
 
 /// A closure that computes the gradients of an operation's inputs from the gradient of its result.
 pub(crate) trait Backward: Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static {}
@@ -128,61 +127,4 @@ pub(super) fn view_node(
     let backward = Arc::new(move |ctx: &mut Context| Ok(SmallVec::from_iter([Some(backward(ctx.grad()?)?)])));
     let operation = Operation { backward, factor: None, is_differentiable: true };
     Node::view(op, SmallVec::from_iter([Some(node)]), state(operation), Some(Box::new(of)))
-}
-
-/// A tensor saved for backward, with the version its storage had when it was saved.
-///
-/// The saved tensor keeps its node, which a backward pass that creates a graph needs. So save inputs themselves, not detached views of
-/// them. An operation's own result has no node yet when it is saved; [`Context::unpack_result`] adds the node. A saved tensor does not
-/// keep its storage's record of in-place changes alive: that record may hold the saved tensor, and the two would never be freed.
-pub(crate) struct Saved {
-    tensor: Tensor,
-    version: u64,
-    /// The storage's replay count. None if saved during a graph capture: backward after a replay uses the values that the replay wrote.
-    replays: Option<u64>,
-}
-
-impl Saved {
-    pub(crate) fn new(tensor: &Tensor) -> Saved {
-        let replays = (!is_capturing(tensor.device())).then(|| tensor.storage.replays());
-        Saved::of(Tensor { made_by: tensor.node(), ..tensor.detach() }, tensor.storage.version(), replays)
-    }
-
-    pub(super) fn another_handle(&self) -> Saved {
-        Saved::of(self.tensor.shallow_clone(), self.version, self.replays)
-    }
-
-    fn of(tensor: Tensor, version: u64, replays: Option<u64>) -> Saved {
-        tensor.storage.add_saved_handle();
-        Saved { tensor, version, replays }
-    }
-
-    /// True if `tensor` views the same elements of the same storage as the saved tensor.
-    pub(super) fn is_same_tensor(&self, tensor: &Tensor) -> bool {
-        self.tensor.shares_storage(tensor) && self.tensor.layout == tensor.layout
-    }
-
-    /// Returns another handle on the saved tensor. Fails if its storage was changed in place after saving.
-    pub(crate) fn unpack(&self, op: &'static str) -> Result<Tensor> {
-        self.get(op).map(Tensor::shallow_clone)
-    }
-
-    /// Returns the saved tensor. Fails if its storage was changed in place after saving.
-    pub(crate) fn get(&self, op: &'static str) -> Result<&Tensor> {
-        let storage = &self.tensor.storage;
-        if storage.version() == self.version && self.replays.is_none_or(|replays| replays == storage.replays()) {
-            return Ok(&self.tensor);
-        }
-        let reason = format!(
-            "a tensor of shape {} that its gradient needs was changed in place after the forward pass: change a clone() instead",
-            self.tensor.shape()
-        );
-        Err(Error::Autograd { op, reason })
-    }
-}
-
-impl Drop for Saved {
-    fn drop(&mut self) {
-        self.tensor.storage.remove_saved_handle();
-    }
 }

@@ -1,6 +1,6 @@
 //! Collation: how the items of a batch are joined to one value.
 
-use crate::{Device, Element, Error, Result, Tensor};
+use crate::{Device, Result, Tensor};
 
 /// Joins the items of a batch (PyTorch's `default_collate`). Tensors are stacked, numbers become a tensor, and each field of a tuple
 /// and each element of a vector is collated separately. Implement this trait for your own item type, or pass a function to
@@ -18,10 +18,8 @@ pub trait Collate: Sized {
     /// The type of a batch.
     type Batch;
 
-    /// Joins `items` (at least one) to a batch.
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`] for tensors of different shapes, and [`Error::Invalid`] for vectors of different lengths.
+    /// Joins `items` (at least one) to a batch. Fails with [`crate::Error::ShapeMismatch`] for tensors of different shapes, and
+    /// [`crate::Error::Invalid`] for vectors of different lengths.
     fn collate(items: Vec<Self>) -> Result<Self::Batch>;
 }
 
@@ -38,11 +36,8 @@ impl<T: Collate> Collate for Vec<T> {
 
     fn collate(items: Vec<Vec<T>>) -> Result<Vec<T::Batch>> {
         let lengths: Vec<usize> = items.iter().map(Vec::len).collect();
-        if let Some(other) = lengths.iter().find(|n| **n != lengths[0]) {
-            let reason =
-                format!("items have {} and {other} parts: give all the same number, or use with_collate", lengths[0]);
-            return Err(Error::invalid("collate", reason));
-        }
+        invalid!("collate" if let Some(other) = lengths.iter().find(|n| **n != lengths[0]),
+            "items have {} and {other} parts: give all the same number, or use with_collate", lengths[0]);
         let mut parts: Vec<_> = items.into_iter().map(Vec::into_iter).collect();
         let part = |_| T::collate(parts.iter_mut().filter_map(Iterator::next).collect());
         (0..lengths.first().copied().unwrap_or_default()).map(part).collect()
@@ -75,14 +70,10 @@ macro_rules! numbers {
             type Batch = Tensor;
 
             fn collate(items: Vec<$type>) -> Result<Tensor> {
-                number_tensor(&items)
+                Tensor::from_slice(&items, items.len(), Device::default())
             }
         }
     )* };
 }
 
 numbers!(f64, f32, i64, i32, u32, u8, bool);
-
-fn number_tensor<T: Element>(items: &[T]) -> Result<Tensor> {
-    Tensor::from_slice(items, items.len(), Device::default())
-}

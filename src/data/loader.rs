@@ -6,7 +6,6 @@ use super::transfer::{receive, send};
 use super::workers::{MakeFn, Workers, make_catching_panics};
 use super::{Collate, Dataset, Sampler, Transfer, random_permutation};
 use crate::device::Event;
-use crate::internal::invalid_if;
 use crate::{DType, Device, Error, Generator, Result, Seed, Stream, Tensor, with_generator};
 
 options! {
@@ -23,8 +22,8 @@ options! {
         pub num_workers: usize = 0,
         /// The number of batches that each worker loads in advance, at least 1.
         pub prefetch_factor: usize = 2,
-        /// The generator of the random order and of all random numbers of a pass. By default [`Generator::current`] at the start of the pass.
-        /// With `Generator::new(seed)`, every run of the program has the same passes.
+        /// The generator of the random order and of all random numbers of a pass. By default [`Generator::current`] at the start of the
+        /// pass. With `Generator::new(seed)`, every run of the program has the same passes.
         pub generator: Option<Generator> = None,
     }
 }
@@ -77,10 +76,7 @@ struct DeviceTransfer<B> {
 type SentBatch<B> = (B, Option<Event>);
 
 impl<B: Send + 'static> DataLoader<B> {
-    /// Creates a loader that joins items to batches with [`Collate`].
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if the batch size is 0.
+    /// Creates a loader that joins items to batches with [`Collate`]. Fails with [`Error::Invalid`] if the batch size is 0.
     pub fn new<D>(dataset: D, config: DataLoaderConfig) -> Result<DataLoader<B>>
     where
         D: Dataset + 'static,
@@ -90,6 +86,7 @@ impl<B: Send + 'static> DataLoader<B> {
     }
 
     /// Creates a loader that joins items with `collate` (PyTorch's `collate_fn`), for example to pad sequences. Workers call `collate`.
+    /// Fails as [`DataLoader::new`] does.
     ///
     /// ```
     /// use claystone::data::{DataLoader, DataLoaderConfig, TensorDataset};
@@ -100,15 +97,12 @@ impl<B: Send + 'static> DataLoader<B> {
     /// assert_eq!(loader.iter().collect::<claystone::Result<Vec<usize>>>()?, [3, 1]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Errors of [`DataLoader::new`].
     pub fn with_collate<D: Dataset + 'static>(
         dataset: D,
         config: DataLoaderConfig,
         collate: impl Fn(Vec<D::Item>) -> Result<B> + Send + Sync + 'static,
     ) -> Result<DataLoader<B>> {
-        invalid_if("DataLoader", config.batch_size == 0, || "batch_size is 0: a batch needs at least one item")?;
+        invalid!("DataLoader" if config.batch_size == 0, "batch_size is 0: a batch needs at least one item");
         let items = dataset.len();
         let item = move |&index: &usize| {
             dataset.get(index).map_err(|e| match e {
@@ -120,25 +114,18 @@ impl<B: Send + 'static> DataLoader<B> {
         Ok(DataLoader { items, sampler: None, load: Arc::new(load), config, device_transfer: None })
     }
 
-    /// Makes each pass visit the items that a sampler selects (PyTorch's `sampler`), instead of all items.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if the loader has `shuffle` set: the sampler already determines the order.
+    /// Makes each pass visit the items that a sampler selects (PyTorch's `sampler`), instead of all items. Fails with [`Error::Invalid`] if
+    /// the loader has `shuffle` set: the sampler already determines the order.
     pub fn with_sampler(mut self, sampler: impl Sampler + 'static) -> Result<DataLoader<B>> {
-        invalid_if(
-            "DataLoader",
-            self.config.shuffle,
-            || "the sampler determines the order: let the sampler shuffle instead of the loader",
-        )?;
+        invalid!("DataLoader" if self.config.shuffle,
+            "the sampler determines the order: let the sampler shuffle instead of the loader");
         self.sampler = Some(Arc::new(sampler));
         Ok(self)
     }
 
     /// Makes workers copy batches to `device` through pinned memory, on a separate stream, while the device computes (PyTorch's
     /// `pin_memory=True` and `.to(device, non_blocking=True)`). When a batch is taken, the current stream waits for it; the host does not.
-    ///
-    /// # Errors
-    /// Errors of [`Stream::new`].
+    /// Fails as [`Stream::new`] does.
     pub fn to_device(mut self, device: Device) -> Result<DataLoader<B>>
     where
         B: Transfer,
@@ -193,14 +180,11 @@ impl<B: Send + 'static> DataLoader<B> {
             };
         };
         let order = sampler.indices()?;
-        let reason = match order.iter().find(|&&i| i >= self.items) {
-            Some(i) => format!("the sampler returned item {i}, but the data set has {}", self.items),
-            None if order.len() != sampler.len() => {
-                format!("the sampler returned {} items, but its len() is {}", order.len(), sampler.len())
-            }
-            None => return Ok(order),
-        };
-        Err(Error::invalid("DataLoader", reason))
+        invalid!("DataLoader" if let Some(i) = order.iter().find(|&&i| i >= self.items),
+            "the sampler returned item {i}, but the data set has {}", self.items);
+        invalid!("DataLoader" if order.len() != sampler.len(),
+            "the sampler returned {} items, but its len() is {}", order.len(), sampler.len());
+        Ok(order)
     }
 }
 
@@ -208,10 +192,7 @@ impl<B> DataLoader<B> {
     /// Returns the number of batches in a pass.
     pub fn len(&self) -> usize {
         let items = self.sampler.as_ref().map_or(self.items, |sampler| sampler.len());
-        match self.config.drop_last {
-            true => items / self.config.batch_size,
-            false => items.div_ceil(self.config.batch_size),
-        }
+        if self.config.drop_last { items / self.config.batch_size } else { items.div_ceil(self.config.batch_size) }
     }
 
     /// True if a pass has no batches.

@@ -7,17 +7,14 @@
 
 mod collate;
 mod loader;
-mod sampler;
 mod transfer;
 mod workers;
 
 pub use collate::Collate;
 pub use loader::{Batches, DataLoader, DataLoaderConfig};
-pub use sampler::Sampler;
 pub use transfer::Transfer;
 
-use crate::internal::invalid_if;
-use crate::{Error, Generator, Result, Tensor, with_generator};
+use crate::{Generator, Result, Tensor, with_generator};
 
 /// A data set whose items are loaded by index (PyTorch's map-style `torch.utils.data.Dataset`). Several workers may load items in parallel.
 ///
@@ -55,13 +52,51 @@ pub trait Dataset: Send + Sync {
     /// Returns the number of items.
     fn len(&self) -> usize;
 
-    /// Returns the item with this index, which is below [`Dataset::len`].
-    ///
-    /// # Errors
-    /// Any error, for example [`Error::invalid`] with the name of an unreadable file. A [`DataLoader`] returns it in place of the batch.
+    /// Returns the item with this index, which is below [`Dataset::len`]. A [`DataLoader`] returns an error, for
+    /// example [`crate::Error::invalid`] with the name of an unreadable file, in place of the batch.
     fn get(&self, index: usize) -> Result<Self::Item>;
 
     /// True if the data set has no items.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Selects and orders the items of each pass of a [`DataLoader`] (PyTorch's `torch.utils.data.Sampler`). See
+/// [`DataLoader::with_sampler`].
+/// [`distributed::DistributedSampler`](crate::distributed::DistributedSampler) gives each rank its part of the items.
+///
+/// ```
+/// use claystone::data::{DataLoader, DataLoaderConfig, Sampler, TensorDataset};
+/// use claystone::{Device, Result, Tensor};
+///
+/// /// The last items first.
+/// struct Backwards(usize);
+///
+/// impl Sampler for Backwards {
+///     fn len(&self) -> usize {
+///         self.0
+///     }
+///     fn indices(&self) -> Result<Vec<usize>> {
+///         Ok((0..self.0).rev().collect())
+///     }
+/// }
+///
+/// let set = TensorDataset::new(vec![Tensor::arange(0, 3, 1, Device::Cpu)?])?;
+/// let loader = DataLoader::new(set, DataLoaderConfig::default())?.with_sampler(Backwards(3))?;
+/// let items = loader.iter().map(|batch| batch?[0].item::<f32>()).collect::<Result<Vec<f32>>>()?;
+/// assert_eq!(items, [2.0, 1.0, 0.0]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub trait Sampler: Send + Sync {
+    /// Returns the number of items in a pass.
+    fn len(&self) -> usize;
+
+    /// Returns the indices of the items of a new pass, in order. The loader returns an error in place of the first
+    /// batch.
+    fn indices(&self) -> Result<Vec<usize>>;
+
+    /// True if a pass has no items.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -81,24 +116,15 @@ pub trait Dataset: Send + Sync {
 pub struct TensorDataset(Vec<Tensor>);
 
 impl TensorDataset {
-    /// Creates a data set from these tensors.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if there is no tensor, a tensor has no dims, or the sizes of dim 0 differ.
+    /// Creates a data set from these tensors. Fails with [`crate::Error::Invalid`] if there is no tensor, a tensor has no
+    /// dims, or the sizes of dim 0 differ.
     pub fn new(tensors: Vec<Tensor>) -> Result<TensorDataset> {
         let op = "TensorDataset::new";
         let rows = |t: &Tensor| t.shape().dims().first().copied();
-        let Some(first) = tensors.first() else { return Err(Error::invalid(op, "there are no tensors")) };
-        match tensors.iter().find(|t| rows(t).is_none() || rows(t) != rows(first)) {
-            None => Ok(TensorDataset(tensors)),
-            Some(other) => {
-                let shapes = format!("{} and {}", first.shape(), other.shape());
-                Err(Error::invalid(
-                    op,
-                    format!("the tensors have shapes {shapes}: their sizes of dim 0 must be the same"),
-                ))
-            }
-        }
+        let Some(first) = tensors.first() else { invalid!(op, "there are no tensors") };
+        invalid!(op if let Some(other) = tensors.iter().find(|t| rows(t).is_none() || rows(t) != rows(first)),
+            "the tensors have shapes {} and {}: their sizes of dim 0 must be the same", first.shape(), other.shape());
+        Ok(TensorDataset(tensors))
     }
 }
 
@@ -122,18 +148,12 @@ pub struct Subset<D> {
 }
 
 impl<D: Dataset> Subset<D> {
-    /// Creates a data set of the items at these indices, in this order.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if an index is out of range.
+    /// Creates a data set of the items at these indices, in this order. Fails with [`crate::Error::Invalid`] if an index is
+    /// out of range.
     pub fn new(dataset: D, indices: Vec<usize>) -> Result<Subset<D>> {
-        match indices.iter().find(|&&i| i >= dataset.len()) {
-            None => Ok(Subset { dataset, indices }),
-            Some(i) => {
-                let reason = format!("index {i} is out of range for a set of {} items", dataset.len());
-                Err(Error::invalid("Subset::new", reason))
-            }
-        }
+        invalid!("Subset::new" if let Some(i) = indices.iter().find(|&&i| i >= dataset.len()),
+            "index {i} is out of range for a set of {} items", dataset.len());
+        Ok(Subset { dataset, indices })
     }
 }
 
@@ -162,7 +182,8 @@ impl<D: Dataset> Dataset for std::sync::Arc<D> {
     }
 }
 
-/// Divides a data set randomly into subsets of these lengths (PyTorch's `random_split`). Equal generator states give equal subsets.
+/// Divides a data set randomly into subsets of these lengths (PyTorch's `random_split`). Equal generator states give
+/// equal subsets. Fails with [`crate::Error::Invalid`] if the sum of the lengths differs from the length of the data set.
 ///
 /// ```
 /// use claystone::data::{Dataset, TensorDataset, random_split};
@@ -172,18 +193,13 @@ impl<D: Dataset> Dataset for std::sync::Arc<D> {
 /// assert_eq!([parts[0].len(), parts[1].len()], [8, 2]);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`Error::Invalid`] if the sum of the lengths differs from the length of the data set.
 pub fn random_split<D: Dataset>(
     dataset: D,
     lengths: &[usize],
     generator: &Generator,
 ) -> Result<Vec<Subset<std::sync::Arc<D>>>> {
     let (sum, len) = (lengths.iter().fold(0usize, |sum, n| sum.saturating_add(*n)), dataset.len());
-    invalid_if("random_split", sum != len, || {
-        format!("the lengths {lengths:?} add up to {sum}, but the set has {len} items")
-    })?;
+    invalid!("random_split" if sum != len, "the lengths {lengths:?} add up to {sum}, but the set has {len} items");
     let (order, dataset) = (random_permutation(len, generator)?, std::sync::Arc::new(dataset));
     let mut rest = &order[..];
     let part = |&n: &usize| {

@@ -5,10 +5,7 @@ use crate::{Device, Result, Stream, Tensor, with_stream};
 
 /// A batch whose tensors can be copied to a device. Implementations for your own types call `map_tensors` on each field.
 pub trait Transfer: Sized {
-    /// Replaces each tensor by the result of `f`.
-    ///
-    /// # Errors
-    /// Errors of `f`.
+    /// Replaces each tensor by the result of `f`. Returns the errors of `f`.
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self>;
 }
 
@@ -46,10 +43,7 @@ impl<A: Transfer, B: Transfer, C: Transfer> Transfer for (A, B, C) {
 pub(super) fn send<B: Transfer>(batch: B, stream: &Stream) -> Result<(B, Event)> {
     let device = stream.device();
     let there = with_stream(stream, || {
-        batch.map_tensors(&mut |t| match t.device() == device {
-            true => Ok(t),
-            false => t.pin_memory(device)?.to_device(device),
-        })
+        batch.map_tensors(&mut |t| if t.device() == device { Ok(t) } else { t.pin_memory(device)?.to_device(device) })
     })?;
     Ok((there, stream.record_event()?))
 }

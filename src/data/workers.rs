@@ -1,6 +1,5 @@
 //! Worker threads that compute results in advance. The results are returned in order.
 
-use std::any::Any;
 use std::collections::BTreeMap;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -70,9 +69,8 @@ impl<T: Send + 'static> Workers<T> {
                 }
             };
             let thread = std::thread::Builder::new().name(format!("claystone-data-{i}")).spawn(work);
-            workers.threads.push(
-                thread.map_err(|e| Error::invalid("DataLoader", format!("a worker thread cannot be started: {e}")))?,
-            );
+            let failed = |e| Error::invalid("DataLoader", format!("a worker thread cannot be started: {e}"));
+            workers.threads.push(thread.map_err(failed)?);
         }
         Ok(workers)
     }
@@ -101,12 +99,8 @@ impl<T> Drop for Workers<T> {
 /// Calls `make`. Turns a panic into an error that has the panic's message.
 pub(super) fn make_catching_panics<T>(make: &MakeFn<T>, number: usize) -> Result<T> {
     catch_unwind(AssertUnwindSafe(|| make(number))).unwrap_or_else(|panic| {
-        let message = panic_message(&*panic);
-        Err(Error::invalid("DataLoader", format!("the data set panicked in batch {number}: {message}")))
+        let text = panic.downcast_ref::<String>().map(|text| &text[..]);
+        let message = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message");
+        invalid!("DataLoader", "the data set panicked in batch {number}: {message}")
     })
-}
-
-fn panic_message(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<String>().map(|s| &s[..]);
-    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
 }

@@ -7,7 +7,6 @@ use std::sync::OnceLock;
 
 use super::Device;
 use crate::Result;
-use crate::error::invalid;
 
 /// How a replay submits the commands of a [`Graph`](crate::Graph). All modes give the same results.
 ///

@@ -11,7 +11,6 @@ use super::capture;
 use super::hints::{Priority, StreamHints};
 use super::opencl::{self, ClDevice, ClEvent};
 use super::stream_id::{CURRENT_STREAMS, CurrentStream, StreamId, StreamIds, with_current};
-use crate::error::invalid;
 use crate::sync::{OnDrop, lock};
 use crate::{Device, Error, Result};
 

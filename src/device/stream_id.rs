@@ -5,7 +5,6 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use super::hints::StreamHints;
-use crate::error::invalid;
 use crate::{Device, Result};
 
 /// The maximum number of streams of a device at a time.

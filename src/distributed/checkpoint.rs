@@ -6,8 +6,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::Group;
-use crate::internal::{Excerpt, invalid_if};
-use crate::io::{self, StateDict, Stateful};
+use crate::internal::Excerpt;
+use crate::io::{self, StateDict, Stateful, file_error};
 use crate::{DType, Device, Error, Result, Tensor};
 
 /// The elements of a sharded tensor that one rank holds.
@@ -44,13 +44,12 @@ impl ShardRange {
     /// Returns these elements as a flat tensor, from a state that has the full tensor or exactly these elements; `None` if it has neither.
     pub fn slice_from(&self, state: &StateDict, name: &str) -> Result<Option<Tensor>> {
         let Some(whole) = state.get(name) else {
-            let none = || Tensor::zeros(0, Device::Cpu); // empty pieces are not saved
+            let none = || Tensor::zeros(0, Device::HOST); // empty pieces are not saved
             let nothing = self.elements.is_empty().then(none).transpose()?;
             return Ok(state.get(&self.name(name)).map(Tensor::detach).or(nothing));
         };
-        invalid_if("load_state_dict", whole.shape().dims() != self.shape, || {
-            format!("{name} has shape {:?} here and {} in the state", self.shape, whole.shape())
-        })?;
+        invalid!("load_state_dict" if whole.shape().dims() != self.shape,
+            "{name} has shape {:?} here and {} in the state", self.shape, whole.shape());
         let flat = whole.detach().reshape(whole.numel())?;
         flat.narrow(0, self.elements.start, self.elements.len()).map(Some)
     }
@@ -73,9 +72,8 @@ fn unshard(state: StateDict) -> Result<StateDict> {
             let fits = piece.elements.start == end && piece.elements.len() == tensor.numel() && piece.shape == shape;
             end = if fits { piece.elements.end } else { usize::MAX };
         }
-        invalid_if("load_checkpoint", shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) != Some(end), || {
-            format!("some parts of {} are missing: those of at least one rank", Excerpt(&name))
-        })?;
+        invalid!("load_checkpoint" if shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) != Some(end),
+            "some parts of {} are missing: those of at least one rank", Excerpt(&name));
         let parts: Vec<Tensor> = pieces.into_iter().map(|(_, part)| part).collect();
         whole.insert(name, Tensor::cat(&parts, 0)?.reshape(shape)?);
     }
@@ -84,7 +82,7 @@ fn unshard(state: StateDict) -> Result<StateDict> {
 
 /// Waits until all ranks have called this function. Returns an error on every rank if `done` is an error on any rank.
 fn agree_on_success<R>(op: &'static str, group: &Group, done: Result<R>) -> Result<R> {
-    let failed = Tensor::from_slice(&[u8::from(done.is_err())], 1, Device::Cpu)?;
+    let failed = Tensor::from_slice(&[u8::from(done.is_err())], 1, Device::HOST)?;
     let all = group.all_gather(&failed)?.to_vec::<u8>()?;
     let done = done?;
     match all.iter().position(|&failed| failed == 1) {
@@ -93,13 +91,10 @@ fn agree_on_success<R>(op: &'static str, group: &Group, done: Result<R>) -> Resu
     }
 }
 
-fn file_error(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> Error {
-    Error::invalid(op, format!("{}: {reason}", path.display()))
-}
-
 /// Saves a checkpoint of all ranks in one file, which rank 0 writes like [`io::save_checkpoint`]. The shards of a
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) are saved as one unsharded state, with which a single process can
-/// also resume. All other state is saved from rank 0. Must be called on all ranks. Returns when the file is complete.
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) are saved as one unsharded state, with which a single process can also
+/// resume. All other state is saved from rank 0. Must be called on all ranks. Returns when the file is complete. Fails as
+/// [`io::save_checkpoint`] does on one rank, and with [`Error::Rank`] on the other ranks.
 ///
 /// ```
 /// use claystone::distributed::{self, DataParallel, Group};
@@ -115,9 +110,6 @@ fn file_error(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> 
 /// distributed::load_checkpoint(&path, &mut [("model", &mut model), ("optimizer", &mut sgd), ("epoch", &mut epoch)])?;
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// Errors of [`io::save_checkpoint`] on the rank that fails. [`Error::Rank`] on the other ranks.
 pub fn save_checkpoint(path: impl AsRef<Path>, group: &Group, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     let op = "save_checkpoint";
     let state = agree_on_success(op, group, StateDict::from_parts(parts))?;
@@ -128,31 +120,31 @@ pub fn save_checkpoint(path: impl AsRef<Path>, group: &Group, parts: &[(&str, &d
 
 /// Sends the sharded tensors of all ranks to rank 0. Returns rank 0's state with all of them on rank 0, and `None` on other ranks.
 fn gather_at_rank_0(group: &Group, mut state: StateDict) -> Result<Option<StateDict>> {
-    let count = |n: usize| Tensor::from_slice(&[n as i64], 1, Device::Cpu);
+    let count = |n: usize| Tensor::from_slice(&[n as i64], 1, Device::HOST);
     if group.rank() > 0 {
         let pieces: StateDict = state.into_iter().filter(|(name, _)| ShardRange::parse(name).is_some()).collect();
         let list: Vec<(&str, String)> = pieces.iter().map(|(name, t)| (name, t.dtype().to_string())).collect();
         let list = serde_json::to_vec(&list).expect("names");
         group.send(&count(list.len())?, 0)?;
-        group.send(&Tensor::from_slice(&list, list.len(), Device::Cpu)?, 0)?;
+        group.send(&Tensor::from_slice(&list, list.len(), Device::HOST)?, 0)?;
         pieces.iter().try_for_each(|(_, piece)| group.send(piece, 0))?;
         return Ok(None);
     }
     for rank in 1..group.size() {
         let length = count(0)?;
         group.recv(&length, rank)?;
-        let list = Tensor::zeros(length.item::<i64>()? as usize, (DType::U8, Device::Cpu))?;
+        let list = Tensor::zeros(length.item::<i64>()? as usize, (DType::U8, Device::HOST))?;
         group.recv(&list, rank)?;
         let wrong = |e| Error::invalid("save_checkpoint", format!("rank {rank} sent an invalid list of names: {e}"));
         let list: Vec<(String, String)> = serde_json::from_slice(&list.to_vec::<u8>()?).map_err(wrong)?;
         for (name, dtype) in list {
             let elements = ShardRange::parse(&name).map_or(0, |(_, piece)| piece.elements.len());
-            let piece = Tensor::zeros(elements, (dtype.parse::<DType>()?, Device::Cpu))?;
+            let piece = Tensor::zeros(elements, (dtype.parse::<DType>()?, Device::HOST))?;
             group.recv(&piece, rank)?;
             state.insert(name, piece);
         }
     }
-    let on_host = |(name, t): (String, Tensor)| Ok((name, t.to_device(Device::Cpu)?));
+    let on_host = |(name, t): (String, Tensor)| Ok((name, t.to_device(Device::HOST)?));
     state.into_iter().map(on_host).collect::<Result<_>>().map(Some)
 }
 
@@ -209,9 +201,10 @@ fn is_shard_file(name: &str) -> bool {
     numbers.is_some_and(|numbers| numbers.iter().all(|n| n.parse::<u64>().is_ok()))
 }
 
-/// Saves a checkpoint of all ranks in a folder on a file system that all ranks can access. Every rank writes a file with its shards of
-/// each [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer). Rank 0 also writes all state that is not sharded. Must be called
-/// on all ranks. The previous checkpoint stays valid until every file of this checkpoint is complete.
+/// Saves a checkpoint of all ranks in a folder on a file system that all ranks can access. Every rank writes a file with its shards of each
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer). Rank 0 also writes all state that is not sharded. Must be called on all
+/// ranks. The previous checkpoint stays valid until every file of this checkpoint is complete. Fails as [`io::save_checkpoint`] does on one
+/// rank, and with [`Error::Rank`] on the other ranks.
 ///
 /// ```
 /// use claystone::distributed::{self, DataParallel, Group, ZeroRedundancyOptimizer};
@@ -228,15 +221,12 @@ fn is_shard_file(name: &str) -> bool {
 /// distributed::load_checkpoint(&folder, &mut [("model", &mut model), ("optimizer", &mut adamw)])?;
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// Errors of [`io::save_checkpoint`] on the rank that fails. [`Error::Rank`] on the other ranks.
 pub fn save_sharded_checkpoint(folder: impl AsRef<Path>, group: &Group, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     let (op, folder) = ("save_sharded_checkpoint", folder.as_ref());
     let begun = || {
         std::fs::create_dir_all(folder).map_err(|e| file_error(op, folder, e))?;
         let generation = if group.rank() == 0 { Index::read(folder)?.generation + 1 } else { 0 };
-        Ok((StateDict::from_parts(parts)?, Tensor::from_slice(&[generation as i64], 1, Device::Cpu)?))
+        Ok((StateDict::from_parts(parts)?, Tensor::from_slice(&[generation as i64], 1, Device::HOST)?))
     };
     let (state, generation) = agree_on_success(op, group, begun())?;
     group.broadcast(&generation, 0)?;
@@ -251,11 +241,9 @@ pub fn save_sharded_checkpoint(folder: impl AsRef<Path>, group: &Group, parts: &
     agree_on_success(op, group, if group.rank() == 0 { committed() } else { Ok(()) })
 }
 
-/// Loads a checkpoint of [`save_checkpoint`] or [`save_sharded_checkpoint`], on any number of ranks, or in one process without a
-/// group. Every rank reads the whole checkpoint into host memory and keeps its own shards.
-///
-/// # Errors
-/// Errors of [`io::load_checkpoint`]. [`Error::Invalid`] for a folder without a checkpoint, or if elements of a tensor are missing.
+/// Loads a checkpoint of [`save_checkpoint`] or [`save_sharded_checkpoint`], on any number of ranks, or in one process without a group.
+/// Every rank reads the whole checkpoint into host memory and keeps its own shards. Fails as [`io::load_checkpoint`] does, and with
+/// [`Error::Invalid`] for a folder without a checkpoint, or if elements of a tensor are missing.
 pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stateful)]) -> Result<()> {
     let (op, path) = ("load_checkpoint", path.as_ref());
     if !path.is_dir() {
@@ -267,7 +255,7 @@ pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stat
     }
     let files: Vec<PathBuf> = (0..index.ranks).map(|rank| path.join(index.file(rank))).collect();
     let mut state = StateDict::new();
-    files.iter().try_for_each(|file| io::load(file, Device::Cpu).map(|part| state.merge(part)))?;
+    files.iter().try_for_each(|file| io::load(file, Device::HOST).map(|part| state.merge(part)))?;
     unshard(state)?.load_parts(parts).map_err(|e| match e {
         Error::Invalid { reason, .. } => file_error(op, path, reason),
         e => e,

@@ -9,7 +9,7 @@ use std::sync::Mutex;
 
 use super::plan::{self, ALIGN_BYTES, PIECE_BYTES, Phase, Plan};
 use super::reduce::ReduceOp;
-use super::staging::{SlicePipeline, SliceSteps, Staging};
+use super::staging::{SlicePipeline, Staging};
 use super::transport::{Call, Transport};
 use crate::internal::lock;
 use crate::{DType, Device, Error, Result, Stream, Tensor};
@@ -129,7 +129,7 @@ impl Member<'_> {
             };
             exchanged.map_err(|fault| fault.into_error(call.op))
         };
-        membership.buffers.run_in_slices(device, buffer, slices, SliceSteps { read, exchange, write })
+        membership.buffers.run_in_slices(device, buffer, slices, (read, exchange, write))
     }
 
     /// Gathers a few bytes from every rank, in the order of the ranks.
@@ -165,7 +165,7 @@ impl Member<'_> {
 /// Splits a group by color. Returns the ranks (numbers in the job) of this rank's new group, and the context of its messages. `None` without
 /// a color. A new context is greater than all contexts in use by the ranks, so no two groups with a common rank have the same context.
 pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Option<(Vec<usize>, u32)>> {
-    let next = *m.transport.next_context();
+    let next = m.transport.position().next_context;
     let mut own = [0; 20];
     own[..8].copy_from_slice(&color.map_or(-1, i64::from).to_ne_bytes());
     own[8..16].copy_from_slice(&key.to_ne_bytes());
@@ -176,7 +176,7 @@ pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Opti
     let mut colors: Vec<i64> = all.iter().map(|bytes| i64_at(bytes, 0)).filter(|&color| color >= 0).collect();
     colors.sort_unstable();
     colors.dedup();
-    *m.transport.next_context() = first + colors.len() as u32;
+    m.transport.position().next_context = first + colors.len() as u32;
     let Some(color) = color.map(i64::from) else { return Ok(None) };
     let mut members: Vec<(i64, usize)> =
         (0..all.len()).filter(|&r| i64_at(&all[r], 0) == color).map(|r| (i64_at(&all[r], 8), r)).collect();
@@ -193,11 +193,11 @@ fn rank_ranges(bytes: usize, ranks: usize) -> Vec<Range<usize>> {
 
 /// Cuts tensors of `bytes` bytes, one for each rank, into slices. Also returns the distance in bytes between two ranks' blocks in a buffer.
 fn cut_slices(
-    m: &Member,
+    m: &mut Member,
     bytes: usize,
     ranks: usize,
 ) -> (impl ExactSizeIterator<Item = Range<usize>> + Send + use<>, usize) {
-    let slice = (m.transport.slice_bytes() / ranks).next_multiple_of(ALIGN_BYTES);
+    let slice = (m.transport.position().slice_bytes / ranks).next_multiple_of(ALIGN_BYTES);
     let slices = (0..bytes).step_by(slice).map(move |at| at..(at + slice).min(bytes));
     (slices, slice.min(bytes).next_multiple_of(ALIGN_BYTES))
 }
@@ -253,9 +253,18 @@ pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: R
     m.run_in_slices(tensors[0].device(), buffer, slices, &plan, |slice| rank_ranges(slice.len(), n), (read, write))
 }
 
+/// Exchanges tensors as one block, by these phases. Reads the block from the tensors if `reads`, and otherwise writes it to them.
+fn relay(m: &mut Member, tensors: &[Tensor], phases: Vec<Phase>, reads: bool) -> Result<()> {
+    let (slices, buffer) = cut_slices(m, tensors.iter().map(Tensor::numel).sum(), 1);
+    let (from, to) = (shallow_clones(tensors), shallow_clones(tensors));
+    let read = move |staging: &mut Staging, slice| if reads { staging.read_all(&from, slice) } else { Ok(()) };
+    let write = move |staging: &mut Staging, slice| if reads { Ok(()) } else { staging.write_all(&to, slice) };
+    let plan = Plan { phases, own: 0 };
+    m.run_in_slices(tensors[0].device(), buffer, slices, &plan, equal_blocks(buffer, 1), (read, write))
+}
+
 /// Broadcasts along a binomial tree, in about log2(ranks) steps.
 pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Result<()> {
-    let (slices, buffer) = cut_slices(m, tensors.iter().map(Tensor::numel).sum(), 1);
     let n = m.size();
     let rank = (m.rank() + n - root) % n;
     let at = |rank: usize| m.message((rank + root) % n, 0);
@@ -265,17 +274,7 @@ pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Resu
     let bits = std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|&bit| bit > 0);
     let sends = bits.map(|bit| rank + bit).filter(|&to| to < n).map(at).collect();
     let phases = vec![Phase { receives, ..Phase::default() }, Phase { sends, ..Phase::default() }];
-    let (from, to) = (shallow_clones(tensors), shallow_clones(tensors));
-    let read = move |staging: &mut Staging, slice| if rank == 0 { staging.read_all(&from, slice) } else { Ok(()) };
-    let write = move |staging: &mut Staging, slice| if rank != 0 { staging.write_all(&to, slice) } else { Ok(()) };
-    m.run_in_slices(
-        tensors[0].device(),
-        buffer,
-        slices,
-        &Plan { phases, own: 0 },
-        equal_blocks(buffer, 1),
-        (read, write),
-    )
+    relay(m, tensors, phases, rank == 0)
 }
 
 /// Concatenates the tensors `own` of all ranks, in the order of the ranks, and writes the result to `to`.
@@ -324,20 +323,12 @@ pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<(
     m.run_in_slices(device, 2 * n * block, slices, &plan, equal_blocks(block, 2 * n), (read, write))
 }
 
-pub(super) fn send(m: &mut Member, bytes: &Tensor, to: usize) -> Result<()> {
-    let (slices, buffer) = cut_slices(m, bytes.numel(), 1);
-    let plan = Plan { phases: vec![Phase { sends: vec![m.message(to, 0)], ..Phase::default() }], own: 0 };
-    let from = bytes.shallow_clone();
-    let read = move |staging: &mut Staging, slice| staging.read(0, &from, slice);
-    let write = |_: &mut Staging, _| Ok(());
-    m.run_in_slices(bytes.device(), buffer, slices, &plan, equal_blocks(buffer, 1), (read, write))
+pub(super) fn send(m: &mut Member, bytes: &[Tensor], to: usize) -> Result<()> {
+    let phase = Phase { sends: vec![m.message(to, 0)], ..Phase::default() };
+    relay(m, bytes, vec![phase], true)
 }
 
-pub(super) fn recv(m: &mut Member, bytes: &Tensor, from: usize) -> Result<()> {
-    let (slices, buffer) = cut_slices(m, bytes.numel(), 1);
-    let plan = Plan { phases: vec![Phase { receives: vec![m.message(from, 0)], ..Phase::default() }], own: 0 };
-    let to = bytes.shallow_clone();
-    let read = |_: &mut Staging, _| Ok(());
-    let write = move |staging: &mut Staging, slice| staging.write(0, &to, slice);
-    m.run_in_slices(bytes.device(), buffer, slices, &plan, equal_blocks(buffer, 1), (read, write))
+pub(super) fn recv(m: &mut Member, bytes: &[Tensor], from: usize) -> Result<()> {
+    let phase = Phase { receives: vec![m.message(from, 0)], ..Phase::default() };
+    relay(m, bytes, vec![phase], false)
 }

@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use super::zero::Shards;
 use super::{Group, ReduceOp, Work};
-use crate::internal::{invalid_if, lock};
+use crate::internal::lock;
 use crate::nn::{Forward, Module, Role};
 use crate::optim::join_adjacent_views;
-use crate::{DType, Error, Result, Tensor, autograd, is_grad_enabled};
+use crate::sync::OnDrop;
+use crate::{DType, Device, Result, Tensor, autograd, is_grad_enabled};
 
 options! {
     /// Options of [`DataParallel`].
@@ -55,15 +56,13 @@ options! {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub struct DataParallel<M> {
-    module: M,
-    reducer: Arc<Reducer>,
+    pub(super) module: M,
+    pub(super) reducer: Arc<Reducer>,
 }
 
 impl<M: Module> DataParallel<M> {
-    /// Wraps a module. It must have the same structure on every rank, and all ranks must call this function.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if no parameter requires a gradient. Errors of [`Group::broadcast`].
+    /// Wraps a module. It must have the same structure on every rank, and all ranks must call this function. Fails with
+    /// [`crate::Error::Invalid`] if no parameter requires a gradient, and as [`Group::broadcast`] does.
     pub fn new(module: M, group: &Group, options: DataParallelOptions) -> Result<DataParallel<M>> {
         let op = "DataParallel::new";
         let mut tensors = Vec::new();
@@ -72,11 +71,8 @@ impl<M: Module> DataParallel<M> {
         let parameters = module.named_parameters("").into_iter().filter(|(_, p)| p.requires_grad());
         let parameters: Vec<(String, Tensor)> =
             parameters.map(|(name, p)| Ok((name, placeholder_leaf(p)?))).collect::<Result<_>>()?;
-        invalid_if(
-            op,
-            parameters.is_empty(),
-            || "the module has no parameters that require a gradient: use it without DataParallel",
-        )?;
+        invalid!(op if parameters.is_empty(),
+            "the module has no parameters that require a gradient: use it without DataParallel");
         let reducer = Arc::new(Reducer::new(group.clone(), options, parameters));
         for (i, (_, parameter)) in reducer.parameters.iter().enumerate() {
             let reducer = Arc::downgrade(&reducer);
@@ -101,18 +97,9 @@ impl<M: Module> DataParallel<M> {
     /// Runs `f`. Backward passes inside accumulate gradients on this rank without reducing them. Use it for all backward passes before a
     /// step except the last (PyTorch's `no_sync`).
     pub fn no_sync<R>(&self, f: impl FnOnce() -> R) -> R {
-        struct Restore<'a>(&'a AtomicBool, bool);
-        impl Drop for Restore<'_> {
-            fn drop(&mut self) {
-                self.0.store(self.1, Relaxed);
-            }
-        }
-        let _restore = Restore(&self.reducer.syncs, self.reducer.syncs.swap(false, Relaxed));
+        let before = self.reducer.syncs.swap(false, Relaxed);
+        let _restore = OnDrop(|| self.reducer.syncs.store(before, Relaxed));
         f()
-    }
-
-    pub(super) fn parts_mut(&mut self) -> (&mut M, &Reducer) {
-        (&mut self.module, &self.reducer)
     }
 
     /// Broadcasts the buffers of rank 0. Called before a forward pass that records gradients.
@@ -205,15 +192,6 @@ struct BackwardPass {
     sent: Vec<BucketWork>,
 }
 
-impl BackwardPass {
-    /// Allocates the list of gradients at the first call of a pass. Returns whether this call is the first.
-    fn begin(&mut self, parameters: usize) -> bool {
-        let begins = self.gradients.is_empty();
-        self.gradients.resize_with(parameters, || None);
-        begins
-    }
-}
-
 /// Clears the [`BackwardPass`] when a backward pass ends or fails, so that the next pass starts empty.
 struct PassGuard(Arc<Reducer>);
 
@@ -248,7 +226,12 @@ impl Reducer {
         if !self.syncs.load(Relaxed) {
             return Ok(());
         }
-        let begins = self.pass().begin(self.parameters.len());
+        let begins = {
+            let gradients = &mut self.pass().gradients;
+            let begins = gradients.is_empty();
+            gradients.resize_with(self.parameters.len(), || None);
+            begins
+        };
         if begins {
             let guard = PassGuard(Arc::clone(&self));
             autograd::queue_callback(move || guard.0.finish_pass())?;
@@ -305,15 +288,10 @@ impl Reducer {
     fn finish_pass(&self) -> Result<()> {
         let mut pass = std::mem::take(&mut *self.pass());
         let missing: Vec<usize> = (0..self.parameters.len()).filter(|&i| pass.gradients[i].is_none()).collect();
-        if !missing.is_empty() && !self.options.find_unused_parameters {
-            let names: Vec<&str> = missing.iter().map(|&i| &*self.parameters[i].0).collect();
-            let reason = format!(
-                "backward has not reached {}, so the other ranks would wait for their gradients: set find_unused_parameters, or \
-                 use every parameter in the loss",
-                names.join(", ")
-            );
-            return Err(Error::Autograd { op: "DataParallel", reason });
-        }
+        let names = || missing.iter().map(|&i| &*self.parameters[i].0).collect::<Vec<&str>>().join(", ");
+        no_gradient!("DataParallel" if !missing.is_empty() && !self.options.find_unused_parameters,
+            "backward has not reached {}, so the other ranks would wait for their gradients: set find_unused_parameters, or use \
+             every parameter in the loss", names());
         let mut unreached = Vec::new();
         for i in missing {
             let parameter = &self.parameters[i].1;
@@ -357,7 +335,7 @@ impl Reducer {
     /// Returns, for each parameter, whether any rank has its gradient. `unreached` are the parameters without a gradient on this rank.
     fn reached_by_any(&self, unreached: &[usize]) -> Result<Vec<bool>> {
         let reached: Vec<u8> = (0..self.parameters.len()).map(|i| u8::from(!unreached.contains(&i))).collect();
-        let reached = Tensor::from_slice(&reached, reached.len(), crate::Device::Cpu)?;
+        let reached = Tensor::from_slice(&reached, reached.len(), Device::HOST)?;
         self.group.all_reduce(&reached, ReduceOp::Max)?;
         Ok(reached.to_vec::<u8>()?.into_iter().map(|any| any == 1).collect())
     }

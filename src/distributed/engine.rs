@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::transport::Transport;
+use super::transport::{Position, Transport};
 use crate::device::cpu::threads;
 use crate::internal::lock;
 use crate::{Error, Result};
@@ -40,11 +40,8 @@ pub(super) struct Engine {
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Makes the rank leave the job for the given reason. Any thread may call it while the engine waits for other ranks.
     pub(super) leave: Box<dyn Fn(&str) + Send + Sync>,
-    pub(super) rank: usize,
-    pub(super) size: usize,
-    /// This rank's number among the ranks of the job on this machine.
-    #[cfg_attr(not(feature = "mpi"), allow(dead_code))] // ranks in threads choose their devices
-    pub(super) local_rank: usize,
+    /// The rank's position when the engine was started.
+    pub(super) position: Position,
 }
 
 impl Engine {
@@ -61,7 +58,7 @@ impl Engine {
                 Ok(transport) => transport,
                 Err(e) => return drop(made.send(Err(e))),
             };
-            let _ = made.send(Ok((transport.rank(), transport.size(), transport.local_rank())));
+            let _ = made.send(Ok(*transport.position()));
             while let Ok(job) = recv_spinning(&todo) {
                 if catch_unwind(AssertUnwindSafe(|| job(&mut transport))).is_err() {
                     return transport.leave("panicked in a collective");
@@ -71,10 +68,9 @@ impl Engine {
         };
         let thread = Builder::new().name("claystone-ranks".into()).spawn(body);
         let thread = thread.map_err(|e| Error::invalid(op, format!("no thread can be started: {e}")))?;
-        let (rank, size, local_rank) =
-            is_made.recv().map_err(|_| Error::invalid(op, "the thread of the group ended"))??;
+        let position = is_made.recv().map_err(|_| Error::invalid(op, "the thread of the group ended"))??;
         let (jobs, thread) = (Mutex::new(Some(jobs)), Mutex::new(Some(thread)));
-        Ok(Arc::new(Engine { jobs, thread, leave: Box::new(leave), rank, size, local_rank }))
+        Ok(Arc::new(Engine { jobs, thread, leave: Box::new(leave), position }))
     }
 
     /// Runs `f` on the thread, after all functions submitted before.

@@ -7,11 +7,11 @@ use super::collective::{self, Member, Membership};
 use super::engine::{Engine, Work};
 use super::reduce::ReduceOp;
 use super::threads::Threads;
-use super::transport::{Transport, is_debug};
+use super::transport::{Position, Transport, is_debug};
 #[cfg(feature = "mpi")]
 use crate::device::cpu::threads;
-use crate::internal::{invalid_if, same_device, same_dtype};
-use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
+use crate::internal::{same_device, same_dtype};
+use crate::{DType, Device, Result, Shape, Stream, Tensor, with_stream};
 
 /// Ranks that make the same calls in the same order (PyTorch's `ProcessGroup`). Ranks are either the processes of a job under `mpirun`
 /// ([`Group::world`], feature `mpi`), or threads of one process, one for each device ([`Group::threads`]).
@@ -37,7 +37,7 @@ use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 /// in the same order. Each collective has an asynchronous form that returns [`Work`]; do not write to its tensors before
 /// [`Work::wait`]. Reductions give the same bits on every rank, and in every run with the same number of ranks.
 ///
-/// If a rank fails, the calls of the other ranks fail with [`Error::Rank`], which names the failed rank. After an error all groups of
+/// If a rank fails, the calls of the other ranks fail with [`crate::Error::Rank`], which names the failed rank. After an error all groups of
 /// the job are unusable. Mismatched calls are detected by different message sizes, or by a timeout: a rank may be at most
 /// `CLAYSTONE_DISTRIBUTED_TIMEOUT` seconds late (600 by default). With `CLAYSTONE_DISTRIBUTED_DEBUG=1` the ranks compare every collective
 /// except `send` and `recv` before it runs; the error names the rank and its call. Under `mpirun` a rank then also handles SIGTERM: if
@@ -56,22 +56,18 @@ macro_rules! collectives {
             $this.$async_form($($argument),*)?.wait()
         }
 
-        #[doc = concat!("The asynchronous form of [`", stringify!($name), "`](Self::", stringify!($name), ").")]
-        ///
-        /// # Errors
-        #[doc = concat!("The errors of [`", stringify!($name), "`](Self::", stringify!($name), ") that concern its arguments.")]
+        #[doc = concat!("The asynchronous form of [`", stringify!($name), "`](Self::", stringify!($name), "). It fails with the errors")]
+        /// that concern its arguments.
         pub fn $async_form(&$this $(, $argument: $type)*) -> Result<Work<$result>> $body
     )* };
 }
 
 impl Group {
-    /// Creates a group whose ranks are threads of this process, one for each device. Use each returned group on its own thread.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if `devices` is empty. [`Error::NoDevice`].
+    /// Creates a group whose ranks are threads of this process, one for each device. Use each returned group on its own thread. Fails with
+    /// [`crate::Error::Invalid`] if `devices` is empty, and with [`crate::Error::NoDevice`].
     pub fn threads(devices: &[Device]) -> Result<Vec<Group>> {
         let op = "Group::threads";
-        invalid_if(op, devices.is_empty(), || "there are no devices: give one for each rank")?;
+        invalid!(op if devices.is_empty(), "there are no devices: give one for each rank");
         let ends = Threads::new(devices.len(), timeout_from_env(op)?);
         ends.into_iter()
             .zip(devices)
@@ -87,17 +83,15 @@ impl Group {
     /// device of local rank `i` is OpenCL device `i` modulo the number of devices (see `CLAYSTONE_DEVICES`), or the CPU if there is none.
     ///
     /// This function initialises MPI, which is finalised when the process exits. If a rank fails or is killed, the whole job ends with a
-    /// message on standard error, because MPI cannot cancel pending messages. Only ranks in threads get an [`Error`] instead.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if another library has initialised MPI, or if MPI was already finalised.
+    /// message on standard error, because MPI cannot cancel pending messages. Only ranks in threads get an [`crate::Error`] instead. Fails
+    /// with [`crate::Error::Invalid`] if another library has initialised MPI, or if MPI was already finalised.
     #[cfg(feature = "mpi")]
     pub fn world() -> Result<Group> {
         let op = "Group::world";
         let engine = super::mpi::engine(op, timeout_from_env(op)?)?;
         let devices: Vec<Device> = Device::all().into_iter().filter(|d| d.has_queues()).collect();
-        let device = devices.get(engine.local_rank % devices.len().max(1)).copied().unwrap_or_default();
-        if engine.size > 1 && device.has_queues() && threads() == 1 {
+        let device = devices.get(engine.position.local_rank % devices.len().max(1)).copied().unwrap_or_default();
+        if engine.position.size > 1 && device.has_queues() && threads() == 1 {
             tracing::warn!(
                 "a rank with {device} has one core, so backward and communication take turns: use mpirun --bind-to none"
             );
@@ -106,8 +100,8 @@ impl Group {
     }
 
     fn for_job(engine: Arc<Engine>, device: Device) -> Result<Group> {
-        let (rank, ranks) = (engine.rank, (0..engine.size).collect());
-        let member = Membership::new(rank, ranks, 0, device, is_debug())?;
+        let Position { rank, size, .. } = engine.position;
+        let member = Membership::new(rank, (0..size).collect(), 0, device, is_debug())?;
         Ok(Group { engine, member: Arc::new(member) })
     }
 
@@ -127,73 +121,59 @@ impl Group {
     }
 
     /// Splits the ranks into one group for each color (MPI's `MPI_Comm_split`, PyTorch's `new_group`). The ranks of a new group are ordered
-    /// by key, then by old rank. Returns `None` on a rank without a color. Must be called on all ranks.
-    ///
-    /// # Errors
-    /// Errors of collectives, as of [`all_gather`](Self::all_gather).
+    /// by key, then by old rank. Returns `None` on a rank without a color. Must be called on all ranks. Fails as
+    /// [`all_gather`](Self::all_gather) does.
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Group>> {
         let member = Arc::clone(&self.member);
         let job = move |transport: &mut dyn Transport| {
             member.call(transport, "split", Some("split".into()), |m| collective::split(m, color, key))
         };
         let Some((ranks, context)) = self.engine.submit("split", job).wait()? else { return Ok(None) };
-        let rank = ranks.iter().position(|&rank| rank == self.engine.rank).expect("this rank gave the color");
+        let rank = ranks.iter().position(|&rank| rank == self.engine.position.rank).expect("this rank gave the color");
         let member = Membership::new(rank, ranks, context, self.device(), self.member.debug)?;
         Ok(Some(Group { engine: Arc::clone(&self.engine), member: Arc::new(member) }))
     }
 
-    /// Waits until every rank has made this call (PyTorch's `barrier`).
-    ///
-    /// # Errors
-    /// Errors of collectives, as of [`all_gather`](Self::all_gather).
+    /// Waits until every rank has made this call (PyTorch's `barrier`). Fails as [`all_gather`](Self::all_gather) does.
     pub fn barrier(&self) -> Result<()> {
-        let nothing = Tensor::zeros(1, Device::Cpu)?;
+        let nothing = Tensor::zeros(1, Device::HOST)?;
         self.all_reduce_async(&nothing, ReduceOp::Sum)?.wait()
     }
 
     collectives! {
         /// Copies the root's tensor to all other ranks (PyTorch's `broadcast`). Any dtype and strides; shape and dtype equal on all ranks.
-        ///
-        /// # Errors
-        /// [`Error::Invalid`] if `root` is not a rank. [`Error::Rank`] if another rank fails or does not make the call. Errors of transfers.
+        /// Fails with [`crate::Error::Invalid`] if `root` is not a rank, with [`crate::Error::Rank`] if another rank fails or does not make
+        /// the call, and if a transfer fails.
         broadcast, broadcast_async(self, tensor: &Tensor, root: usize) -> () {
             self.submit_broadcast(&[tensor], tensor.shape(), root)
         }
 
         /// Replaces every rank's tensor by the reduction over all ranks, such as the sum (PyTorch's `all_reduce`). Any dtype and strides.
-        /// Shape and dtype must be equal on all ranks.
-        ///
-        /// # Errors
-        /// [`Error::UnsupportedDType`] for the mean of integers and the sum of bools; [`Error::Rank`] if another rank fails or
-        /// does not make the call; errors of transfers.
+        /// Shape and dtype must be equal on all ranks. Fails with [`crate::Error::UnsupportedDType`] for the mean of integers and the sum of
+        /// bools, and otherwise as [`broadcast`](Self::broadcast) does.
         all_reduce, all_reduce_async(self, tensor: &Tensor, reduce: ReduceOp) -> () {
             self.submit_all_reduce(&[tensor], tensor.shape(), reduce)
         }
 
-        /// Does the same as [`all_reduce`](Self::all_reduce) for several tensors of one dtype and device, in one collective. Use it for the many
-        /// small gradients of a network (PyTorch's `all_reduce_coalesced`).
-        ///
-        /// # Errors
-        /// [`Error::Invalid`] if there are no tensors. [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]. Errors of
-        /// [`all_reduce`](Self::all_reduce).
+        /// Does the same as [`all_reduce`](Self::all_reduce) for several tensors of one dtype and device, in one collective. Use it for the
+        /// many small gradients of a network (PyTorch's `all_reduce_coalesced`). Fails as [`all_reduce`](Self::all_reduce) does, with
+        /// [`crate::Error::Invalid`] if there are no tensors, and with [`crate::Error::DTypeMismatch`] or [`crate::Error::DeviceMismatch`]
+        /// if dtypes or devices differ.
         all_reduce_coalesced, all_reduce_coalesced_async(self, tensors: &[&Tensor], reduce: ReduceOp) -> () {
             self.submit_all_reduce(tensors, &flat_shape(tensors), reduce)
         }
 
-        /// Stacks the tensors of all ranks in a new first dimension and returns the result, `[size, ...]` (PyTorch's `all_gather`).
-        ///
-        /// # Errors
-        /// [`Error::Rank`] if another rank fails or does not make the call; [`Error::OutOfMemory`]; errors of transfers.
+        /// Stacks the tensors of all ranks in a new first dimension and returns the result, `[size, ...]` (PyTorch's `all_gather`). Fails
+        /// with [`crate::Error::Rank`] if another rank fails or does not make the call, with [`crate::Error::OutOfMemory`], and if a
+        /// transfer fails.
         all_gather, all_gather_async(self, tensor: &Tensor) -> Tensor {
             let shape: Vec<usize> = [self.size()].iter().chain(tensor.shape().dims()).copied().collect();
             self.submit_to_new("all_gather", tensor, shape.into(), "", collective::all_gather)
         }
 
-        /// Reduces the tensors of all ranks, and returns this rank's part of the result (PyTorch's `reduce_scatter_tensor`). The first dimension
-        /// is divided among the ranks, so its size must be a multiple of the group's size.
-        ///
-        /// # Errors
-        /// [`Error::Invalid`] if the first dimension is not such a multiple. Errors of [`all_reduce`](Self::all_reduce).
+        /// Reduces the tensors of all ranks, and returns this rank's part of the result (PyTorch's `reduce_scatter_tensor`). The first
+        /// dimension is divided among the ranks, so its size must be a multiple of the group's size. Fails with [`crate::Error::Invalid`]
+        /// if the size is not such a multiple, and otherwise as [`all_reduce`](Self::all_reduce) does.
         reduce_scatter, reduce_scatter_async(self, tensor: &Tensor, reduce: ReduceOp) -> Tensor {
             let (op, dtype) = ("reduce_scatter", tensor.dtype());
             reduce.check(op, dtype)?;
@@ -206,34 +186,26 @@ impl Group {
         }
 
         /// Divides the first dimension into one part for each rank and sends part i to rank i (PyTorch's `all_to_all_single`). Returns the
-        /// received parts, concatenated in the order of the ranks.
-        ///
-        /// # Errors
-        /// [`Error::Invalid`] if the first dimension is not a multiple of the group's size. [`Error::Rank`] if another rank fails
-        /// or does not make the call. [`Error::OutOfMemory`]. Errors of transfers.
+        /// received parts, concatenated in the order of the ranks. Fails with [`crate::Error::Invalid`] if the first dimension is not a
+        /// multiple of the group's size, and otherwise as [`all_gather`](Self::all_gather) does.
         all_to_all, all_to_all_async(self, tensor: &Tensor) -> Tensor {
             self.rows_per_rank("all_to_all", tensor)?;
             self.submit_to_new("all_to_all", tensor, tensor.shape().clone(), "", collective::all_to_all)
         }
 
-        /// Sends a tensor to another rank (PyTorch's `send`), which [receives](Self::recv) into a tensor of the same shape and dtype. Two ranks
-        /// that both send to each other first may deadlock: let one of them receive first, or call [`all_to_all`](Self::all_to_all).
-        ///
-        /// # Errors
-        /// [`Error::Invalid`] if `to` is this rank or not a rank. [`Error::Rank`]. Errors of transfers.
+        /// Sends a tensor to another rank (PyTorch's `send`), which [receives](Self::recv) into a tensor of the same shape and dtype. Two
+        /// ranks that both send to each other first may deadlock: let one of them receive first, or call [`all_to_all`](Self::all_to_all).
+        /// Fails with [`crate::Error::Invalid`] if `to` is this rank or not a rank, and otherwise as [`broadcast`](Self::broadcast) does.
         send, send_async(self, tensor: &Tensor, to: usize) -> () {
             self.check_other("send", to)?;
             let source = tensor.detach().contiguous()?;
-            self.submit("send", None, &[source], move |m, bytes| collective::send(m, &bytes[0], to))
+            self.submit("send", None, &[source], move |m, bytes| collective::send(m, bytes, to))
         }
 
-        /// Receives into `tensor` a tensor that another rank [sends](Self::send) (PyTorch's `recv`).
-        ///
-        /// # Errors
-        /// Errors of [`send`](Self::send).
+        /// Receives into `tensor` a tensor that another rank [sends](Self::send) (PyTorch's `recv`). Fails as [`send`](Self::send) does.
         recv, recv_async(self, tensor: &Tensor, from: usize) -> () {
             self.check_other("recv", from)?;
-            self.submit_in_place_unchecked("recv", None, &[tensor], move |m, bytes| collective::recv(m, &bytes[0], from))
+            self.submit_in_place("recv", None, &[tensor], move |m, bytes| collective::recv(m, bytes, from))
         }
     }
 
@@ -244,23 +216,21 @@ impl Group {
 
     fn submit_broadcast(&self, tensors: &[&Tensor], shape: &Shape, root: usize) -> Result<Work> {
         self.check_rank("broadcast", root)?;
-        self.submit_in_place("broadcast", tensors, shape, &format!("root {root}"), move |m, bytes| {
-            collective::broadcast(m, bytes, root)
-        })
+        let call = describe_call("broadcast", tensors[0].dtype(), shape, &format!("root {root}"));
+        self.submit_in_place("broadcast", Some(call), tensors, move |m, bytes| collective::broadcast(m, bytes, root))
     }
 
     fn submit_all_reduce(&self, tensors: &[&Tensor], shape: &Shape, reduce: ReduceOp) -> Result<Work> {
         let op = "all_reduce";
-        let Some(first) = tensors.first() else { return Err(Error::invalid(op, "there are no tensors")) };
+        let Some(first) = tensors.first() else { invalid!(op, "there are no tensors") };
         let dtype = first.dtype();
         reduce.check(op, dtype)?;
         for t in tensors {
             same_dtype(op, &[first, t])?;
             same_device(op, &[first, t])?;
         }
-        self.submit_in_place(op, tensors, shape, &format!("{reduce:?}"), move |m, bytes| {
-            collective::all_reduce(m, bytes, dtype, reduce)
-        })
+        let call = describe_call(op, dtype, shape, &format!("{reduce:?}"));
+        self.submit_in_place(op, Some(call), tensors, move |m, bytes| collective::all_reduce(m, bytes, dtype, reduce))
     }
 
     /// Concatenates the tensors of all ranks and writes the result to `into`, which must be contiguous (PyTorch's `all_gather_into_tensor`).
@@ -274,60 +244,39 @@ impl Group {
     fn rows_per_rank(&self, op: &'static str, tensor: &Tensor) -> Result<usize> {
         match tensor.shape().dims().first() {
             Some(rows) if rows % self.size() == 0 => Ok(rows / self.size()),
-            _ => {
-                let reason = format!(
-                    "the first dimension of shape {} cannot be divided into {} equal parts",
-                    tensor.shape(),
-                    self.size()
-                );
-                Err(Error::invalid(op, reason + ": pad it to a multiple of the group's size"))
-            }
+            _ => invalid!(
+                op,
+                "the first dimension of shape {} cannot be divided into {} equal parts: pad it to a multiple of \
+                 the group's size",
+                tensor.shape(),
+                self.size()
+            ),
         }
     }
 
     fn check_rank(&self, op: &'static str, rank: usize) -> Result<()> {
-        match rank < self.size() {
-            true => Ok(()),
-            false => Err(Error::invalid(op, format!("there is no rank {rank}: the group has {}", self.size()))),
-        }
+        invalid!(op if rank >= self.size(), "there is no rank {rank}: the group has {}", self.size());
+        Ok(())
     }
 
     fn check_other(&self, op: &'static str, rank: usize) -> Result<()> {
-        match rank == self.rank() {
-            true => Err(Error::invalid(op, format!("{rank} is this rank itself: use copy_"))),
-            false => self.check_rank(op, rank),
-        }
+        invalid!(op if rank == self.rank(), "{rank} is this rank itself: use copy_");
+        self.check_rank(op, rank)
     }
 
-    /// Submits a collective that writes to its tensors. The debug mode compares op, dtype, shape and `detail` between the ranks.
+    /// Submits a collective that writes to its tensors; strided tensors are written through a copy. The debug mode compares `call` between
+    /// the ranks.
     fn submit_in_place(
-        &self,
-        op: &'static str,
-        tensors: &[&Tensor],
-        shape: &Shape,
-        detail: &str,
-        f: impl FnOnce(&mut Member, &[Tensor]) -> Result<()> + Send + 'static,
-    ) -> Result<Work> {
-        let call = describe_call(op, tensors[0].dtype(), shape, detail);
-        self.submit_in_place_unchecked(op, Some(call), tensors, f)
-    }
-
-    /// Does the same as [`submit_in_place`](Self::submit_in_place) without the debug comparison. Strided tensors are written through a copy.
-    fn submit_in_place_unchecked(
         &self,
         op: &'static str,
         call: Option<String>,
         tensors: &[&Tensor],
         f: impl FnOnce(&mut Member, &[Tensor]) -> Result<()> + Send + 'static,
     ) -> Result<Work> {
-        if crate::is_grad_enabled() && tensors.iter().any(|t| t.requires_grad()) {
-            let reason = "the tensor requires a gradient: detach() it, or call it in no_grad".into();
-            return Err(Error::Autograd { op, reason });
-        }
-        if let Some(t) = tensors.iter().find(|t| t.layout.may_alias_itself()) {
-            let reason = format!("elements of a tensor with strides {:?} share memory: pass a clone()", t.strides());
-            return Err(Error::invalid(op, reason));
-        }
+        no_gradient!(op if crate::is_grad_enabled() && tensors.iter().any(|t| t.requires_grad()),
+            "the tensor requires a gradient: detach() it, or call it in no_grad");
+        invalid!(op if let Some(t) = tensors.iter().find(|t| t.layout.may_alias_itself()),
+            "elements of a tensor with strides {:?} share memory: pass a clone()", t.strides());
         if self.size() == 1 {
             return Ok(Work::done(op, ()));
         }
@@ -341,8 +290,8 @@ impl Group {
         })
     }
 
-    /// Returns contiguous tensors with the targets' elements, and views of these tensors in the targets' shapes. On an OpenCL device, several
-    /// targets are concatenated to one tensor: the launch takes less time than separate transfers.
+    /// Returns contiguous tensors with the targets' elements, and views of these tensors in the targets' shapes. On an OpenCL device,
+    /// several targets are concatenated to one tensor: the launch takes less time than separate transfers.
     fn dense(&self, targets: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
         if targets.len() == 1 || !targets[0].device().has_queues() {
             let dense = targets.iter().map(Tensor::contiguous).collect::<Result<Vec<_>>>()?;
@@ -388,10 +337,7 @@ impl Group {
         let submitted = Stream::current(device)?.record_event()?;
         let member = Arc::clone(&self.member);
         let job = move |transport: &mut dyn Transport| {
-            let stream = match device == member.device {
-                true => member.stream.clone(),
-                false => Stream::current(device)?,
-            };
+            let stream = if device == member.device { member.stream.clone() } else { Stream::current(device)? };
             with_stream(&stream, || {
                 stream.wait_event(&submitted)?;
                 let result = member.call(transport, op, call, |m| f(m, &bytes))?;
@@ -438,6 +384,6 @@ fn timeout_from_env(op: &'static str) -> Result<Duration> {
     let Ok(text) = std::env::var(key) else { return Ok(Duration::from_secs(600)) };
     match text.parse::<u32>() {
         Ok(seconds @ 1..) => Ok(Duration::from_secs(seconds.into())),
-        _ => Err(Error::invalid(op, format!("{key} is {text:?}: it takes a number of seconds"))),
+        _ => invalid!(op, "{key} is {text:?}: it takes a number of seconds"),
     }
 }

@@ -20,7 +20,7 @@ use super::lanes::RunningLane;
 use super::plan::{Lane, Plan};
 use super::rings::{Progress, Rings};
 use super::threads::{SAME_CALLS_ADVICE, timeout_reason};
-use super::transport::{Call, Fault, Lanes, Transport, default_slice_bytes, is_debug};
+use super::transport::{Call, Fault, Lanes, Position, Transport, default_slice_bytes, is_debug};
 use crate::device::cpu::{parallel, threads};
 use crate::device::profiler::at_exit;
 use crate::internal::lock;
@@ -99,11 +99,7 @@ struct LocalNode {
 /// The transport of a process under `mpirun`.
 struct Mpi {
     world: Rc<SimpleCommunicator>,
-    rank: usize,
-    size: usize,
-    local_rank: usize,
-    slice: usize,
-    next_context: u32,
+    position: Position,
     timeout: Duration,
     shutdown: Shutdown,
     /// The ranks that have left the job, with their reasons.
@@ -128,21 +124,10 @@ impl Mpi {
         }
         let machine = world.split_shared(world.rank());
         let node = connect_machine(&world, &machine).map(Rc::new);
-        let mut slice = 0;
-        world.all_reduce_into(&default_slice_bytes(), &mut slice, SystemOperation::min());
-        Ok(Mpi {
-            rank,
-            size,
-            local_rank: machine.rank() as usize,
-            slice,
-            next_context: 1,
-            timeout,
-            shutdown,
-            left: HashMap::new(),
-            node,
-            world,
-            _universe: universe,
-        })
+        let local_rank = machine.rank() as usize;
+        let mut position = Position { rank, size, local_rank, slice_bytes: 0, next_context: 1 };
+        world.all_reduce_into(&default_slice_bytes(), &mut position.slice_bytes, SystemOperation::min());
+        Ok(Mpi { position, timeout, shutdown, left: HashMap::new(), node, world, _universe: universe })
     }
 
     /// Returns a fault if one of these ranks has left the job, or if the timeout has passed.
@@ -194,7 +179,7 @@ impl Mpi {
     /// Exits the process without exit handlers; `mpirun` then ends the other ranks. MPI may still write to buffers of pending messages, so
     /// this function must not return. `MPI_Abort` may hang if several ranks call it, and exit handlers may wait.
     fn exit_process(&self, sentence: &str) -> ! {
-        eprintln!("claystone: rank {} of {}: {sentence}", self.rank, self.size);
+        eprintln!("claystone: rank {} of {}: {sentence}", self.position.rank, self.position.size);
         signal_hook::low_level::exit(if self.shutdown.terminated.load(Relaxed) { 143 } else { 1 })
     }
 }
@@ -285,32 +270,11 @@ impl Waiting {
         let since = Instant::now();
         Waiting { since, last_progress: since, last_check: since, fault: None }
     }
-
-    /// True if there was progress within the last [`SPIN_TIME`].
-    fn is_recent(&self) -> bool {
-        self.last_progress.elapsed() < SPIN_TIME
-    }
 }
 
 impl Transport for Mpi {
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn size(&self) -> usize {
-        self.size
-    }
-
-    fn local_rank(&self) -> usize {
-        self.local_rank
-    }
-
-    fn slice_bytes(&self) -> usize {
-        self.slice
-    }
-
-    fn next_context(&mut self) -> &mut u32 {
-        &mut self.next_context
+    fn position(&mut self) -> &mut Position {
+        &mut self.position
     }
 
     fn exchange(
@@ -379,7 +343,7 @@ impl Transport for Mpi {
 
     fn leave(&mut self, why: &str) {
         let why = self.shutdown.reason().unwrap_or_else(|| why.into());
-        for other in (0..self.size).filter(|&other| other != self.rank) {
+        for other in (0..self.position.size).filter(|&other| other != self.position.rank) {
             self.world.process_at_rank(other as i32).send_with_tag(why.as_bytes(), LEAVE_TAG);
         }
     }
@@ -400,7 +364,7 @@ impl Lanes for Mpi {
             lanes.into_iter().enumerate().map(|(i, lane)| Mutex::new(RunningLane::new(lane, i))).collect();
         let mut waiting = Waiting::begin();
         loop {
-            if waiting.is_recent() || waiting.fault.is_some() {
+            if waiting.last_progress.elapsed() < SPIN_TIME || waiting.fault.is_some() {
                 parallel::for_each_in_order(lanes.len(), 1, |i| {
                     lock(&lanes[i]).run(rings, call.context, plan, SPIN_TIME);
                 });

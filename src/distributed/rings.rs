@@ -79,10 +79,8 @@ impl Rings {
         written != before
     }
 
-    /// Reads as much of a message as has arrived. Returns whether anything was read.
-    ///
-    /// # Errors
-    /// The other rank has sent another number of bytes, or a message of another group.
+    /// Reads as much of a message as has arrived. Returns whether anything was read. Fails if the other rank has sent another number of
+    /// bytes, or a message of another group.
     pub(super) fn receive(
         &self,
         from: usize,

@@ -73,7 +73,7 @@ impl Sampler for DistributedSampler {
         let order: Vec<usize> = if self.config.shuffle {
             let generator = Generator::new(self.config.seed.wrapping_add(self.epoch.load(Relaxed)));
             // The order is drawn on the CPU, so that it is the same on ranks with different devices.
-            let order = with_generator(&generator, || Tensor::randperm(self.items, Device::Cpu))?;
+            let order = with_generator(&generator, || Tensor::randperm(self.items, Device::HOST))?;
             order.to_vec::<i64>()?.into_iter().map(|i| i as usize).collect()
         } else {
             (0..self.items).collect()

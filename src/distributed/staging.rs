@@ -21,7 +21,7 @@ pub(super) struct Staging {
 
 impl Staging {
     fn new(bytes: usize, device: Device) -> Result<Staging> {
-        let host = Tensor::zeros(bytes, (DType::U8, Device::Cpu))?;
+        let host = Tensor::zeros(bytes, (DType::U8, Device::HOST))?;
         let host = if device.is_host() { host } else { host.pin_memory(device)? };
         Ok(Staging { host: Some(host.into_host()?), device })
     }
@@ -82,16 +82,6 @@ fn each_part(
 
 fn byte_range(bytes: &Tensor, range: Range<usize>) -> Result<Tensor> {
     bytes.narrow(0, range.start, range.len())
-}
-
-/// The steps of a collective. Each step is performed for every slice.
-pub(super) struct SliceSteps<R, E, W> {
-    /// Copies a slice from the device to the host.
-    pub read: R,
-    /// Exchanges a slice with the other ranks.
-    pub exchange: E,
-    /// Copies the result of a slice back to the device.
-    pub write: W,
 }
 
 /// A thread that runs functions in order. It ends when this handle is dropped.
@@ -167,21 +157,20 @@ impl Pool {
 }
 
 impl SlicePipeline {
-    /// Runs the steps of a collective slice by slice, through staging buffers of `buffer` bytes. On an OpenCL device, the reading, exchanging and
-    /// writing of three consecutive slices overlap, on two streams.
+    /// Runs a collective slice by slice, through staging buffers of `buffer` bytes: reads a slice from the device, exchanges it with the other
+    /// ranks, and writes the result to the device. On an OpenCL device, these steps of three consecutive slices overlap, on two streams.
     pub(super) fn run_in_slices<R, E, W>(
         &self,
         device: Device,
         buffer: usize,
         slices: impl ExactSizeIterator<Item = Range<usize>> + Send + 'static,
-        steps: SliceSteps<R, E, W>,
+        (read, mut exchange, write): (R, E, W),
     ) -> Result<()>
     where
         R: Fn(&mut Staging, Range<usize>) -> Result<()> + Send + 'static,
         E: FnMut(&mut [u8], Range<usize>) -> Result<()>,
         W: Fn(&mut Staging, Range<usize>) -> Result<()> + Send + 'static,
     {
-        let SliceSteps { read, mut exchange, write } = steps;
         if !device.has_queues() || slices.len() < 2 {
             let mut staging = self.pool.take(buffer, device)?;
             for slice in slices {

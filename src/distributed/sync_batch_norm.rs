@@ -4,10 +4,9 @@ use std::sync::{Arc, OnceLock};
 
 use super::{Group, ReduceOp};
 use crate::autograd::{CustomOp, OpContext};
-use crate::internal::invalid_if;
 use crate::nn::{BatchNorm, Module, Role};
 use crate::tensor::TensorOptions;
-use crate::{BatchNormOptions, DType, Device, Error, Expr, Result, Scalar, Shape, Tensor};
+use crate::{BatchNormOptions, DType, Device, Expr, Result, Scalar, Shape, Tensor};
 
 /// A [`BatchNorm`] that in training uses the mean and variance of the batches of all ranks together (PyTorch's
 /// `torch.nn.SyncBatchNorm`), for `[N, C, ..]`. Ranks may have batches of different sizes. Parameters have the same names as in
@@ -36,10 +35,7 @@ use crate::{BatchNormOptions, DType, Device, Error, Expr, Result, Scalar, Shape,
 pub struct SyncBatchNorm(BatchNorm);
 
 impl SyncBatchNorm {
-    /// Creates a layer for `channels` channels, with a momentum of 0.1 and an `eps` of 1e-5.
-    ///
-    /// # Errors
-    /// Errors of [`BatchNorm::new`].
+    /// Creates a layer for `channels` channels, with a momentum of 0.1 and an `eps` of 1e-5. Fails as [`BatchNorm::new`] does.
     pub fn new(channels: usize, options: impl Into<TensorOptions>, group: &Group) -> Result<SyncBatchNorm> {
         let norm = BatchNorm::new(channels, options)?;
         SyncBatchNorm::convert_sync_batchnorm(&norm, group);
@@ -116,13 +112,10 @@ const OP: &str = "SyncBatchNorm";
 /// Computes [`Tensor::batch_norm`] in training mode, with the statistics of all ranks.
 fn batch_norm(group: &Group, x: &Tensor, options: BatchNormOptions) -> Result<Tensor> {
     let BatchNormOptions { running_mean, running_var, weight, bias, momentum, eps, .. } = options;
-    let (Some(weight), Some(bias)) = (weight, bias) else {
-        return Err(Error::invalid(OP, "it needs a weight and a bias"));
-    };
+    let (Some(weight), Some(bias)) = (weight, bias) else { invalid!(OP, "it needs a weight and a bias") };
     x.dtype().check_float(OP)?;
-    invalid_if(OP, x.shape().dims().get(1) != Some(&weight.numel()), || {
-        format!("shape {} is not [N, {}, ..]: the number of channels differs", x.shape(), weight.numel())
-    })?;
+    invalid!(OP if x.shape().dims().get(1) != Some(&weight.numel()),
+        "shape {} is not [N, {}, ..]: the number of channels differs", x.shape(), weight.numel());
     let running = [running_mean, running_var].map(|t| t.map(Tensor::shallow_clone));
     let (group, elements) = (group.clone(), OnceLock::new());
     Tensor::apply_op(Normalise { group, running, momentum, eps, elements }, &[x, weight, bias])
@@ -140,12 +133,12 @@ struct Normalise {
 
 /// Copies rows, which have one number per channel, to the host as f64. All ranks then compute the same statistics from them.
 fn to_host(rows: &[&Tensor]) -> Result<Vec<f64>> {
-    Tensor::stack(rows, 0)?.to_device(Device::Cpu)?.to_dtype(DType::F64)?.to_vec()
+    Tensor::stack(rows, 0)?.to_device(Device::HOST)?.to_dtype(DType::F64)?.to_vec()
 }
 
 /// Copies rows, which have one number per channel, to the device of `x`, in the compute dtype of `x`.
 fn from_host(rows: &[Vec<f64>], x: &Tensor) -> Result<Vec<Tensor>> {
-    let all = Tensor::from_slice(&rows.concat(), [rows.len(), rows[0].len()], Device::Cpu)?;
+    let all = Tensor::from_slice(&rows.concat(), [rows.len(), rows[0].len()], Device::HOST)?;
     let all = all.to_dtype(compute_dtype(x))?.to_device(x.device())?;
     (0..rows.len()).map(|row| all.select(0, row as isize)).collect()
 }
@@ -173,10 +166,10 @@ impl Normalise {
             }
         };
         own.push(n as f64);
-        let all = self.group.all_gather(&Tensor::from_slice(&own, own.len(), Device::Cpu)?)?.to_vec::<f64>()?;
+        let all = self.group.all_gather(&Tensor::from_slice(&own, own.len(), Device::HOST)?)?.to_vec::<f64>()?;
         let ranks = || all.chunks(own.len());
         let total: f64 = ranks().map(|rank| rank[2 * channels]).sum();
-        invalid_if(OP, total == 1.0, || "all ranks together have one element per channel, which has no variance")?;
+        invalid!(OP if total == 1.0, "all ranks together have one element per channel, which has no variance");
         let _ = self.elements.set(total);
         let mean_over = |f: &dyn Fn(&[f64]) -> f64| -> f64 {
             ranks().map(|rank| rank[2 * channels] * f(rank)).sum::<f64>() / total.max(1.0)
@@ -240,7 +233,7 @@ impl CustomOp for Normalise {
             return Ok(vec![None, grad_weight, grad_bias]);
         }
         let own = to_host(&[&sums, &products])?;
-        let all = Tensor::from_slice(&own, own.len(), Device::Cpu)?;
+        let all = Tensor::from_slice(&own, own.len(), Device::HOST)?;
         self.group.all_reduce(&all, ReduceOp::Sum)?;
         let means: Vec<f64> = all.to_vec::<f64>()?.iter().map(|sum| sum / self.elements().max(1.0)).collect();
         let (mean_grad, mean_product) = means.split_at(weight.numel());

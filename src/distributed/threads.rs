@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::transport::{Call, Fault, Transport, default_slice_bytes};
+use super::transport::{Call, Fault, Position, Transport, default_slice_bytes};
 use crate::internal::lock;
 
 /// The capacity of a queue, in messages. A rank that sends more messages waits until the first message is received.
@@ -29,17 +29,17 @@ struct Shared {
 /// The transport of one rank.
 #[derive(Clone)]
 pub(super) struct Threads {
-    rank: usize,
-    size: usize,
+    position: Position,
     shared: Arc<Shared>,
-    next_context: u32,
     timeout: Duration,
 }
 
 impl Threads {
     pub(super) fn new(size: usize, timeout: Duration) -> Vec<Threads> {
         let shared = Arc::new(Shared::default());
-        (0..size).map(|rank| Threads { rank, size, shared: Arc::clone(&shared), next_context: 1, timeout }).collect()
+        let slice_bytes = default_slice_bytes();
+        let position = |rank| Position { rank, size, local_rank: 0, slice_bytes, next_context: 1 };
+        (0..size).map(|rank| Threads { position: position(rank), shared: Arc::clone(&shared), timeout }).collect()
     }
 
     /// Waits until `ready` returns a result. Fails if the peer has left the job or does not answer before the timeout.
@@ -65,13 +65,13 @@ impl Threads {
     fn send(&self, call: Call, to: usize, bytes: &[u8]) -> Result<(), Fault> {
         let mut message = Some(bytes.to_vec());
         self.wait(to, |queues| {
-            let queue = queues.messages.entry((self.rank, to, call.context)).or_default();
+            let queue = queues.messages.entry((self.position.rank, to, call.context)).or_default();
             (queue.len() < QUEUE_CAPACITY).then(|| queue.extend(message.take()))
         })
     }
 
     fn receive(&self, call: Call, from: usize, into: &mut [u8]) -> Result<(), Fault> {
-        let key = (from, self.rank, call.context);
+        let key = (from, self.position.rank, call.context);
         let message = self.wait(from, |queues| queues.messages.get_mut(&key).and_then(VecDeque::pop_front))?;
         if message.len() != into.len() {
             let reason =
@@ -95,20 +95,8 @@ pub(super) fn timeout_reason(timeout: Duration) -> String {
 }
 
 impl Transport for Threads {
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn size(&self) -> usize {
-        self.size
-    }
-
-    fn slice_bytes(&self) -> usize {
-        default_slice_bytes()
-    }
-
-    fn next_context(&mut self) -> &mut u32 {
-        &mut self.next_context
+    fn position(&mut self) -> &mut Position {
+        &mut self.position
     }
 
     fn exchange(
@@ -117,15 +105,15 @@ impl Transport for Threads {
         sends: &[(usize, &[u8])],
         receives: &mut [(usize, &mut [u8])],
     ) -> Result<(), Fault> {
-        if let Some(why) = lock(&self.shared.queues).left.get(&self.rank) {
-            return Err(Fault { rank: self.rank, reason: why.clone() });
+        if let Some(why) = lock(&self.shared.queues).left.get(&self.position.rank) {
+            return Err(Fault { rank: self.position.rank, reason: why.clone() });
         }
         sends.iter().try_for_each(|(to, bytes)| self.send(call, *to, bytes))?;
         receives.iter_mut().try_for_each(|(from, into)| self.receive(call, *from, into))
     }
 
     fn leave(&mut self, why: &str) {
-        lock(&self.shared.queues).left.entry(self.rank).or_insert_with(|| why.into());
+        lock(&self.shared.queues).left.entry(self.position.rank).or_insert_with(|| why.into());
         self.shared.changed.notify_all();
     }
 }

@@ -4,28 +4,27 @@ use super::plan::{Lane, Plan};
 use crate::device::cpu::threads;
 use crate::{Error, Result};
 
+/// The position of a rank in its job, and numbers that its collectives share.
+#[derive(Clone, Copy)]
+pub(super) struct Position {
+    pub rank: usize,
+    pub size: usize,
+    /// This rank's number among the ranks of the job on this machine.
+    #[cfg_attr(not(feature = "mpi"), allow(dead_code))] // ranks in threads choose their devices
+    pub local_rank: usize,
+    /// The number of bytes of the slices into which collectives cut tensors. Equal on every rank.
+    pub slice_bytes: usize,
+    /// The lowest context that no group of this rank has used yet.
+    pub next_context: u32,
+}
+
 /// Point-to-point messages. Ranks have their numbers in the job. The `context` of a [`Call`] identifies the group of a message.
 pub(super) trait Transport {
-    fn rank(&self) -> usize;
+    fn position(&mut self) -> &mut Position;
 
-    fn size(&self) -> usize;
-
-    /// Returns this rank's number among the ranks of the job on this machine.
-    fn local_rank(&self) -> usize {
-        0
-    }
-
-    /// Returns the number of bytes of the slices into which collectives cut tensors. Equal on every rank.
-    fn slice_bytes(&self) -> usize;
-
-    /// Returns the lowest context that no group of this rank has used yet.
-    fn next_context(&mut self) -> &mut u32;
-
-    /// Sends and receives these messages concurrently. Each has its peer's rank. Messages from one rank to another in the same context arrive
-    /// in the order of sending, and with the size with which they were sent.
-    ///
-    /// # Errors
-    /// A [`Fault`] if a peer has left the job or does not answer before the timeout.
+    /// Sends and receives these messages concurrently. Each has its peer's rank. Messages from one rank to another in the same context
+    /// arrive in the order of sending, and with the size with which they were sent. Returns a [`Fault`] if a peer has left the job or does
+    /// not answer before the timeout.
     fn exchange(
         &mut self,
         call: Call,
@@ -47,10 +46,7 @@ pub(super) trait Lanes {
     /// Returns the number of lanes. Equal on every rank.
     fn count(&self) -> usize;
 
-    /// Exchanges one slice. Each lane exchanges its own share of the slice.
-    ///
-    /// # Errors
-    /// Errors of [`Transport::exchange`].
+    /// Exchanges one slice. Each lane exchanges its own share of the slice. Fails as [`Transport::exchange`] does.
     fn exchange(&mut self, call: Call, plan: &Plan, lanes: Vec<Lane>) -> Result<(), Fault>;
 }
 

@@ -10,7 +10,6 @@ use std::sync::Arc;
 use super::checkpoint::ShardRange;
 use super::data_parallel::Reducer;
 use super::{DataParallel, Group, ReduceOp, Work};
-use crate::internal::invalid_if;
 use crate::io::{StateDict, Stateful};
 use crate::nn::Module;
 use crate::optim::{Optimizer, clip_grads_with_norm_, get_total_norm, is_same_view};
@@ -206,32 +205,24 @@ impl Shards {
 
 impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
     /// Creates an optimiser for all parameters of a model that require a gradient. `make` gets this rank's parts of the parameters, with
-    /// names, and returns an optimiser, for example `AdamW::grouped(parameters, |_, _| config)`. Must be called on all ranks.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a model that was converted after [`DataParallel::new`] or already has a `ZeroRedundancyOptimizer`.
-    /// [`Error::OutOfMemory`]. Errors of `make`.
+    /// names, and returns an optimiser, for example `AdamW::grouped(parameters, |_, _| config)`. Must be called on all ranks. Fails with
+    /// [`Error::Invalid`] for a model that was converted after [`DataParallel::new`] or already has a `ZeroRedundancyOptimizer`, with
+    /// [`Error::OutOfMemory`], and with the errors of `make`.
     #[track_caller]
     pub fn new<M: Module>(
         model: &mut DataParallel<M>,
         make: impl FnOnce(Vec<(String, &mut Tensor)>) -> Result<O>,
     ) -> Result<ZeroRedundancyOptimizer<O>> {
-        let (module, reducer) = model.parts_mut();
-        let Reducer { group, parameters: known, buckets, .. } = reducer;
-        invalid_if(
-            OP,
-            reducer.shards().is_some(),
-            || "the model already has such an optimiser: drop it first, or use one for all parameters",
-        )?;
+        let DataParallel { module, reducer } = model;
+        let Reducer { group, parameters: known, buckets, .. } = &**reducer;
+        invalid!(OP if reducer.shards().is_some(),
+            "the model already has such an optimiser: drop it first, or use one for all parameters");
         let named = module.named_parameters_mut("").into_iter().filter(|(_, p)| p.requires_grad());
         let (names, mut parameters): (Vec<String>, Vec<Option<&mut Tensor>>) =
             named.map(|(name, p)| (name, Some(p))).unzip();
         let ids = parameters.iter().flatten().map(|p| p.leaf_id());
-        invalid_if(
-            OP,
-            !ids.eq(known.iter().map(|(_, p)| p.leaf_id())),
-            || "the model's parameters have changed since DataParallel was made: convert the model before",
-        )?;
+        invalid!(OP if !ids.eq(known.iter().map(|(_, p)| p.leaf_id())),
+            "the model's parameters have changed since DataParallel was made: convert the model before");
         // All operations that can fail come first, so that after an error the model still has its old parameters.
         let shard = |bucket: &Vec<usize>| {
             let indices: Vec<usize> = bucket.iter().rev().copied().collect();
@@ -267,13 +258,11 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
 
     /// Scales gradients so that their total norm over the parts of all ranks is at most `max_norm`, like
     /// [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_). Returns the norm before scaling as a scalar. Must be called on all ranks.
-    ///
-    /// # Errors
-    /// Errors of [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) and of collectives.
+    /// Fails as [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) and collectives do.
     pub fn clip_grad_norm_(&self, max_norm: f64, norm_type: f64) -> Result<Tensor> {
         let parts = self.inner.parameters();
         let own = get_total_norm(parts.iter().filter_map(|p| p.grad()), norm_type)?;
-        let on_host = own.to_device(Device::Cpu)?.to_dtype(DType::F64)?;
+        let on_host = own.to_device(Device::HOST)?.to_dtype(DType::F64)?;
         let total = get_total_norm([self.shards.group.all_gather(&on_host)?], norm_type)?;
         let device = parts.first().map_or(self.shards.group.device(), |p| p.device());
         let total = total.to_dtype(own.dtype())?.to_device(device)?;
@@ -284,11 +273,8 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
     /// Copies parameters to this rank's part if they were changed since the last step.
     fn refresh(&mut self) -> Result<()> {
         for (shard, version) in self.shards.buckets.iter().zip(&mut self.versions) {
-            invalid_if(
-                OP,
-                shard.parameters.iter().any(|p| p.successor().is_some()),
-                || "the model was converted: make DataParallel and this optimiser again from the converted model",
-            )?;
+            invalid!(OP if shard.parameters.iter().any(|p| p.successor().is_some()),
+                "the model was converted: make DataParallel and this optimiser again from the converted model");
             if shard.version() != *version {
                 shard.refresh(self.shards.group.rank())?;
                 *version = shard.version();
@@ -344,7 +330,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
     /// True if the gradients of all ranks are finite. Must be called on all ranks.
     fn gradients_are_finite(&self) -> Result<bool> {
         let own = u8::from(self.inner.gradients_are_finite()?);
-        let all = Tensor::from_slice(&[own], 1, Device::Cpu)?;
+        let all = Tensor::from_slice(&[own], 1, Device::HOST)?;
         self.shards.group.all_reduce(&all, ReduceOp::Min)?;
         Ok(all.item::<u8>()? == 1)
     }
@@ -374,12 +360,8 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
             let reason = || format!("the state lacks {name} of this optimiser, or has another rank's part of it");
             own.insert(name.clone(), loaded.ok_or_else(|| Error::invalid(OP, reason()))?);
         }
-        if let Some(name) = state.names().find(|name| own.get(ShardRange::tensor(name)).is_none()) {
-            return Err(Error::invalid(
-                OP,
-                format!("the state has {name}, which this optimiser lacks: make the same optimiser"),
-            ));
-        }
+        invalid!(OP if let Some(name) = state.names().find(|name| own.get(ShardRange::tensor(name)).is_none()),
+            "the state has {name}, which this optimiser lacks: make the same optimiser");
         // The refresh comes first: after the load, it would replace the loaded master weights by rounded weights.
         no_grad(|| self.refresh())?;
         self.inner.load_state_dict(&own)

@@ -13,10 +13,8 @@ use crate::Result;
 static DEFAULT: AtomicU8 = AtomicU8::new(0);
 
 /// Sets the default dtype for the whole process (PyTorch's `set_default_dtype`): the dtype of new tensors, and of float results of
-/// operations on integers. It is f32 at first.
-///
-/// # Errors
-/// [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for integers and bool.
+/// operations on integers. It is f32 at first. Fails with [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for integers and
+/// bool.
 pub fn set_default_dtype(dtype: DType) -> Result<()> {
     dtype.check_float("set_default_dtype")?;
     let index = DType::ALL.iter().position(|&d| d == dtype).unwrap_or(0);

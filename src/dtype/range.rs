@@ -71,10 +71,8 @@ impl DType {
 }
 
 impl Scalar {
-    /// Returns the number that `dtype` holds after storing this number. Follows PyTorch except for fractions: unsigned dtypes wrap
-    /// integers from `-MAX` to -1, and bool is true for all numbers except 0. Floats round, and keep NaN and infinities.
-    ///
-    /// # Errors
+    /// Returns the number that `dtype` holds after storing this number. Follows PyTorch except for fractions: unsigned dtypes wrap integers
+    /// from `-MAX` to -1, and bool is true for all numbers except 0. Floats round, and keep NaN and infinities. Fails with
     /// [`Error::Invalid`] for a fraction into integers or bool, and for any other number out of the dtype's range. A finite number that
     /// rounds to infinity is out of range.
     #[inline]
@@ -84,10 +82,8 @@ impl Scalar {
             let overflows = x.is_finite() && dtype.rounded(x).is_infinite();
             return if overflows { Err(self.out_of_range(op, dtype)) } else { Ok(self) };
         }
-        if x.is_finite() && x.fract() != 0.0 {
-            let reason = format!("{x} is not an integer, but the tensor is {dtype}: convert it with .to_dtype()");
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if x.is_finite() && x.fract() != 0.0,
+            "{x} is not an integer, but the tensor is {dtype}: convert it with .to_dtype()");
         let Some((lowest, greatest)) = dtype.integers() else { return Ok(Scalar::from(x != 0.0)) };
         let whole = match self {
             Scalar::Int(i) => i128::from(i),

@@ -35,22 +35,19 @@ use crate::{Device, Element, Error, Generator, Result, Seed, Tensor, no_grad};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Stateful {
-    /// Returns the state. The tensors in it may share memory with the object.
-    ///
-    /// # Errors
-    /// Device failures.
+    /// Returns the state. The tensors in it may share memory with the object. Fails if the device fails.
     fn state_dict(&self) -> Result<StateDict>;
 
-    /// Restores a state that [`Stateful::state_dict`] returned.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if the state belongs to a different object. Device failures.
+    /// Restores a state that [`Stateful::state_dict`] returned. Fails with [`Error::Invalid`] if the state belongs to a
+    /// different object, and if the device fails.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()>;
 }
 
-/// Saves the state of a training run in one file, `.safetensors` or `.npz` by its extension. The tensors of each part are saved under
-/// the part's name: `model.fc.weight`, `optimizer.state.0.exp_avg`, `epoch`. The file is replaced atomically, as by [`save`].
-/// [`load_checkpoint`] resumes from the file. Training continues bit for bit if the parts include all state that changes.
+/// Saves the state of a training run in one file, `.safetensors` or `.npz` by its extension. The tensors of each part
+/// are saved under the part's name: `model.fc.weight`, `optimizer.state.0.exp_avg`, `epoch`. The file is replaced
+/// atomically, as by [`save`]. [`load_checkpoint`] resumes from the file. Training continues bit for bit if the parts
+/// include all state that changes. Fails as [`save`] does, and with [`Error::Invalid`] if two parts have the same name,
+/// or one name is a dotted prefix of another.
 ///
 /// ```
 /// use claystone::nn::{Linear, Module};
@@ -87,9 +84,6 @@ pub trait Stateful {
 /// }
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// Errors of [`save`]. [`Error::Invalid`] if two parts have the same name, or one name is a dotted prefix of another.
 pub fn save_checkpoint(path: impl AsRef<Path>, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     save(path, &StateDict::from_parts(parts)?)
 }
@@ -110,18 +104,14 @@ pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stat
 
 impl StateDict {
     /// Collects the states of several parts, each under the part's name, as [`save_checkpoint`] does. See [`Stateful`].
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if two parts have the same name, or one name is a dotted prefix of another. Errors of the parts.
+    /// Fails with [`Error::Invalid`] if two parts have the same name, or one name is a dotted prefix of another, and as
+    /// the parts do.
     pub fn from_parts(parts: &[(&str, &dyn Stateful)]) -> Result<StateDict> {
         let mut all = StateDict::new();
         for (i, (name, part)) in parts.iter().enumerate() {
-            let clash =
-                parts.iter().enumerate().find(|(j, (other, _))| *j != i && strip_name_prefix(name, other).is_some());
-            if let Some((_, (other, _))) = clash {
-                let reason = format!("part {} is below part {}: give it another name", Excerpt(name), Excerpt(other));
-                return Err(Error::invalid("StateDict::from_parts", reason));
-            }
+            let mut others = parts.iter().enumerate().filter(|(j, _)| *j != i).map(|(_, (other, _))| other);
+            invalid!("StateDict::from_parts" if let Some(other) = others.find(|other| strip_name_prefix(name, other).is_some()),
+                "part {} is below part {}: give it another name", Excerpt(name), Excerpt(other));
             all.merge(part.state_dict()?.with_prefix(name));
         }
         Ok(all)
@@ -144,9 +134,7 @@ impl StateDict {
                 let mut known: Vec<&str> = self.names().map(|n| n.split('.').next().unwrap_or(n)).collect();
                 known.sort_unstable();
                 known.dedup();
-                let known = known.join(", ");
-                let reason = format!("there is no part {}, only {}", Excerpt(name), Excerpt(&known));
-                return Err(Error::invalid(op, reason));
+                invalid!(op, "there is no part {}, only {}", Excerpt(name), Excerpt(&known.join(", ")));
             }
         }
         for_each_part(op, parts, |(name, part)| {
@@ -160,10 +148,11 @@ impl StateDict {
 
 /// Returns the tensor of a state that consists of a single unnamed tensor.
 fn single_tensor(state: &StateDict) -> Result<&Tensor> {
-    let names = || state.names().collect::<Vec<_>>().join(", ");
-    let wrong =
-        || Error::invalid("load_state_dict", format!("the state is not a single value, it has {}", Excerpt(&names())));
-    state.get("").ok_or_else(wrong)
+    let Some(tensor) = state.get("") else {
+        let names = state.names().collect::<Vec<_>>().join(", ");
+        invalid!("load_state_dict", "the state is not a single value, it has {}", Excerpt(&names));
+    };
+    Ok(tensor)
 }
 
 /// Returns the values of a state's only tensor, converted from any dtype.
@@ -176,8 +165,7 @@ fn value<T: Element>(state: &StateDict) -> Result<T> {
     match values(state)?[..] {
         [value] => Ok(value),
         ref all => {
-            let reason = format!("the state has {} values, not one number: load it into a Vec<f64>", all.len());
-            Err(Error::invalid("load_state_dict", reason))
+            invalid!("load_state_dict", "the state has {} values, not one number: load it into a Vec<f64>", all.len())
         }
     }
 }
@@ -186,18 +174,16 @@ fn unnamed_entry(tensor: Tensor) -> StateDict {
     [(String::new(), tensor)].into_iter().collect()
 }
 
-/// Implements [`Stateful`] for numbers, as tensors of one element. Arguments: the type, the element type, and both conversions.
+/// Implements [`Stateful`] for numbers, as tensors of one element of the given type.
 macro_rules! numbers {
-    ($($type:ty: $element:ty, $number:ident => $to:expr, $value:ident => $from:expr;)*) => { $(
+    ($($type:ty: $element:ty),*) => { $(
         impl Stateful for $type {
             fn state_dict(&self) -> Result<StateDict> {
-                let $number = *self;
-                Ok(unnamed_entry(Tensor::full((), $to, (<$element as Element>::DTYPE, Device::default()))?))
+                Ok(unnamed_entry(Tensor::full((), *self as $element, (<$element as Element>::DTYPE, Device::default()))?))
             }
 
             fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
-                let $value = value::<$element>(state)?;
-                *self = $from;
+                *self = value::<$element>(state)? as $type;
                 Ok(())
             }
         }
@@ -205,15 +191,7 @@ macro_rules! numbers {
 }
 
 // There is no unsigned 64-bit dtype, so the bits are stored as i64.
-numbers! {
-    f64: f64, x => x, x => x;
-    f32: f32, x => x, x => x;
-    i64: i64, x => x, x => x;
-    i32: i32, x => x, x => x;
-    u64: i64, x => x as i64, x => x as u64;
-    usize: i64, x => x as i64, x => x as usize;
-    bool: bool, x => x, x => x;
-}
+numbers!(f64: f64, f32: f32, i64: i64, i32: i32, u64: i64, usize: i64, bool: bool);
 
 impl Stateful for Vec<f64> {
     fn state_dict(&self) -> Result<StateDict> {

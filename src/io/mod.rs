@@ -33,8 +33,9 @@ pub use self::npz::{read_npz, read_npz_limited, write_npz};
 pub use self::safetensors::{SafeTensors, read_safetensors, write_safetensors};
 pub use self::state::{IncompatibleKeys, StateDict};
 
-/// Writes tensors to a file, `.safetensors` or `.npz` by its extension. The file is replaced atomically: the old contents stay
-/// until the new contents are on the disk, so the previous checkpoint survives a full disk or a crash.
+/// Writes tensors to a file, `.safetensors` or `.npz` by its extension. The file is replaced atomically: the old contents stay until the
+/// new contents are on the disk, so the previous checkpoint survives a full disk or a crash. Fails with [`Error::Invalid`] for another
+/// extension, and for every failure of the file; the message then has the file's name.
 ///
 /// ```
 /// use claystone::{Device, Tensor, io, nn::StateDict};
@@ -46,9 +47,6 @@ pub use self::state::{IncompatibleKeys, StateDict};
 /// assert_eq!(loaded.get("weight").unwrap().to_vec::<f32>()?, Tensor::eye(3, Device::Cpu)?.to_vec::<f32>()?);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`Error::Invalid`] for another extension, and for every failure of the file; the message then has the file's name.
 pub fn save(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
     let path = path.as_ref();
     match extension(path) {
@@ -94,7 +92,7 @@ fn extension(path: &Path) -> &str {
     path.extension().and_then(|e| e.to_str()).unwrap_or_default()
 }
 
-fn file_error(op: &'static str, path: &Path, cause: impl Display) -> Error {
+pub(crate) fn file_error(op: &'static str, path: &Path, cause: impl Display) -> Error {
     Error::invalid(op, format!("{}: {cause}", path.display()))
 }
 

@@ -6,9 +6,11 @@ use std::path::Path;
 use super::{checked_shape, content_error, create, finish, open, read_elements, read_error, with_location};
 use crate::internal::Excerpt;
 use crate::storage::Caller;
-use crate::{DType, Device, Error, Result, Shape, Tensor};
+use crate::{DType, Device, Result, Shape, Tensor};
 
 /// Reads the tensor of an npy file to `device` (NumPy's `load`). Supports big-endian elements and Fortran order (which gives strides).
+/// Fails with [`crate::Error::Invalid`], with the file's name, if the file does not exist or is not npy, and with
+/// [`crate::Error::OutOfMemory`].
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, io};
@@ -20,9 +22,6 @@ use crate::{DType, Device, Error, Result, Shape, Tensor};
 /// assert_eq!((y.shape().dims(), y.dtype()), (&[3, 2][..], DType::BF16));
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`crate::Error::Invalid`] with the file's name if the file does not exist or is not npy; [`crate::Error::OutOfMemory`].
 #[track_caller]
 pub fn read_npy(path: impl AsRef<Path>, device: Device) -> Result<Tensor> {
     let _caller = Caller::enter();
@@ -31,10 +30,7 @@ pub fn read_npy(path: impl AsRef<Path>, device: Device) -> Result<Tensor> {
     from_reader(BufReader::new(file), available, device).map_err(|e| with_location(e, op, path, None))
 }
 
-/// Writes the tensor as an npy file (NumPy's `save`).
-///
-/// # Errors
-/// [`crate::Error::Invalid`] with the file's name if writing fails.
+/// Writes the tensor as an npy file (NumPy's `save`). Fails with [`crate::Error::Invalid`], with the file's name, if writing fails.
 pub fn write_npy(path: impl AsRef<Path>, tensor: &Tensor) -> Result<()> {
     let (op, path) = ("write_npy", path.as_ref());
     let mut file = create(op, path)?;
@@ -49,7 +45,8 @@ pub(super) fn from_reader(mut from: impl Read, available: Option<u64>, device: D
     let Header { descr, fortran, mut sizes } = Header::parse(&text)?;
     let Some(ElementFormat { dtype, bytes, swap_unit }) = ElementFormat::parse(descr) else {
         // Arrays of objects are pickled, and records have fields; for these dtypes the raw bytes are returned.
-        let all = available.ok_or_else(|| unsupported_dtype(descr))?;
+        let unsupported = || content_error(format!("its dtype '{}' is not supported", Excerpt(descr)));
+        let all = available.ok_or_else(unsupported)?;
         return read_elements(&mut from, available, checked_shape([all].into_iter())?, DType::U8, device, 0);
     };
     if fortran {
@@ -173,10 +170,6 @@ impl Header<'_> {
         let (Some(descr), Some(fortran), Some(sizes)) = (descr, fortran, sizes) else { return Err(malformed()) };
         Ok(Header { descr, fortran, sizes })
     }
-}
-
-fn unsupported_dtype(descr: &str) -> Error {
-    content_error(format!("its dtype '{}' is not supported", Excerpt(descr)))
 }
 
 /// Parses a quoted string. Returns the string and the remaining text.

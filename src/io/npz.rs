@@ -13,18 +13,16 @@ use super::{StateDict, create, file_error, finish, open, tensor_error, with_loca
 use crate::storage::Caller;
 use crate::{Device, Result};
 
-/// Reads the tensors of an npz file, compressed or not, to `device`, in the archive's order (NumPy's `load`). An archive that
-/// unpacks to more than 8 times its size plus 32 MiB is refused, because a small file could claim any amount of memory.
-/// Use [`read_npz_limited`] for such archives if they are trusted.
-///
-/// # Errors
-/// Errors of [`read_npy`](super::read_npy), with the tensor's name.
+/// Reads the tensors of an npz file, compressed or not, to `device`, in the archive's order (NumPy's `load`). An archive that unpacks to
+/// more than 8 times its size plus 32 MiB is refused, because a small file could claim any amount of memory. Use [`read_npz_limited`] for
+/// such archives if they are trusted. Fails as [`read_npy`](super::read_npy) does; the error also names the tensor.
 #[track_caller]
 pub fn read_npz(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     read("read_npz", path.as_ref(), device, None)
 }
 
-/// Does the same as [`read_npz`] for an archive that may unpack to `max_bytes`, regardless of its size. `u64::MAX` means no limit.
+/// Does the same as [`read_npz`] for an archive that may unpack to `max_bytes`, regardless of its size. `u64::MAX` means no limit. Fails as
+/// [`read_npz`] does.
 ///
 /// ```
 /// use claystone::{Device, Tensor, io, nn::StateDict};
@@ -36,9 +34,6 @@ pub fn read_npz(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
 /// assert!(io::read_npz_limited(&path, Device::Cpu, 1000).is_err());
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// Errors of [`read_npz`].
 #[track_caller]
 pub fn read_npz_limited(path: impl AsRef<Path>, device: Device, max_bytes: u64) -> Result<StateDict> {
     let _caller = Caller::enter();
@@ -105,10 +100,8 @@ fn check_sizes(archive: &mut ZipArchive<impl Read + Seek>) -> Result<(), String>
     Ok(())
 }
 
-/// Writes tensors as an uncompressed npz file (NumPy's `savez`).
-///
-/// # Errors
-/// [`crate::Error::Invalid`] with the file's name if writing fails.
+/// Writes tensors as an uncompressed npz file (NumPy's `savez`). Fails with [`crate::Error::Invalid`], with the file's name, if writing
+/// fails.
 pub fn write_npz(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
     let (op, path) = ("write_npz", path.as_ref());
     let mut archive = ZipWriter::new(create(op, path)?);

@@ -20,10 +20,8 @@ use crate::{DType, Device, Result, Shape, Tensor};
 /// The maximum header length in bytes, the same as in the safetensors library.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Reads the tensors of a safetensors file to `device`, in the file's order. To read single tensors, use [`SafeTensors`].
-///
-/// # Errors
-/// [`crate::Error::Invalid`], with the names of the file and the tensor, if the file does not exist or is damaged.
+/// Reads the tensors of a safetensors file to `device`, in the file's order. To read single tensors, use [`SafeTensors`]. Fails with
+/// [`crate::Error::Invalid`], with the names of the file and the tensor, if the file does not exist or is damaged, and with
 /// [`crate::Error::OutOfMemory`].
 #[track_caller]
 pub fn read_safetensors(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
@@ -131,10 +129,8 @@ impl<'de> Deserialize<'de> for HeaderEntries {
     }
 }
 
-/// Writes tensors as a safetensors file. Dtypes with larger elements come first, so that all elements are aligned.
-///
-/// # Errors
-/// [`crate::Error::Invalid`] with the file's name if writing fails.
+/// Writes tensors as a safetensors file. Dtypes with larger elements come first, so that all elements are aligned. Fails with
+/// [`crate::Error::Invalid`], with the file's name, if writing fails.
 pub fn write_safetensors(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
     let (op, path) = ("write_safetensors", path.as_ref());
     let mut order: Vec<(&str, &Tensor)> = tensors.iter().collect();
@@ -143,8 +139,9 @@ pub fn write_safetensors(path: impl AsRef<Path>, tensors: &StateDict) -> Result<
     let info = |(name, tensor): &(&str, &Tensor)| {
         let start = end;
         end = tensor.numel().saturating_mul(tensor.dtype().size()).saturating_add(end);
-        let (dtype, shape) = (dtype_in_file(tensor.dtype()), tensor.shape().dims().to_vec());
-        (name.to_string(), TensorInfo { dtype, shape, data_offsets: (start, end) })
+        let (_, dtype) =
+            DTYPES.into_iter().find(|(own, _)| *own == tensor.dtype()).expect("all dtypes are in the table");
+        (name.to_string(), TensorInfo { dtype, shape: tensor.shape().dims().to_vec(), data_offsets: (start, end) })
     };
     let header = Metadata::new(None, order.iter().map(info).collect()).map_err(|e| file_error(op, path, e))?;
     let mut header = serde_json::to_vec(&header).map_err(|e| file_error(op, path, e))?;
@@ -171,10 +168,6 @@ const DTYPES: [(DType, Dtype); 9] = [
     (DType::Bool, Dtype::BOOL),
 ];
 
-fn dtype_in_file(dtype: DType) -> Dtype {
-    DTYPES.iter().find(|(own, _)| *own == dtype).expect("all dtypes are in the table").1
-}
-
 /// Returns the dtype and shape with which to read a tensor. If claystone lacks the dtype, these are bytes with one more dim.
 fn readable_type(info: &TensorInfo) -> Result<(DType, Shape)> {
     let sizes: Vec<u64> = info.shape.iter().map(|&d| d as u64).collect();
@@ -199,10 +192,7 @@ pub struct SafeTensors<'a> {
 }
 
 impl<'a> SafeTensors<'a> {
-    /// Reads the header.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`], with the file's name, if the file is not a complete safetensors file.
+    /// Reads the header. Fails with [`crate::Error::Invalid`], with the file's name, if the file is not a complete safetensors file.
     pub fn new(file: &'a MappedFile) -> Result<SafeTensors<'a>> {
         let read = || {
             let (length, rest) = file.bytes().split_first_chunk::<8>().ok_or(TOO_SHORT)?;
@@ -219,10 +209,8 @@ impl<'a> SafeTensors<'a> {
         self.names.iter().map(|n| &n[..])
     }
 
-    /// Copies the tensor with this name to `device`.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`], with the names of the file and the tensor, if the tensor does not exist. [`crate::Error::OutOfMemory`].
+    /// Copies the tensor with this name to `device`. Fails with [`crate::Error::Invalid`], with the names of the file and the tensor, if
+    /// the tensor does not exist, and with [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn get(&self, name: &str, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();

@@ -2,8 +2,8 @@
 
 use indexmap::IndexMap;
 
-use crate::internal::{Excerpt, invalid_if};
-use crate::{DType, Error, Result, Tensor};
+use crate::internal::Excerpt;
+use crate::{DType, Result, Tensor};
 
 /// An ordered map from names to tensors. [`crate::nn::Module::state_dict`] and [`crate::optim::Optimizer::state_dict`] return a state
 /// dict whose tensors share memory with the module or optimiser. A clone of a state dict has its own memory.
@@ -80,7 +80,8 @@ impl StateDict {
         self.into_iter().map(|(name, t)| (stripped(name), t)).collect()
     }
 
-    /// Replaces each name by `f(name)`, for files in which layers have other names.
+    /// Replaces each name by `f(name)`, for files in which layers have other names. Fails with [`crate::Error::Invalid`] if
+    /// two entries would get the same name.
     ///
     /// ```
     /// use claystone::{Device, nn::{Linear, Module}};
@@ -88,16 +89,12 @@ impl StateDict {
     /// assert_eq!(state.names().collect::<Vec<_>>(), ["gamma", "bias"]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if two entries would get the same name.
     pub fn rename(self, f: impl Fn(&str) -> String) -> Result<StateDict> {
         let mut renamed = StateDict::new();
         for (name, t) in self {
             let new = f(&name);
-            invalid_if("StateDict::rename", renamed.get(&new).is_some(), || {
-                format!("{} is the second entry that becomes {}", Excerpt(&name), Excerpt(&new))
-            })?;
+            invalid!("StateDict::rename" if renamed.get(&new).is_some(),
+                "{} is the second entry that becomes {}", Excerpt(&name), Excerpt(&new));
             renamed.insert(new, t);
         }
         Ok(renamed)
@@ -141,29 +138,22 @@ impl StateDict {
     /// Returns an error unless names and shapes equal those of `wanted`.
     pub(crate) fn check_against(&self, op: &'static str, wanted: &StateDict) -> Result<()> {
         let (missing, unknown) = (wanted.names_not_in(self), self.names_not_in(wanted));
-        invalid_if(op, !missing.is_empty() || !unknown.is_empty(), || {
-            format!("the state has other names: missing {missing:?}, unknown {unknown:?}")
-        })?;
+        invalid!(op if !missing.is_empty() || !unknown.is_empty(),
+            "the state has other names: missing {missing:?}, unknown {unknown:?}");
         wanted.iter().try_for_each(|(name, t)| self.check_shape(op, name, t))
     }
 
     /// Returns an error if the entry with this name has another shape than `t`. A missing entry is no error.
     pub(crate) fn check_shape(&self, op: &'static str, name: &str, t: &Tensor) -> Result<()> {
-        match self.get(name) {
-            Some(own) if own.shape() != t.shape() => {
-                let (wanted, given) = (t.shape(), own.shape());
-                let name = if name.is_empty() { "it" } else { name };
-                let are_bytes =
-                    own.dtype() == DType::U8 && given.dims().split_last().is_some_and(|(_, d)| d == wanted.dims());
-                let remedy = match are_bytes {
-                    true => "bytes of a dtype that claystone lacks have one more dim: convert them first",
-                    false => "give both the same sizes",
-                };
-                let reason = format!("{} has shape {wanted} here and {given} in the state: {remedy}", Excerpt(name));
-                Err(Error::invalid(op, reason))
-            }
-            _ => Ok(()),
-        }
+        let Some(own) = self.get(name).filter(|own| own.shape() != t.shape()) else { return Ok(()) };
+        let (wanted, given) = (t.shape(), own.shape());
+        let name = Excerpt(if name.is_empty() { "it" } else { name });
+        let remedy =
+            match own.dtype() == DType::U8 && given.dims().split_last().is_some_and(|(_, d)| d == wanted.dims()) {
+                true => "bytes of a dtype that claystone lacks have one more dim: convert them first",
+                false => "give both the same sizes",
+            };
+        invalid!(op, "{name} has shape {wanted} here and {given} in the state: {remedy}");
     }
 
     /// Returns the names that only one of the two state dicts has.

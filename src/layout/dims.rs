@@ -4,7 +4,6 @@ use smallvec::SmallVec;
 
 use super::shape::{Dims, Shape, impl_from};
 use crate::Result;
-use crate::error::invalid;
 
 /// One bool for each dim of a shape: true if the dim is reduced.
 pub(crate) type Mask = SmallVec<[bool; 6]>;

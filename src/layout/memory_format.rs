@@ -46,8 +46,8 @@ impl MemoryFormat {
             MemoryFormat::ChannelsLast => 4,
             MemoryFormat::ChannelsLast3d => 5,
         };
-        let reason = || format!("{self} needs {rank} dims, but the shape {shape} has {}", shape.rank());
-        if shape.rank() == rank { Ok(()) } else { Err(Error::invalid(op, reason())) }
+        invalid!(op if shape.rank() != rank, "{self} needs {rank} dims, but the shape {shape} has {}", shape.rank());
+        Ok(())
     }
 }
 

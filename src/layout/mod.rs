@@ -9,7 +9,6 @@ pub(crate) mod shape;
 #[cfg(test)]
 mod tests;
 
-use crate::error::invalid;
 use crate::layout::shape::{Dims, Shape};
 use crate::{Error, Result};
 

@@ -4,7 +4,6 @@ use std::fmt;
 
 use smallvec::SmallVec;
 
-use crate::error::invalid;
 use crate::{Error, Result};
 
 /// A vector with one entry per dimension, without heap allocation up to rank 6.
@@ -71,10 +70,8 @@ impl Shape {
 
     /// Returns this shape, or an error if its sizes are too large to compute strides.
     pub(crate) fn checked(self, op: &'static str) -> Result<Shape> {
-        if self.nonzero_product().is_some() {
-            return Ok(self);
-        }
-        Err(Error::invalid(op, format!("the sizes of shape {self} are too large for a tensor")))
+        invalid!(op if self.nonzero_product().is_none(), "the sizes of shape {self} are too large for a tensor");
+        Ok(self)
     }
 
     /// Returns the number of bytes of all elements, given `size` bytes for each; `usize::MAX` if the shape is too large to compute
@@ -201,15 +198,13 @@ impl NewShape {
 
     /// Infers the size given as -1, and returns the shape, which must have `numel` elements; otherwise returns an error.
     pub(crate) fn resolve(&self, op: &'static str, from: &dyn fmt::Display, numel: usize) -> Result<Shape> {
-        let error =
-            || Error::invalid(op, format!("{from} holds {numel} elements, which do not fill the sizes {:?}", self.0));
         let known: Shape = self.0.iter().filter(|&&d| d != -1).map(|&d| d.max(0) as usize).collect();
         let holes = self.0.len() - known.rank();
         invalid!(op if self.0.iter().any(|&d| d < -1) || holes > 1, "only one of the sizes {:?} may be -1", self.0);
         let rest = match (holes, known.numel()) {
             (0, n) if n == numel => 1,
             (1, n) if n > 0 && numel.is_multiple_of(n) => numel / n,
-            _ => return Err(error()),
+            _ => invalid!(op, "{from} holds {numel} elements, which do not fill the sizes {:?}", self.0),
         };
         self.0.iter().map(|&d| if d == -1 { rest } else { d as usize }).collect::<Shape>().checked(op)
     }

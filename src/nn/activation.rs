@@ -95,9 +95,6 @@ pub struct PRelu {
 
 impl PRelu {
     /// Creates a layer with `num_parameters` slopes (1, or the number of channels). All start as `init`. PyTorch's defaults are 1 and 0.25.
-    ///
-    /// # Errors
-    /// [`crate::Error::UnsupportedDType`] for dtypes that are not floats; [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn new(num_parameters: usize, init: f64, options: impl Into<TensorOptions>) -> Result<PRelu> {
         let _caller = Caller::enter();

@@ -1,7 +1,6 @@
 //! Multi-head attention, with the projections of queries, keys, values and the result.
 
 use super::{Linear, Mode, Module};
-use crate::internal::invalid_if;
 use crate::ops::Attention;
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
@@ -40,18 +39,14 @@ pub struct AttentionMasks<'a> {
 }
 
 impl MultiheadAttention {
-    /// Creates a layer of `embed_dim` features in `num_heads` heads, with biases and PyTorch's initialisation.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if `embed_dim` is not a multiple of `num_heads`; [`Error::UnsupportedDType`] for dtypes that are
-    /// not floats; [`Error::OutOfMemory`].
+    /// Creates a layer of `embed_dim` features in `num_heads` heads, with biases and PyTorch's initialisation. Fails with
+    /// [`Error::Invalid`] if `embed_dim` is not a multiple of `num_heads`.
     #[track_caller]
     pub fn new(embed_dim: usize, num_heads: usize, options: impl Into<TensorOptions>) -> Result<MultiheadAttention> {
         let _caller = Caller::enter();
         let options = options.into();
-        invalid_if("MultiheadAttention::new", num_heads == 0 || !embed_dim.is_multiple_of(num_heads), || {
-            format!("{embed_dim} features are not a multiple of {num_heads} heads")
-        })?;
+        invalid!("MultiheadAttention::new" if num_heads == 0 || !embed_dim.is_multiple_of(num_heads),
+            "{embed_dim} features are not a multiple of {num_heads} heads");
         // The bound of Glorot's uniform distribution for the joint weight, of shape [3 E, E].
         let bound = (6.0 / (4.0 * embed_dim.max(1) as f64)).sqrt();
         let width = embed_dim.saturating_mul(3);
@@ -115,10 +110,8 @@ impl MultiheadAttention {
         x.unflatten(-1, [self.heads, width / self.heads])?.transpose(-2, -3)
     }
 
-    /// Computes attention of queries `[.., L, E]` to keys and values `[.., S, E]`. Returns `[.., L, E]` and, on request, the attention weights.
-    ///
-    /// # Errors
-    /// Errors of [`Tensor::scaled_dot_product_attention`].
+    /// Computes attention of queries `[.., L, E]` to keys and values `[.., S, E]`. Returns `[.., L, E]` and, on request, the attention
+    /// weights. Fails as [`Tensor::scaled_dot_product_attention`] does.
     #[track_caller]
     pub fn attend(
         &self,

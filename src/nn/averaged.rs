@@ -1,7 +1,7 @@
 //! Averages of a module's weights over training steps.
 
 use super::{Buffer, Module, Role};
-use crate::internal::{for_each_part, invalid_if};
+use crate::internal::for_each_part;
 use crate::storage::Caller;
 use crate::{DType, Device, Result, Scalar, Tensor, no_grad};
 
@@ -32,24 +32,17 @@ pub struct AveragedModel<M> {
 
 impl<M: Module> AveragedModel<M> {
     /// Creates an exponential moving average: each update computes `decay * average + (1 - decay) * parameter` (PyTorch's
-    /// `get_ema_multi_avg_fn(decay)`, default 0.999). `module` has the architecture of the trained module and will hold the average.
-    /// It may be on another device. If the trained module is in half precision, make `module` f32, or small changes are lost.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] for a decay outside `0.0..=1.0`; [`crate::Error::OutOfMemory`].
+    /// `get_ema_multi_avg_fn(decay)`, default 0.999). `module` has the architecture of the trained module and will hold the average. It may
+    /// be on another device. If the trained module is in half precision, make `module` f32, or small changes are lost. Fails with
+    /// [`crate::Error::Invalid`] for a decay outside `0.0..=1.0`.
     #[track_caller]
     pub fn ema(module: M, decay: f64) -> Result<AveragedModel<M>> {
-        invalid_if("AveragedModel::ema", !(0.0..=1.0).contains(&decay), || {
-            format!("the decay {decay} is not in 0.0..=1.0")
-        })?;
+        invalid!("AveragedModel::ema" if !(0.0..=1.0).contains(&decay), "the decay {decay} is not in 0.0..=1.0");
         AveragedModel::new(module, Some(decay))
     }
 
     /// Creates an average that is the mean of the weights at all updates: stochastic weight averaging (Izmailov et al., "Averaging Weights
     /// Leads to Wider Optima and Better Generalization"). `module` has the architecture of the trained module, as in [`AveragedModel::ema`].
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn swa(module: M) -> Result<AveragedModel<M>> {
         AveragedModel::new(module, None)
@@ -68,11 +61,9 @@ impl<M: Module> AveragedModel<M> {
     }
 
     /// Updates the average with the parameters of `model`, and copies the buffers of `model`. The first update copies the parameters.
-    /// Updating a parameter takes one launch. The host does not wait for the device.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] for a tensor that only one of the modules has, or whose shape differs. [`crate::Error::Partial`] if the
-    /// device fails after some tensors were updated.
+    /// Updating a parameter takes one launch. The host does not wait for the device. Fails with [`crate::Error::Invalid`] for a tensor that
+    /// only one of the modules has, or whose shape differs, and with [`crate::Error::Partial`] if the device fails after some tensors were
+    /// updated.
     pub fn update_parameters(&self, model: &M) -> Result<()> {
         let op = "AveragedModel::update_parameters";
         let (own, others) = (named_tensors(&self.module), named_tensors(model));
@@ -82,9 +73,8 @@ impl<M: Module> AveragedModel<M> {
         };
         for i in 0..own.len().max(others.len()) {
             let (average, model) = (describe(own.get(i)), describe(others.get(i)));
-            invalid_if(op, average != model, || {
-                format!("the average has {average} where the model has {model}: give both the same architecture")
-            })?;
+            invalid!(op if average != model,
+                "the average has {average} where the model has {model}: give both the same architecture");
         }
         no_grad(|| {
             for_each_part(op, own.iter().zip(&others), |((_, role, average), (.., other))| {

@@ -1,7 +1,6 @@
 //! Convolutional layers.
 
 use super::{Module, init};
-use crate::internal::invalid_if;
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{ConvOptions, ConvTransposeOptions, Result, Tensor};
@@ -16,12 +15,9 @@ macro_rules! conv_layers {
         }
 
         impl $name {
-            /// Creates a layer with a bias, from `inputs` to `outputs` channels. Weight and bias are drawn uniformly from ±1/√n, where n is the
-            /// number of elements of a filter, as in PyTorch.
-            ///
-            /// # Errors
-            /// [`crate::Error::Invalid`] if the number of groups does not divide both channel counts. [`crate::Error::UnsupportedDType`] for
-            /// dtypes that are not floats. [`crate::Error::OutOfMemory`].
+            /// Creates a layer with a bias, from `inputs` to `outputs` channels. Weight and bias are drawn uniformly from ±1/√n, where n is
+            /// the number of elements of a filter, as in PyTorch. Fails with [`crate::Error::Invalid`] if the number of groups does not
+            /// divide both channel counts.
             #[track_caller]
             pub fn new(
                 inputs: usize,
@@ -32,7 +28,9 @@ macro_rules! conv_layers {
             ) -> Result<$name> {
                 let _caller = Caller::enter();
                 let (groups, tensors) = (options.groups, tensors.into());
-                invalid_if(concat!(stringify!($name), "::new"), groups == 0 || inputs % groups != 0 || outputs % groups != 0, || format!("{groups} groups do not divide {inputs} and {outputs} channels evenly"))?;
+                let op = concat!(stringify!($name), "::new");
+                invalid!(op if groups == 0 || inputs % groups != 0 || outputs % groups != 0,
+                    "{groups} groups do not divide {inputs} and {outputs} channels evenly");
                 let first = if $transposed { [inputs, outputs / groups] } else { [outputs, inputs / groups] };
                 let shape: Vec<usize> = first.into_iter().chain(kernel).collect();
                 let fan = crate::Shape::from(&shape[1..]).numel();

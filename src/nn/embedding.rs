@@ -21,9 +21,6 @@ pub struct Embedding {
 
 impl Embedding {
     /// Creates a table of `count` vectors of `dim` elements, drawn from the standard normal distribution.
-    ///
-    /// # Errors
-    /// [`crate::Error::UnsupportedDType`] for dtypes that are not floats; [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn new(count: usize, dim: usize, options: impl Into<TensorOptions>) -> Result<Embedding> {
         let _caller = Caller::enter();
@@ -32,10 +29,8 @@ impl Embedding {
         Ok(Embedding { weight: weight.requires_grad_(true)?, padding_idx: None })
     }
 
-    /// Sets the vector with index `padding_idx` to 0 and excludes it from training: it gets no gradient (PyTorch's `padding_idx`).
-    ///
-    /// # Errors
-    /// [`crate::Error::IndexOutOfRange`] if `padding_idx` is not below `count`.
+    /// Sets the vector with index `padding_idx` to 0 and excludes it from training: it gets no gradient (PyTorch's
+    /// `padding_idx`). Fails with [`crate::Error::IndexOutOfRange`] if `padding_idx` is not below `count`.
     pub fn with_padding_idx(self, padding_idx: usize) -> Result<Embedding> {
         self.weight.detach().select(0, padding_idx as isize).map_err(|e| e.with_op("Embedding"))?.zero_()?;
         Ok(Embedding { padding_idx: Some(padding_idx), ..self })

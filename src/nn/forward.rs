@@ -40,10 +40,8 @@ pub trait Forward<Inputs>: Module {
     /// The type of the result.
     type Output;
 
-    /// Computes the result. The operations are recorded if parameters or inputs require gradients.
-    ///
-    /// # Errors
-    /// Errors of the operations inside: incompatible shapes, dtypes or devices, or too little memory.
+    /// Computes the result. The operations are recorded if parameters or inputs require gradients. Fails as the
+    /// operations inside do: for incompatible shapes, dtypes or devices, or too little memory.
     fn call(&self, inputs: Inputs) -> Result<Self::Output>;
 }
 

@@ -1,6 +1,6 @@
 //! In-place initialisation of parameters (PyTorch's `torch.nn.init`). Autograd does not record it.
 
-use crate::internal::{in_steps, invalid_if};
+use crate::internal::in_steps;
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Scalar, Tensor, no_grad};
 
@@ -24,48 +24,31 @@ fn fan_in_and_out(op: &'static str, t: &Tensor) -> Result<(f64, f64)> {
     }
 }
 
-/// Fills `t` with `random * scale + shift`.
-fn fill_from(t: &Tensor, random: Result<Tensor>, scale: f64, shift: f64) -> Result<()> {
-    let numbers = [Scalar::Float(scale), Scalar::Float(shift)];
-    no_grad(|| Tensor::map_into(&[&random?], &numbers, &[t], |x, s| vec![&x[0] * &s[0] + &s[1]]))
-}
-
-/// Sets all elements to `value` (`constant_`).
-///
-/// # Errors
-/// Errors of [`Tensor::fill_`].
+/// Sets all elements to `value` (`constant_`). Fails as [`Tensor::fill_`] does.
 pub fn constant_(t: &Tensor, value: impl Into<Scalar>) -> Result<()> {
     no_grad(|| t.fill_(value).map(|_| ()))
 }
 
-/// Fills the tensor from the uniform distribution on `low..high` (`uniform_`).
-///
-/// # Errors
-/// Errors of [`Tensor::uniform_`].
+/// Fills the tensor from the uniform distribution on `low..high` (`uniform_`). Fails as [`Tensor::uniform_`] does.
 pub fn uniform_(t: &Tensor, low: f64, high: f64) -> Result<()> {
     no_grad(|| t.uniform_(low, high).map(drop))
 }
 
-/// Fills the tensor from the normal distribution with this mean and standard deviation (`normal_`).
-///
-/// # Errors
-/// Errors of [`uniform_`].
+/// Fills the tensor from the normal distribution with this mean and standard deviation (`normal_`). Fails as [`uniform_`] does.
 pub fn normal_(t: &Tensor, mean: f64, std: f64) -> Result<()> {
-    fill_from(t, Tensor::randn(t.shape(), t), std, mean)
+    let (random, numbers) = (Tensor::randn(t.shape(), t)?, [std, mean].map(Scalar::Float));
+    no_grad(|| Tensor::map_into(&[&random], &numbers, &[t], |x, s| vec![&x[0] * &s[0] + &s[1]]))
 }
 
-/// Fills the tensor from this normal distribution, and draws elements outside `low..=high` again (`trunc_normal_`).
-///
-/// # Errors
-/// Errors of [`uniform_`]. [`Error::Invalid`] if less than a thousandth of the distribution is within the bounds. [`Error::Partial`]
-/// if the device fails after the first draw.
+/// Fills the tensor from this normal distribution, and draws elements outside `low..=high` again (`trunc_normal_`). Fails as [`uniform_`]
+/// does, with [`Error::Invalid`] if less than a thousandth of the distribution is within the bounds, and with [`Error::Partial`] if the
+/// device fails after the first draw.
 pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Result<()> {
     let op = "trunc_normal_";
     let cdf = |x: f64| 0.5 * libm::erfc(-(x - mean) / (std * std::f64::consts::SQRT_2));
     let probability_inside = cdf(high) - cdf(low);
-    invalid_if(op, probability_inside.is_nan() || probability_inside < 1e-3, || {
-        format!("{low}..={high} contains almost none of this distribution")
-    })?;
+    invalid!(op if probability_inside.is_nan() || probability_inside < 1e-3,
+        "{low}..={high} contains almost none of this distribution");
     // The number of rounds after which only about 1 element in 1e12 is still outside. Such elements are clamped.
     let rounds = ((1e-12f64).ln() / (1.0 - probability_inside).max(1e-12).ln()).ceil() as usize;
     let numbers = [mean, std, low, high].map(Scalar::Float);
@@ -83,20 +66,15 @@ pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Re
     no_grad(|| in_steps(op, || t.storage().version(), draws))
 }
 
-/// Fills the tensor from a uniform distribution. Its variance keeps the variance of activations constant through a leaky ReLU of slope
-/// `a` (a ReLU if `a` is 0; He et al.; `kaiming_uniform_`).
-///
-/// # Errors
-/// Errors of [`uniform_`]. [`Error::Invalid`] for fewer than two dims.
+/// Fills the tensor from a uniform distribution. Its variance keeps the variance of activations constant through a leaky ReLU of slope `a`
+/// (a ReLU if `a` is 0; He et al.; `kaiming_uniform_`). Fails as [`uniform_`] does, and with [`Error::Invalid`] for fewer than two dims.
 pub fn kaiming_uniform_(t: &Tensor, a: f64, fan: Fan) -> Result<()> {
     let bound = 3f64.sqrt() * kaiming_std("kaiming_uniform_", t, a, fan)?;
     uniform_(t, -bound, bound)
 }
 
-/// Does the same as [`kaiming_uniform_`], with a normal distribution of the same variance (`kaiming_normal_`).
-///
-/// # Errors
-/// Errors of [`kaiming_uniform_`].
+/// Does the same as [`kaiming_uniform_`], with a normal distribution of the same variance (`kaiming_normal_`). Fails as
+/// [`kaiming_uniform_`] does.
 pub fn kaiming_normal_(t: &Tensor, a: f64, fan: Fan) -> Result<()> {
     normal_(t, 0.0, kaiming_std("kaiming_normal_", t, a, fan)?)
 }
@@ -108,26 +86,23 @@ fn kaiming_std(op: &'static str, t: &Tensor, a: f64, fan: Fan) -> Result<f64> {
 }
 
 /// Fills the tensor from the uniform distribution of variance `gain² * 2 / (fan_in + fan_out)` (Glorot and Bengio; `xavier_uniform_`).
-///
-/// # Errors
-/// Errors of [`kaiming_uniform_`].
+/// Fails as [`kaiming_uniform_`] does.
 pub fn xavier_uniform_(t: &Tensor, gain: f64) -> Result<()> {
     let (inputs, outputs) = fan_in_and_out("xavier_uniform_", t)?;
     let bound = gain * (6.0 / (inputs + outputs).max(1.0)).sqrt();
     uniform_(t, -bound, bound)
 }
 
-/// Does the same as [`xavier_uniform_`], with a normal distribution of the same variance (`xavier_normal_`).
-///
-/// # Errors
-/// Errors of [`kaiming_uniform_`].
+/// Does the same as [`xavier_uniform_`], with a normal distribution of the same variance (`xavier_normal_`). Fails as [`kaiming_uniform_`]
+/// does.
 pub fn xavier_normal_(t: &Tensor, gain: f64) -> Result<()> {
     let (inputs, outputs) = fan_in_and_out("xavier_normal_", t)?;
     normal_(t, 0.0, gain * (2.0 / (inputs + outputs).max(1.0)).sqrt())
 }
 
 /// Fills the tensor with `gain` times a uniformly distributed random matrix whose rows are orthonormal (whose columns are, if there are
-/// fewer columns). All dims after the first are joined to columns (Saxe et al., 2013; `orthogonal_`). Computed on the host in f64.
+/// fewer columns). All dims after the first are joined to columns (Saxe et al., 2013; `orthogonal_`). Computed on the host in f64. Fails as
+/// [`kaiming_uniform_`] does.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::init};
@@ -138,9 +113,6 @@ pub fn xavier_normal_(t: &Tensor, gain: f64) -> Result<()> {
 /// assert!(off.abs()?.amax((), false)?.item::<f32>()? < 1e-6);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// Errors of [`kaiming_uniform_`].
 pub fn orthogonal_(t: &Tensor, gain: f64) -> Result<()> {
     let op = "orthogonal_";
     fan_in_and_out(op, t)?;

@@ -22,9 +22,6 @@ pub struct Linear {
 
 impl Linear {
     /// Creates a layer with a bias, from `inputs` to `outputs` features. Weight and bias are drawn uniformly from ±1/√inputs, as in PyTorch.
-    ///
-    /// # Errors
-    /// [`crate::Error::UnsupportedDType`] for dtypes that are not floats; [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn new(inputs: usize, outputs: usize, options: impl Into<TensorOptions>) -> Result<Linear> {
         let _caller = Caller::enter();

@@ -3,6 +3,10 @@
 //! A layer owns its parameters, which are [`Tensor`] leaves, and maps a tensor to a tensor. The trait is [`Module`]. A module lists its
 //! fields once, with [`parts!`](crate::parts). The list provides the parameters and their names (the same as in PyTorch), saving, loading,
 //! and the switch between training and evaluation. Losses are methods of [`Tensor`] ([`Tensor::mse_loss`], [`Tensor::cross_entropy`]).
+//!
+//! The documentation of a function names only the errors that are particular to the function. Functions that create layers or copy
+//! tensors also fail with [`Error::OutOfMemory`] and if the device fails, and layers with parameters fail with
+//! [`Error::UnsupportedDType`] for dtypes that are not floats.
 
 mod activation;
 mod assign;
@@ -90,12 +94,9 @@ use crate::{DType, Device, Error, MemoryFormat, Result, Tensor};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Module: boxed::AnyModule + Send + Sync + 'static {
-    /// Computes the result for a batch `x`. Operations are recorded if parameters or `x` require gradients. A module with several inputs
-    /// or with a recurrent state does not implement this method, but [`Forward`].
-    ///
-    /// # Errors
-    /// Errors of the operations inside: incompatible shapes, dtypes or devices, or too little memory. [`crate::Error::Invalid`]
-    /// if the module is not a function of one tensor.
+    /// Computes the result for a batch `x`. Operations are recorded if parameters or `x` require gradients. A module with several inputs or
+    /// with a recurrent state does not implement this method, but [`Forward`]. Fails as the operations inside do: for incompatible shapes,
+    /// dtypes or devices, or too little memory. Fails with [`crate::Error::Invalid`] if the module is not a function of one tensor.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _ = x;
         let reason = "the module is not a function of one tensor: use Forward::call, or the module's own method";
@@ -200,8 +201,9 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         self.parameters().iter().map(|p| p.numel()).sum()
     }
 
-    /// Freezes (`false`) or unfreezes (`true`) all parameters, for every handle on them (PyTorch's `requires_grad_`). An
-    /// optimiser skips frozen parameters, and keeps their state until they are trained again.
+    /// Freezes (`false`) or unfreezes (`true`) all parameters, for every handle on them (PyTorch's `requires_grad_`). An optimiser skips
+    /// frozen parameters, and keeps their state until they are trained again. Fails with [`crate::Error::Autograd`] for a parameter that is
+    /// the result of a recorded operation, and with [`crate::Error::UnsupportedDType`] for a parameter that has integers.
     ///
     /// ```
     /// use claystone::nn::{Linear, Module};
@@ -214,10 +216,6 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
     /// assert_eq!(AdamW::new(trained, AdamWConfig::default())?.parameters().len(), 2);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`crate::Error::Autograd`] for a parameter that is the result of a recorded operation.
-    /// [`crate::Error::UnsupportedDType`] for a parameter that has integers.
     fn requires_grad_(&mut self, requires_grad: bool) -> Result<()> {
         replace_each(self, |role, t| match t.leaf_id() {
             _ if role == Role::Buffer => Ok(t.shallow_clone()),
@@ -265,9 +263,6 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
     /// assert!(target.weight().equal(net.weight())? && !target.weight().shares_storage(ema.module().weight()));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`].
     #[track_caller]
     fn try_clone(&self) -> Result<Self>
     where
@@ -279,11 +274,8 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         Ok(copy)
     }
 
-    /// Computes [`Module::forward`], but keeps only `x` for backward. Backward then computes the forward pass again, see
-    /// [`checkpoint`]. The layer [`Checkpoint`] does this for the layer inside.
-    ///
-    /// # Errors
-    /// Errors of [`Module::forward`].
+    /// Computes [`Module::forward`], but keeps only `x` for backward. Backward then computes the forward pass again, see [`checkpoint`].
+    /// The layer [`Checkpoint`] does this for the layer inside. Fails as [`Module::forward`] does.
     #[track_caller]
     fn forward_checkpointed(&self, x: &Tensor) -> Result<Tensor>
     where
@@ -296,24 +288,22 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
 
     /// Copies the values of `state` into the tensors with the same names, from any device and any float dtype. If `strict`, missing and
     /// unknown names are an error; otherwise they are returned and all other tensors are loaded. All checks come before the first change.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] for a tensor whose shape differs and, if `strict`, for names that differ. [`crate::Error::Partial`]
-    /// if the device fails after some tensors were copied.
+    /// Fails with [`crate::Error::Invalid`] for a tensor whose shape differs and, if `strict`, for names that differ, and with
+    /// [`crate::Error::Partial`] if the device fails after some tensors were copied.
     fn load_state_dict(&self, state: &StateDict, strict: bool) -> Result<IncompatibleKeys> {
         let (op, own) = ("load_state_dict", self.state_dict());
         let keys = assign::check_state(op, &own, state, strict)?;
-        if let Some((name, _)) = own.iter().find(|(name, t)| t.is_uninit() && state.get(name).is_some()) {
-            let reason = format!("{} was made in nn::uninit and has no memory: use assign_state_dict", Excerpt(name));
-            return Err(Error::invalid(op, reason));
-        }
+        let lacks_memory = |(name, t): &(&str, &Tensor)| t.is_uninit() && state.get(name).is_some();
+        invalid!(op if let Some((name, _)) = own.iter().find(lacks_memory),
+            "{} was made in nn::uninit and has no memory: use assign_state_dict", Excerpt(name));
         assign::copy_values(op, &own, state)?;
         Ok(keys)
     }
 
-    /// Like [`Module::load_state_dict`], but tensors made in [`uninit`](fn@uninit) are replaced by the tensors of `state`
-    /// (PyTorch's `load_state_dict(assign=True)`), so that the weights are in memory only once. A tensor of `state` is converted
-    /// if its dtype or device differs, and copied if it has other handles.
+    /// Like [`Module::load_state_dict`], but tensors made in [`uninit`](fn@uninit) are replaced by the tensors of `state` (PyTorch's
+    /// `load_state_dict(assign=True)`), so that the weights are in memory only once. A tensor of `state` is converted if its dtype or
+    /// device differs, and copied if it has other handles. Fails as [`Module::load_state_dict`] does. If not `strict`, tensors without a
+    /// value in `state` remain without memory; using such a tensor is an error that contains its name.
     ///
     /// ```
     /// use claystone::nn::{self, Linear, Module};
@@ -326,10 +316,6 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
     /// assert_eq!(layer.weight().dtype(), DType::BF16);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Errors of [`Module::load_state_dict`], and [`crate::Error::OutOfMemory`]. If not `strict`, tensors without a value in `state`
-    /// remain without memory; using such a tensor is an error that contains its name.
     fn assign_state_dict(&mut self, state: StateDict, strict: bool) -> Result<IncompatibleKeys> {
         let own = self.state_dict();
         assign::assign_values("assign_state_dict", own, state, strict, |f| {
@@ -337,9 +323,7 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         })
     }
 
-    /// Moves all tensors and their gradients to a device. An optimiser of the parameters moves its state at its next step.
-    ///
-    /// # Errors
+    /// Moves all tensors and their gradients to a device. An optimiser of the parameters moves its state at its next step. Fails with
     /// [`crate::Error::NoDevice`] and [`crate::Error::OutOfMemory`]. After an error some tensors are moved; another call moves the rest.
     #[track_caller]
     fn to_device(&mut self, device: Device) -> Result<()> {
@@ -347,10 +331,8 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
         convert_tensors(self, true, |t| t.to_device(device))
     }
 
-    /// Converts all float tensors and their gradients. An optimiser of the parameters converts its state at its next step.
-    ///
-    /// # Errors
-    /// [`crate::Error::UnsupportedDType`] if `dtype` is an integer type. [`crate::Error::OutOfMemory`], as for [`Module::to_device`].
+    /// Converts all float tensors and their gradients. An optimiser of the parameters converts its state at its next step. Fails with
+    /// [`crate::Error::UnsupportedDType`] if `dtype` is an integer type, and otherwise as [`Module::to_device`] does.
     #[track_caller]
     fn to_dtype(&mut self, dtype: DType) -> Result<()> {
         let _caller = Caller::enter();
@@ -359,9 +341,9 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
     }
 
     /// Converts the weights that have the format's number of dims (four or five), and their gradients, to a memory format (PyTorch's
-    /// `model.to(memory_format=torch.channels_last)`). Layers then keep the format of channels-last images, and convolutions on
-    /// tensor cores need no copies. Values, names and saved files stay the same. Call it before creating an optimiser: an existing
-    /// optimiser follows at its next step, but then no longer updates all parameters in one launch.
+    /// `model.to(memory_format=torch.channels_last)`). Layers then keep the format of channels-last images, and convolutions on tensor
+    /// cores need no copies. Values, names and saved files stay the same. Call it before creating an optimiser: an existing optimiser
+    /// follows at its next step, but then no longer updates all parameters in one launch. Fails as [`Module::to_device`] does.
     ///
     /// ```
     /// use claystone::nn::{Activation, BatchNorm2d, Conv2d, Module, Sequential};
@@ -374,9 +356,6 @@ pub trait Module: boxed::AnyModule + Send + Sync + 'static {
     /// assert!(net.parameters()[0].is_contiguous_in(MemoryFormat::ChannelsLast));
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`], as for [`Module::to_device`].
     #[track_caller]
     fn to_memory_format(&mut self, format: MemoryFormat) -> Result<()> {
         let _caller = Caller::enter();

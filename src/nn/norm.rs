@@ -53,9 +53,6 @@ pub type BatchNorm3d = BatchNorm;
 
 impl BatchNorm {
     /// Creates a layer for `channels` channels, with a momentum of 0.1 and an `eps` of 1e-5.
-    ///
-    /// # Errors
-    /// [`crate::Error::UnsupportedDType`] for dtypes that are not floats; [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn new(channels: usize, options: impl Into<TensorOptions>) -> Result<BatchNorm> {
         let _caller = Caller::enter();
@@ -191,9 +188,6 @@ impl InstanceNorm {
     }
 
     /// Adds a trained weight and bias for each channel (PyTorch's `affine`).
-    ///
-    /// # Errors
-    /// Errors of [`BatchNorm::new`].
     #[track_caller]
     pub fn with_affine(self) -> Result<InstanceNorm> {
         let _caller = Caller::enter();
@@ -203,9 +197,6 @@ impl InstanceNorm {
 
     /// Adds running statistics (PyTorch's `track_running_stats`). Training updates them with the statistics averaged over the batch, and
     /// evaluation normalises with them.
-    ///
-    /// # Errors
-    /// Errors of [`BatchNorm::new`].
     #[track_caller]
     pub fn with_running_stats(self) -> Result<InstanceNorm> {
         let _caller = Caller::enter();
@@ -277,9 +268,6 @@ pub struct LayerNorm {
 
 impl LayerNorm {
     /// Creates a layer that normalises over the last dims. `shape` has their sizes. The `eps` is 1e-5.
-    ///
-    /// # Errors
-    /// Errors of [`BatchNorm::new`].
     #[track_caller]
     pub fn new(shape: &[usize], options: impl Into<TensorOptions>) -> Result<LayerNorm> {
         let _caller = Caller::enter();
@@ -328,9 +316,6 @@ pub struct GroupNorm {
 
 impl GroupNorm {
     /// Creates a layer for `channels` channels in `groups` groups, with an `eps` of 1e-5.
-    ///
-    /// # Errors
-    /// Errors of [`BatchNorm::new`].
     #[track_caller]
     pub fn new(groups: usize, channels: usize, options: impl Into<TensorOptions>) -> Result<GroupNorm> {
         let _caller = Caller::enter();
@@ -372,9 +357,6 @@ pub struct RmsNorm {
 
 impl RmsNorm {
     /// Creates a layer that normalises over the last dims. `shape` has their sizes. The `eps` is the machine epsilon of the dtype.
-    ///
-    /// # Errors
-    /// Errors of [`BatchNorm::new`].
     #[track_caller]
     pub fn new(shape: &[usize], options: impl Into<TensorOptions>) -> Result<RmsNorm> {
         let _caller = Caller::enter();

@@ -24,8 +24,10 @@ pub trait Part {
     /// Does the part of [`Module::visit_mut`] for this field, which has the given name.
     fn visit_field_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor));
 
-    /// Does the part of [`Module::set_training`] for this field.
-    fn set_field_training(&self, training: bool);
+    /// Does the part of [`Module::set_training`] for this field. By default nothing.
+    fn set_field_training(&self, training: bool) {
+        let _ = training;
+    }
 
     /// Does the part of [`Module::shallow_clone`] for this field.
     fn clone_handle(&self) -> Self
@@ -130,8 +132,6 @@ impl Part for Tensor {
         visitor(name.to_string(), Role::Parameter, self);
     }
 
-    fn set_field_training(&self, _training: bool) {}
-
     fn clone_handle(&self) -> Tensor {
         self.shallow_clone()
     }
@@ -152,8 +152,6 @@ impl Part for Buffer {
     fn visit_field_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
         visitor(name.to_string(), Role::Buffer, &mut self.0);
     }
-
-    fn set_field_training(&self, _training: bool) {}
 
     fn clone_handle(&self) -> Buffer {
         Buffer(self.0.shallow_clone())
@@ -214,50 +212,35 @@ impl<M: Module> Part for M {
     }
 }
 
-impl<P: Part> Part for Vec<P> {
-    fn visit_field<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        self.iter().enumerate().for_each(|(i, part)| part.visit_field(&join_names(name, &i.to_string()), visitor));
-    }
+/// Implements [`Part`] for a collection of parts, which `$collect` makes from an iterator. `$item_name` is the name of part number `$i` in
+/// a field called `$name`.
+macro_rules! impl_part_for_collections {
+    ($($collection:ident $collect:ident, $name:ident, $i:ident => $item_name:expr;)*) => { $(
+        impl<P: Part> Part for $collection<P> {
+            fn visit_field<'a>(&'a self, $name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+                self.iter().enumerate().for_each(|($i, part)| part.visit_field($item_name, visitor));
+            }
 
-    fn visit_field_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        self.iter_mut()
-            .enumerate()
-            .for_each(|(i, part)| part.visit_field_mut(&join_names(name, &i.to_string()), visitor));
-    }
+            fn visit_field_mut<'a>(&'a mut self, $name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+                self.iter_mut().enumerate().for_each(|($i, part)| part.visit_field_mut($item_name, visitor));
+            }
 
-    fn set_field_training(&self, training: bool) {
-        self.iter().for_each(|part| part.set_field_training(training));
-    }
+            fn set_field_training(&self, training: bool) {
+                self.iter().for_each(|part| part.set_field_training(training));
+            }
 
-    fn clone_handle(&self) -> Vec<P> {
-        self.iter().map(P::clone_handle).collect()
-    }
+            fn clone_handle(&self) -> $collection<P> {
+                self.iter().map(P::clone_handle).$collect()
+            }
 
-    fn visit_field_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
-        self.iter()
-            .enumerate()
-            .for_each(|(i, part)| part.visit_field_modules(&join_names(name, &i.to_string()), visitor));
-    }
+            fn visit_field_modules<'a>(&'a self, $name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+                self.iter().enumerate().for_each(|($i, part)| part.visit_field_modules($item_name, visitor));
+            }
+        }
+    )* };
 }
 
-impl<P: Part> Part for Option<P> {
-    fn visit_field<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        self.iter().for_each(|part| part.visit_field(name, visitor));
-    }
-
-    fn visit_field_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        self.iter_mut().for_each(|part| part.visit_field_mut(name, visitor));
-    }
-
-    fn set_field_training(&self, training: bool) {
-        self.iter().for_each(|part| part.set_field_training(training));
-    }
-
-    fn clone_handle(&self) -> Option<P> {
-        self.as_ref().map(P::clone_handle)
-    }
-
-    fn visit_field_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
-        self.iter().for_each(|part| part.visit_field_modules(name, visitor));
-    }
+impl_part_for_collections! {
+    Vec collect, name, i => &join_names(name, &i.to_string());
+    Option next, name, _i => name;
 }

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use super::{Mode, Module};
-use crate::internal::invalid_if;
 use crate::storage::Caller;
 use crate::{Result, Tensor};
 
@@ -114,12 +113,11 @@ macro_rules! dropout_layers {
         }
 
         impl $name {
-            /// Creates a dropout layer with probability `p`, in training mode.
-            ///
-            /// # Errors
-            /// [`crate::Error::Invalid`] if `p` is not in `0.0..=1.0`.
+            /// Creates a dropout layer with probability `p`, in training mode. Fails with [`crate::Error::Invalid`] if
+            /// `p` is not in `0.0..=1.0`.
             pub fn new(p: f64) -> Result<$name> {
-                invalid_if(concat!(stringify!($name), "::new"), !(0.0..=1.0).contains(&p), || format!("the probability {p} is not in 0.0..=1.0"))?;
+                let op = concat!(stringify!($name), "::new");
+                invalid!(op if !(0.0..=1.0).contains(&p), "the probability {p} is not in 0.0..=1.0");
                 Ok($name { p, mode: Mode::default() })
             }
         }

@@ -111,16 +111,9 @@ impl fmt::Display for Summary {
             }
         }
         writeln!(f, "{rule}")?;
-        let (all, trainable, buffers) = (
-            with_thousands_separators(self.parameters),
-            with_thousands_separators(self.trainable),
-            with_thousands_separators(self.buffers),
-        );
-        writeln!(
-            f,
-            "{all} parameters, {trainable} of them trainable; {buffers} numbers in buffers; {} bytes",
-            with_thousands_separators(self.nbytes)
-        )
+        let numbers = [self.parameters, self.trainable, self.buffers, self.nbytes];
+        let [all, trainable, buffers, nbytes] = numbers.map(with_thousands_separators);
+        writeln!(f, "{all} parameters, {trainable} of them trainable; {buffers} numbers in buffers; {nbytes} bytes")
     }
 }
 

@@ -53,10 +53,7 @@ fn residual(
     norm_first: bool,
     part: impl FnOnce(&Tensor) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    match norm_first {
-        true => x.add(&part(&norm.forward(x)?)?),
-        false => norm.forward(&x.add(&part(x)?)?),
-    }
+    if norm_first { x.add(&part(&norm.forward(x)?)?) } else { norm.forward(&x.add(&part(x)?)?) }
 }
 
 /// Applies the two linear layers of the feed-forward block. Each is followed by dropout.
@@ -80,10 +77,8 @@ pub struct TransformerEncoderLayer {
 }
 
 impl TransformerEncoderLayer {
-    /// Creates a layer of `d_model` features in `nhead` heads, with PyTorch's initialisation.
-    ///
-    /// # Errors
-    /// Errors of [`MultiheadAttention::new`]; [`Error::Invalid`](crate::Error::Invalid) for a dropout outside `0.0..=1.0`.
+    /// Creates a layer of `d_model` features in `nhead` heads, with PyTorch's initialisation. Fails as [`MultiheadAttention::new`] does,
+    /// and with [`Error::Invalid`](crate::Error::Invalid) for a dropout outside `0.0..=1.0`.
     #[track_caller]
     pub fn new(
         d_model: usize,
@@ -105,10 +100,7 @@ impl TransformerEncoderLayer {
         })
     }
 
-    /// Computes the result for `[N, S, E]` with attention masks.
-    ///
-    /// # Errors
-    /// Errors of [`MultiheadAttention::attend`].
+    /// Computes the result for `[N, S, E]` with attention masks. Fails as [`MultiheadAttention::attend`] does.
     #[track_caller]
     pub fn encode(&self, x: &Tensor, masks: AttentionMasks<'_>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -146,10 +138,8 @@ pub struct TransformerDecoderLayer {
 }
 
 impl TransformerDecoderLayer {
-    /// Creates a layer of `d_model` features in `nhead` heads, with PyTorch's initialisation.
-    ///
-    /// # Errors
-    /// Errors of [`TransformerEncoderLayer::new`].
+    /// Creates a layer of `d_model` features in `nhead` heads, with PyTorch's initialisation. Fails as [`TransformerEncoderLayer::new`]
+    /// does.
     #[track_caller]
     pub fn new(
         d_model: usize,
@@ -173,10 +163,8 @@ impl TransformerDecoderLayer {
         })
     }
 
-    /// Computes the result for a target `[N, T, E]` and a memory (the encoder's result) `[N, S, E]`, with masks for both attentions.
-    ///
-    /// # Errors
-    /// Errors of [`MultiheadAttention::attend`].
+    /// Computes the result for a target `[N, T, E]` and a memory (the encoder's result) `[N, S, E]`, with masks for both attentions. Fails
+    /// as [`MultiheadAttention::attend`] does.
     pub fn decode(
         &self,
         target: &Tensor,
@@ -229,10 +217,7 @@ impl TransformerEncoder {
         TransformerEncoder { norm: Some(norm), ..self }
     }
 
-    /// Computes the result for `[N, S, E]`. Every layer uses the same attention masks.
-    ///
-    /// # Errors
-    /// Errors of [`MultiheadAttention::attend`].
+    /// Computes the result for `[N, S, E]`. Every layer uses the same attention masks. Fails as [`MultiheadAttention::attend`] does.
     #[track_caller]
     pub fn encode(&self, x: &Tensor, masks: AttentionMasks<'_>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -268,10 +253,8 @@ impl TransformerDecoder {
         TransformerDecoder { norm: Some(norm), ..self }
     }
 
-    /// Computes the result for a target `[N, T, E]` and a memory (the encoder's result) `[N, S, E]`. Every layer uses the same masks.
-    ///
-    /// # Errors
-    /// Errors of [`MultiheadAttention::attend`].
+    /// Computes the result for a target `[N, T, E]` and a memory (the encoder's result) `[N, S, E]`. Every layer uses the same masks. Fails
+    /// as [`MultiheadAttention::attend`] does.
     pub fn decode(
         &self,
         target: &Tensor,
@@ -315,10 +298,8 @@ pub struct Transformer {
 
 impl Transformer {
     /// Creates an encoder and a decoder with the given numbers of layers, both with a final norm. Weights are drawn from Glorot's uniform
-    /// distribution, as in PyTorch (whose default is `[6, 6]` layers of 512 features in 8 heads).
-    ///
-    /// # Errors
-    /// Errors of [`TransformerEncoderLayer::new`].
+    /// distribution, as in PyTorch (whose default is `[6, 6]` layers of 512 features in 8 heads). Fails as [`TransformerEncoderLayer::new`]
+    /// does.
     #[track_caller]
     pub fn new(
         d_model: usize,

@@ -2,7 +2,7 @@
 
 use super::flat::{is_dense, join_adjacent_views};
 use super::rule::check_range;
-use crate::internal::{for_each_part, invalid_if};
+use crate::internal::for_each_part;
 use crate::{DType, Device, Result, Tensor, no_grad};
 
 /// Returns the gradients of `parameters`. Gradients that are adjacent in an optimiser's buffer are returned as one view, to save launches.
@@ -47,7 +47,9 @@ pub fn clip_grad_norm_<'a>(
 }
 
 /// Computes the norm of all tensors joined to one vector, as a scalar tensor (PyTorch's `get_total_norm`). It is the first step of
-/// [`clip_grad_norm_`]. Use it, for example, to log the norm or to combine the norms of several processes.
+/// [`clip_grad_norm_`]. Use it, for example, to log the norm or to combine the norms of several processes. Fails with
+/// [`crate::Error::Invalid`] for a `norm_type` that is not above 0, and with [`crate::Error::DeviceMismatch`] for tensors on several
+/// devices.
 ///
 /// ```
 /// use claystone::{Device, Tensor, optim::get_total_norm};
@@ -55,12 +57,9 @@ pub fn clip_grad_norm_<'a>(
 /// assert_eq!(get_total_norm(tensors, 2.0)?.item::<f32>()?, 5.0);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`crate::Error::Invalid`] for a `norm_type` that is not above 0; [`crate::Error::DeviceMismatch`] for tensors on several devices.
 pub fn get_total_norm(tensors: impl IntoIterator<Item = Tensor>, norm_type: f64) -> Result<Tensor> {
     let op = "get_total_norm";
-    invalid_if(op, norm_type.is_nan() || norm_type <= 0.0, || format!("norm_type is {norm_type}, it must be above 0"))?;
+    invalid!(op if norm_type.is_nan() || norm_type <= 0.0, "norm_type is {norm_type}, it must be above 0");
     no_grad(|| {
         let norms =
             join_adjacent_views(tensors, is_dense)?.iter().map(|t| norm(t, norm_type)).collect::<Result<Vec<_>>>()?;
@@ -78,10 +77,8 @@ pub fn get_total_norm(tensors: impl IntoIterator<Item = Tensor>, norm_type: f64)
 }
 
 /// Scales the gradients of `parameters` down by the factor that reduces `total_norm` to at most `max_norm` (PyTorch's
-/// `clip_grads_with_norm_`). `total_norm` is a scalar tensor on the gradients' device, such as the result of [`get_total_norm`].
-///
-/// # Errors
-/// Errors of [`clip_grad_norm_`].
+/// `clip_grads_with_norm_`). `total_norm` is a scalar tensor on the gradients' device, such as the result of [`get_total_norm`]. Fails as
+/// [`clip_grad_norm_`] does.
 pub fn clip_grads_with_norm_<'a>(
     parameters: impl IntoIterator<Item = &'a Tensor>,
     max_norm: f64,
@@ -108,10 +105,8 @@ pub(super) fn all_finite<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -
     })
 }
 
-/// Clamps the gradients of `parameters` to `-value..=value` (PyTorch's `clip_grad_value_`). One launch clamps all gradients of an optimiser.
-///
-/// # Errors
-/// [`crate::Error::Invalid`] for a `value` below 0; [`crate::Error::Partial`] as for [`clip_grad_norm_`].
+/// Clamps the gradients of `parameters` to `-value..=value` (PyTorch's `clip_grad_value_`). One launch clamps all gradients of an
+/// optimiser. Fails with [`crate::Error::Invalid`] for a `value` below 0, and with [`crate::Error::Partial`] as [`clip_grad_norm_`] does.
 pub fn clip_grad_value_<'a>(parameters: impl IntoIterator<Item = &'a Tensor>, value: f64) -> Result<()> {
     let op = "clip_grad_value_";
     check_range(op, "value", value, 0.0..f64::INFINITY)?;

@@ -6,18 +6,18 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use smallvec::SmallVec;
 
-use crate::internal::{invalid_if, same_device, same_dtype};
+use crate::internal::{same_device, same_dtype};
 use crate::storage::Storage;
-use crate::{DType, Device, Error, Graph, MemoryFormat, Result, Shape, Tensor, no_grad};
+use crate::{DType, Device, Graph, MemoryFormat, Result, Shape, Tensor, no_grad};
 
 /// The parameters of a group and their gradients. The parameters are moved into one flat buffer and the gradients into a second.
 /// A parameter is not moved if its storage has other handles (another optimiser, a state dict, a tied layer), so that they see the updates.
 pub(super) struct FlatParameters {
     dtype: DType,
-    device: Device,
+    pub(super) device: Device,
     parameters: Vec<Parameter>,
     /// f32 master copies of half-precision parameters. Steps update the master, because small updates would be lost in half precision.
-    master: Option<Tensor>,
+    pub(super) master: Option<Tensor>,
     /// The distinct storages of the parameters, if there is a master. Their versions tell whether the master is stale.
     buffers: SmallVec<[Storage; 1]>,
     /// The [`FlatParameters::version`] of the parameters at which `master` was up to date.
@@ -154,24 +154,18 @@ impl FlatParameters {
     /// Moves `parameters` into flat buffers. They are leaves that require a gradient, all of the same float dtype and on the same device.
     pub(super) fn new(op: &'static str, mut parameters: Vec<&mut Tensor>) -> Result<FlatParameters> {
         follow_conversions(&mut parameters);
-        let Some(first) = parameters.first() else {
-            return Err(Error::invalid(op, "there are no parameters"));
-        };
+        let Some(first) = parameters.first() else { invalid!(op, "there are no parameters") };
         let (dtype, device) = (first.dtype(), first.device());
         for p in &parameters {
-            if p.leaf_id().is_none() {
-                let reason = format!("a parameter of shape {} is not a leaf that requires a gradient", p.shape());
-                return Err(Error::Autograd { op, reason });
-            }
+            no_gradient!(op if p.leaf_id().is_none(),
+                "a parameter of shape {} is not a leaf that requires a gradient", p.shape());
             same_dtype(op, &[&**first, &**p])?;
             same_device(op, &[&**first, &**p])?;
         }
         for (i, p) in parameters.iter().enumerate().filter(|(_, p)| p.numel() > 0) {
-            invalid_if(
-                op,
-                parameters[..i].iter().any(|q| q.numel() > 0 && q.shares_storage(p) && q.offset() == p.offset()),
-                || format!("a parameter of shape {} is given twice: give a tied parameter once", p.shape()),
-            )?;
+            let is_given = |q: &&mut Tensor| q.numel() > 0 && q.shares_storage(p) && q.offset() == p.offset();
+            invalid!(op if parameters[..i].iter().any(is_given),
+                "a parameter of shape {} is given twice: give a tied parameter once", p.shape());
         }
         let slots: Vec<Option<Tensor>> = parameters.iter().map(|p| p.grad_slot()).collect();
         let moves =
@@ -248,10 +242,6 @@ impl FlatParameters {
         self.master.as_ref().map_or(self.dtype, Tensor::dtype)
     }
 
-    pub(super) fn master(&self) -> Option<&Tensor> {
-        self.master.as_ref()
-    }
-
     /// Returns the part of a flat state buffer that belongs to parameter `i`, as a view with the parameter's shape.
     pub(super) fn parameter_state(&self, flat: &Tensor, i: usize) -> Result<Tensor> {
         let parameter @ Parameter { leaf, elements, .. } = &self.parameters[i];
@@ -260,7 +250,7 @@ impl FlatParameters {
 
     /// Converts a flat state buffer of `other` (the parameters before a module conversion) to the dtype, device and formats of `self`.
     pub(super) fn convert_state(&self, other: &FlatParameters, state: &Tensor) -> Result<Tensor> {
-        let converted = state.to(self.state_dtype(), self.device())?;
+        let converted = state.to(self.state_dtype(), self.device)?;
         let format = |p: &Parameter| p.format();
         if self.parameters.iter().map(format).eq(other.parameters.iter().map(format)) {
             return Ok(converted);
@@ -270,14 +260,6 @@ impl FlatParameters {
             self.parameter_state(&made, i)?.copy_(&other.parameter_state(&converted, i)?)?;
         }
         Ok(made)
-    }
-
-    pub(super) fn device(&self) -> Device {
-        self.device
-    }
-
-    pub(super) fn zero_grad(&self) {
-        self.parameters().for_each(Tensor::zero_grad);
     }
 
     /// Returns a number that every in-place change of a parameter raises.

@@ -4,10 +4,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use smallvec::SmallVec;
 
-use super::Optimizer;
 use super::flat::{CapturedStep, FlatParameters, Run, StepTensors, follow_conversions};
-use super::rule::Rule;
-use crate::internal::{for_each_part, invalid_if, lock};
+use super::rule::{Optimizer, Rule};
+use crate::internal::{for_each_part, lock};
 use crate::io::StateDict;
 use crate::ops::MapInto;
 use crate::storage::Caller;
@@ -58,13 +57,10 @@ impl<R: Rule> Progress<R> {
         let numbers = |steps: i32| self.rule.numbers(steps.saturating_add(ahead).saturating_add(1));
         let mut steps = self.steps[run.parameters.clone()].iter().copied();
         let first = steps.next().unwrap_or_default();
-        match steps.all(|other| other == first || numbers(other) == numbers(first)) {
-            true => Ok(()),
-            false => {
-                let reason = "parameters that the graph updates in one launch have had different numbers of steps since: capture it again";
-                Err(Error::invalid(R::NAME, reason))
-            }
-        }
+        let op = R::NAME;
+        invalid!(op if steps.any(|other| other != first && numbers(other) != numbers(first)),
+            "parameters that the graph updates in one launch have had different numbers of steps since: capture it again");
+        Ok(())
     }
 
     fn count_update(&mut self, run: &Run) {
@@ -97,6 +93,7 @@ impl<R: Rule> Fused<R> {
     }
 
     /// Adds a parameter group with its own hyperparameters, dtype and device (PyTorch's `add_param_group`). A step has a launch per group.
+    /// Fails as [`Fused::new`] does, and with [`Error::Invalid`] for a parameter that is already in another group.
     ///
     /// ```
     /// use claystone::optim::{AdamW, AdamWConfig, Optimizer};
@@ -108,18 +105,14 @@ impl<R: Rule> Fused<R> {
     /// assert_eq!(adamw.learning_rates(), [1e-3, 1e-2]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Errors of [`Fused::new`]. [`Error::Invalid`] for a parameter that is already in another group.
     #[track_caller]
     pub fn with_group(mut self, parameters: Vec<&mut Tensor>, rule: R) -> Result<Fused<R>> {
         let _caller = Caller::enter();
         let mine: Vec<&Tensor> = self.parameters().into_iter().filter(|q| q.numel() > 0).collect();
         let taken = |p: &Tensor| p.numel() > 0 && mine.iter().any(|q| q.shares_storage(p) && q.offset() == p.offset());
-        if let Some(p) = parameters.iter().find(|p| taken(p)) {
-            let reason = format!("a parameter of shape {} is already in another group", p.shape());
-            return Err(Error::invalid(R::NAME, reason));
-        }
+        let op = R::NAME;
+        invalid!(op if let Some(p) = parameters.iter().find(|p| taken(p)),
+            "a parameter of shape {} is already in another group", p.shape());
         let group = Group::new(parameters, rule)?;
         let is_added = |p: &Tensor| group.flat.parameters().any(|added| added.leaf_id() == current_handle(p).leaf_id());
         self.groups.iter_mut().for_each(|g| g.skipped.retain(|p| !is_added(p)));
@@ -128,8 +121,8 @@ impl<R: Rule> Fused<R> {
     }
 
     /// Creates groups from named parameters, such as those of [`Module::named_parameters_mut`](crate::nn::Module::named_parameters_mut).
-    /// The closure `rule` returns the hyperparameters of a parameter. Parameters with equal hyperparameters, dtype and device form a
-    /// group. Parameters that are not passed, such as those of a frozen layer, are not changed.
+    /// The closure `rule` returns the hyperparameters of a parameter. Parameters with equal hyperparameters, dtype and device form a group.
+    /// Parameters that are not passed, such as those of a frozen layer, are not changed. Fails as [`Fused::new`] does.
     ///
     /// ```
     /// use claystone::Device;
@@ -146,9 +139,6 @@ impl<R: Rule> Fused<R> {
     /// assert_eq!(groups, [(1e-3, 0.01), (1e-3, 0.0), (1e-2, 0.0)]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Errors of [`Fused::new`].
     #[track_caller]
     pub fn grouped<'a>(
         parameters: impl IntoIterator<Item = (String, &'a mut Tensor)>,
@@ -215,15 +205,12 @@ impl<R: Rule> Group<R> {
 
     /// Returns the runs to update. If the module was converted, switches to its new parameters first.
     fn runs(&mut self) -> Result<SmallVec<[Run; 1]>> {
-        if let Some(p) = self.skipped.iter().find(|p| current_handle(p).requires_grad()) {
-            let reason = format!(
-                "a parameter of shape {} was frozen when the optimiser was made and is trained now: add it with with_group(), or give the optimiser only trainable_parameters_mut()",
-                p.shape()
-            );
-            return Err(Error::Autograd { op: R::NAME, reason });
-        }
+        let op = R::NAME;
+        no_gradient!(op if let Some(p) = self.skipped.iter().find(|p| current_handle(p).requires_grad()),
+            "a parameter of shape {} was frozen when the optimiser was made and is trained now: add it with with_group(), or \
+             give the optimiser only trainable_parameters_mut()", p.shape());
         // During a capture the master is not refreshed here: each replay does so before it runs. A captured refresh would round the master again.
-        let capture = Graph::capture_id(self.flat.device());
+        let capture = Graph::capture_id(self.flat.device);
         if capture.is_none() {
             self.flat.refresh()?;
         }
@@ -266,7 +253,7 @@ impl<R: Rule> Group<R> {
 
     /// Updates the weights of `runs`, with gradients multiplied by `factor`. If the device captures a graph, the graph captures the updates.
     fn step(&mut self, runs: SmallVec<[Run; 1]>, factor: f64) -> Result<()> {
-        if Graph::is_capturing(self.flat.device()) {
+        if Graph::is_capturing(self.flat.device) {
             return runs.into_iter().try_for_each(|run| self.capture(run, factor));
         }
         let progress = Arc::clone(&self.progress);
@@ -291,7 +278,7 @@ impl<R: Rule> Group<R> {
 
     /// Captures a run's update, which reads its numbers from device memory. Before each replay, the numbers of that step are copied there.
     fn capture(&mut self, run: Run, factor: f64) -> Result<()> {
-        let (device, dtype) = (self.flat.device(), self.flat.state_dtype());
+        let (device, dtype) = (self.flat.device, self.flat.state_dtype());
         let rule = self.progress().rule.clone();
         let count = rule.numbers(1).len() + 1;
         let empty = |_| Tensor::empty((), (dtype, device));
@@ -349,7 +336,7 @@ impl<R: Rule> Group<R> {
             for ((name, _), flat) in names.iter().zip(&self.state) {
                 out.push((format!("state.{}.{name}", first + i), self.flat.parameter_state(flat, i)?));
             }
-            if let Some(master) = self.flat.master() {
+            if let Some(master) = &self.flat.master {
                 out.push((format!("state.{}.master", first + i), self.flat.parameter_state(master, i)?));
             }
         }
@@ -398,7 +385,7 @@ impl<R: Rule> Optimizer for Fused<R> {
     }
 
     fn zero_grad(&self) {
-        self.groups.iter().for_each(|g| g.flat.zero_grad());
+        self.groups.iter().flat_map(|g| g.flat.parameters()).for_each(Tensor::zero_grad);
     }
 
     fn parameters(&self) -> Vec<&Tensor> {
@@ -410,9 +397,8 @@ impl<R: Rule> Optimizer for Fused<R> {
     }
 
     fn set_learning_rates(&mut self, rates: &[f64]) -> Result<()> {
-        invalid_if(R::NAME, rates.len() != self.groups.len(), || {
-            format!("{} learning rates for {} groups", rates.len(), self.groups.len())
-        })?;
+        let op = R::NAME;
+        invalid!(op if rates.len() != self.groups.len(), "{} learning rates for {} groups", rates.len(), self.groups.len());
         self.groups.iter().zip(rates).for_each(|(g, &lr)| g.progress().rule.set_learning_rate(lr));
         Ok(())
     }

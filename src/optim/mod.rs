@@ -8,104 +8,51 @@
 //! A [`Rule`] defines an optimiser by the names of its state, its numbers, and one formula. [`Fused`] implements the rest, also for
 //! rules of other crates. [`Scheduler`] changes the learning rate from step to step, and [`ReduceLrOnPlateau`] lowers it when a
 //! metric stops improving. [`clip_grad_norm_`] limits gradients, and [`GradScaler`] prevents underflow of f16 gradients.
+//!
+//! All functions that return a result also fail if the device fails or has too little memory. The documentation names only other errors.
 
-mod adam;
+/// Defines `state_dict` and `load_state_dict` of a type whose state consists of these fields, each with its name in the state.
+macro_rules! state_of_fields {
+    ($(#[$doc:meta])* $type:ident { $($name:literal => $($field:ident).+,)* }) => {
+        impl $type {
+            $(#[$doc])*
+            pub fn state_dict(&self) -> Result<StateDict> {
+                StateDict::from_parts(&[$(($name, &self.$($field).+)),*])
+            }
+
+            /// Restores a state from [`state_dict`](Self::state_dict). Fails with [`crate::Error::Invalid`] if a name is missing.
+            pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+                state.load_parts(&mut [$(($name, &mut self.$($field).+)),*])
+            }
+        }
+    };
+}
+
 mod clip;
 mod flat;
 mod fused;
-mod lion;
-mod plateau;
-mod rmsprop;
 mod rule;
+mod rules;
 mod scaler;
 mod schedule;
-mod sgd;
 
+use crate::Result;
 use crate::io::{StateDict, Stateful};
-use crate::{Result, Tensor};
 
-pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use clip::{clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm};
 pub(crate) use flat::{is_same_view, join_adjacent_views};
 pub use fused::Fused;
-pub use lion::{Lion, LionConfig};
-pub use plateau::{PlateauMode, ReduceLrOnPlateau, ReduceLrOnPlateauConfig, ThresholdMode};
-pub use rmsprop::{Adagrad, AdagradConfig, RmsProp, RmsPropConfig};
-pub use rule::Rule;
+pub use rule::{Optimizer, Rule};
+pub use rules::{
+    Adagrad, AdagradConfig, Adam, AdamConfig, AdamW, AdamWConfig, Lion, LionConfig, RmsProp, RmsPropConfig, Sgd,
+    SgdConfig,
+};
 pub use scaler::{GradScaler, GradScalerConfig};
 pub use schedule::{
     AnnealStrategy, CosineAnnealingLr, CosineAnnealingWarmRestarts, ExponentialLr, LambdaLr, LinearLr, MultiStepLr,
-    OneCycleLr, Schedule, Scheduler, SequentialLr, StepLr,
+    OneCycleLr, PlateauMode, ReduceLrOnPlateau, ReduceLrOnPlateauConfig, Schedule, Scheduler, SequentialLr, StepLr,
+    ThresholdMode,
 };
-pub use sgd::{Sgd, SgdConfig};
-
-/// The interface of all optimisers.
-pub trait Optimizer {
-    /// Updates every parameter that has a gradient, in place and without allocations. Makes one launch per group if all have gradients.
-    ///
-    /// # Errors
-    /// Device failures, after which no parameter is changed, except for [`Error::Partial`](crate::Error::Partial): then some groups, or
-    /// some runs of adjacent parameters, are updated completely and the others not at all.
-    #[track_caller]
-    fn step(&mut self) -> Result<()> {
-        self.step_scaled(1.0)
-    }
-
-    /// Does the same as [`Optimizer::step`], with gradients multiplied by `factor` in the precision of the step. [`GradScaler`] calls it.
-    ///
-    /// # Errors
-    /// Errors of [`Optimizer::step`].
-    fn step_scaled(&mut self, factor: f64) -> Result<()>;
-
-    /// Clears the gradients without a launch. Call it before each backward pass, unless gradients are to be accumulated.
-    fn zero_grad(&self);
-
-    /// Returns the parameters of all groups.
-    fn parameters(&self) -> Vec<&Tensor>;
-
-    /// Returns the learning rate of each group.
-    fn learning_rates(&self) -> Vec<f64>;
-
-    /// Sets the learning rate of each group, in the order of the groups. Does not recompile kernels.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] if the number of rates differs from the number of groups.
-    fn set_learning_rates(&mut self, rates: &[f64]) -> Result<()>;
-
-    /// Returns the state needed to resume training. For parameter 3 it has `state.3.step`, the tensors of the rule such as
-    /// `state.3.exp_avg`, and for half precision the f32 master weights `state.3.master`; for group 0 it has `param_groups.0.lr`. Large
-    /// tensors are views of the optimiser's memory: save or clone them before the next step.
-    ///
-    /// # Errors
-    /// Device failures.
-    fn state_dict(&self) -> Result<StateDict>;
-
-    /// Restores a state from [`Optimizer::state_dict`]. Load the model's parameters first. All names and shapes are checked before any change.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] for a missing or unknown name, and for a tensor with another shape than expected.
-    /// [`crate::Error::Partial`] if the device fails after some of the state was copied.
-    fn load_state_dict(&mut self, state: &StateDict) -> Result<()>;
-
-    /// True if all gradients are finite; [`GradScaler`] calls it before a step. Waits for the device.
-    ///
-    /// # Errors
-    /// Device failures.
-    fn gradients_are_finite(&self) -> Result<bool> {
-        clip::all_finite(self.parameters())
-    }
-
-    /// Returns the learning rate of the first group.
-    fn learning_rate(&self) -> f64 {
-        self.learning_rates()[0]
-    }
-
-    /// Sets the learning rate of all groups.
-    fn set_learning_rate(&mut self, lr: f64) {
-        let rates = vec![lr; self.learning_rates().len()];
-        self.set_learning_rates(&rates).expect("one for each group");
-    }
-}
 
 /// Implements [`Stateful`] by calling the type's own `state_dict` and `load_state_dict`.
 macro_rules! impl_stateful {

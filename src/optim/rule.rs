@@ -1,8 +1,66 @@
-//! The trait that defines an optimiser: its hyperparameters, its state and one formula.
+//! The interface of all optimisers, and the trait that defines an optimiser by hyperparameters, state and one formula.
 
 use std::ops::Range;
 
-use crate::{Error, Expr, Result};
+use super::clip::all_finite;
+use crate::io::StateDict;
+use crate::{Expr, Result, Tensor};
+
+/// The interface of all optimisers.
+pub trait Optimizer {
+    /// Updates every parameter that has a gradient, in place and without allocations. Makes one launch per group if all have gradients.
+    ///
+    /// # Errors
+    /// Device failures, after which no parameter is changed, except for [`Error::Partial`](crate::Error::Partial): then some groups, or
+    /// some runs of adjacent parameters, are updated completely and the others not at all.
+    #[track_caller]
+    fn step(&mut self) -> Result<()> {
+        self.step_scaled(1.0)
+    }
+
+    /// Does the same as [`Optimizer::step`], with gradients multiplied by `factor` in the precision of the step. [`GradScaler`] calls it.
+    /// Fails as [`Optimizer::step`] does.
+    fn step_scaled(&mut self, factor: f64) -> Result<()>;
+
+    /// Clears the gradients without a launch. Call it before each backward pass, unless gradients are to be accumulated.
+    fn zero_grad(&self);
+
+    /// Returns the parameters of all groups.
+    fn parameters(&self) -> Vec<&Tensor>;
+
+    /// Returns the learning rate of each group.
+    fn learning_rates(&self) -> Vec<f64>;
+
+    /// Sets the learning rate of each group, in the order of the groups. Does not recompile kernels. Fails with [`crate::Error::Invalid`]
+    /// if the number of rates differs from the number of groups.
+    fn set_learning_rates(&mut self, rates: &[f64]) -> Result<()>;
+
+    /// Returns the state needed to resume training. For parameter 3 it has `state.3.step`, the tensors of the rule such as
+    /// `state.3.exp_avg`, and for half precision the f32 master weights `state.3.master`; for group 0 it has `param_groups.0.lr`. Large
+    /// tensors are views of the optimiser's memory: save or clone them before the next step.
+    fn state_dict(&self) -> Result<StateDict>;
+
+    /// Restores a state from [`Optimizer::state_dict`]. Load the model's parameters first. All names and shapes are checked before any
+    /// change. Fails with [`crate::Error::Invalid`] for a missing or unknown name, and for a tensor with another shape than expected, and
+    /// with [`crate::Error::Partial`] if the device fails after some of the state was copied.
+    fn load_state_dict(&mut self, state: &StateDict) -> Result<()>;
+
+    /// True if all gradients are finite; [`GradScaler`] calls it before a step. Waits for the device.
+    fn gradients_are_finite(&self) -> Result<bool> {
+        all_finite(self.parameters())
+    }
+
+    /// Returns the learning rate of the first group.
+    fn learning_rate(&self) -> f64 {
+        self.learning_rates()[0]
+    }
+
+    /// Sets the learning rate of all groups.
+    fn set_learning_rate(&mut self, lr: f64) {
+        let rates = vec![lr; self.learning_rates().len()];
+        self.set_learning_rates(&rates).expect("one for each group");
+    }
+}
 
 /// The definition of an optimiser. A value holds the hyperparameters; pass it to [`Fused::new`](super::Fused::new).
 ///
@@ -43,10 +101,8 @@ pub trait Rule: Clone + Send + 'static {
     /// The optimiser's name, for error messages.
     const NAME: &'static str;
 
-    /// Checks the hyperparameters. By default, accepts all values.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] with the name of the invalid hyperparameter.
+    /// Checks the hyperparameters. By default, accepts all values. Fails with [`crate::Error::Invalid`], which names the invalid
+    /// hyperparameter.
     fn check(&self) -> Result<()> {
         Ok(())
     }
@@ -76,13 +132,6 @@ pub trait Rule: Clone + Send + 'static {
     fn set_learning_rate(&mut self, lr: f64);
 }
 
-/// Implements [`Rule::numbers`] for a rule that implements [`Rule::numbers_to`].
-pub(super) fn collect_numbers(rule: &impl Rule, step: i32) -> Vec<f64> {
-    let mut numbers = Vec::new();
-    rule.numbers_to(step, &mut numbers);
-    numbers
-}
-
 /// Returns `g + by * w`, or `g` if `decay` (the value of `by`) is 0, so that an infinite weight does not make the gradient NaN.
 pub(super) fn add_weight_decay(g: &Expr, w: &Expr, decay: f64, by: &Expr) -> Expr {
     if decay == 0.0 { g.clone() } else { g + by * w }
@@ -90,10 +139,9 @@ pub(super) fn add_weight_decay(g: &Expr, w: &Expr, decay: f64, by: &Expr) -> Exp
 
 /// Returns an error unless `value` is in `range`. `name` is the public name of the hyperparameter.
 pub(super) fn check_range(op: &'static str, name: &str, value: f64, range: Range<f64>) -> Result<()> {
-    if range.contains(&value) {
-        return Ok(());
-    }
-    Err(Error::invalid(op, format!("{name} is {value}, it must be at least {} and below {}", range.start, range.end)))
+    invalid!(op if !range.contains(&value),
+        "{name} is {value}, it must be at least {} and below {}", range.start, range.end);
+    Ok(())
 }
 
 /// The range of hyperparameters that must not be negative.
@@ -130,7 +178,9 @@ macro_rules! optimizer {
             }
 
             fn numbers(&self, step: i32) -> Vec<f64> {
-                $crate::optim::rule::collect_numbers(self, step)
+                let mut numbers = Vec::new();
+                self.numbers_to(step, &mut numbers);
+                numbers
             }
 
             fn learning_rate(&self) -> f64 {

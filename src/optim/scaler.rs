@@ -1,9 +1,8 @@
 //! Loss scaling. The loss is multiplied by a large factor so that small f16 gradients do not underflow.
 
-use super::Optimizer;
 use super::clip::gradient_views;
-use super::rule::check_range;
-use crate::internal::{for_each_part, invalid_if};
+use super::rule::{Optimizer, check_range};
+use crate::internal::for_each_part;
 use crate::io::StateDict;
 use crate::{Result, Tensor, no_grad};
 
@@ -50,10 +49,8 @@ pub struct GradScaler {
 }
 
 impl GradScaler {
-    /// Creates a scaler with the initial factor.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] if `init_scale` is not above 0, `growth_factor` is below 1, or `backoff_factor` is not between 0 and 1.
+    /// Creates a scaler with the initial factor. Fails with [`crate::Error::Invalid`] if `init_scale` is not above 0, `growth_factor` is
+    /// below 1, or `backoff_factor` is not between 0 and 1.
     pub fn new(config: GradScalerConfig) -> Result<GradScaler> {
         let op = "GradScaler::new";
         let least = f64::MIN_POSITIVE;
@@ -69,22 +66,17 @@ impl GradScaler {
         self.scale
     }
 
-    /// Returns `loss` times the factor. Call `backward` on the result.
-    ///
-    /// # Errors
-    /// Errors of [`Tensor::mul_scalar`].
+    /// Returns `loss` times the factor. Call `backward` on the result. Fails as [`Tensor::mul_scalar`] does.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         loss.mul_scalar(self.scale)
     }
 
     /// Divides the gradients by the factor, for example to clip them before the step. The smallest f16 gradients may underflow here.
-    /// Without this call, the step divides in f32, where they do not.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] if the gradients are already unscaled. [`crate::Error::Partial`] if the device fails after some were divided.
+    /// Without this call, the step divides in f32, where they do not. Fails with [`crate::Error::Invalid`] if the gradients are already
+    /// unscaled, and with [`crate::Error::Partial`] if the device fails after some were divided.
     pub fn unscale_(&mut self, optimizer: &dyn Optimizer) -> Result<()> {
         let op = "GradScaler::unscale_";
-        invalid_if(op, self.unscaled.is_some(), || "the gradients of this step are already unscaled")?;
+        invalid!(op if self.unscaled.is_some(), "the gradients of this step are already unscaled");
         let (finite, factor) = (optimizer.gradients_are_finite()?, 1.0 / self.scale);
         let gradients = gradient_views(optimizer.parameters())?;
         no_grad(|| for_each_part(op, &gradients, |run| run.mul_scalar_(factor).map(|_| ())))?;
@@ -92,10 +84,8 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Calls the optimiser's step unless a gradient is infinite or NaN. Returns whether the step was made.
-    ///
-    /// # Errors
-    /// Errors of [`Optimizer::step`].
+    /// Calls the optimiser's step unless a gradient is infinite or NaN. Returns whether the step was made. Fails as [`Optimizer::step`]
+    /// does.
     pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<bool> {
         let (finite, factor) = match self.unscaled {
             Some(finite) => (finite, 1.0),
@@ -123,34 +113,15 @@ impl GradScaler {
             self.good_steps = 0;
         }
     }
+}
 
+state_of_fields! {
     /// Returns the factor and the options under PyTorch's names. Call this function after [`GradScaler::update`].
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`].
-    pub fn state_dict(&self) -> Result<StateDict> {
-        let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = &self.config;
-        StateDict::from_parts(&[
-            ("scale", &self.scale),
-            ("growth_factor", growth_factor),
-            ("backoff_factor", backoff_factor),
-            ("growth_interval", growth_interval),
-            ("_growth_tracker", &self.good_steps),
-        ])
-    }
-
-    /// Restores a state from [`GradScaler::state_dict`].
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] if a name is missing.
-    pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
-        let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = &mut self.config;
-        state.load_parts(&mut [
-            ("scale", &mut self.scale),
-            ("growth_factor", growth_factor),
-            ("backoff_factor", backoff_factor),
-            ("growth_interval", growth_interval),
-            ("_growth_tracker", &mut self.good_steps),
-        ])
+    GradScaler {
+        "scale" => scale,
+        "growth_factor" => config.growth_factor,
+        "backoff_factor" => config.backoff_factor,
+        "growth_interval" => config.growth_interval,
+        "_growth_tracker" => good_steps,
     }
 }

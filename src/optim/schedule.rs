@@ -1,10 +1,11 @@
-//! Learning rate schedules in closed form: the rate depends only on the initial rate and the number of the step.
+//! Learning rate schedules in closed form, whose rate depends only on the initial rate and the number of the step, and a scheduler that
+//! lowers the rate when a metric stops improving.
 
 use std::f64::consts::PI;
 
-use super::Optimizer;
+use super::rule::{NON_NEGATIVE, Optimizer, check_range};
+use crate::Result;
 use crate::io::StateDict;
-use crate::{Error, Result};
 
 /// The learning rate as a function of time. Closures `|base, step| ..` implement this trait.
 pub trait Schedule: Send {
@@ -42,20 +43,16 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// Stores the optimiser's rates as the initial rates, and sets the rates of step 0.
-    ///
-    /// # Errors
-    /// Errors of [`Optimizer::set_learning_rates`].
+    /// Stores the optimiser's rates as the initial rates, and sets the rates of step 0. Fails as
+    /// [`Optimizer::set_learning_rates`] does.
     pub fn new(optimizer: &mut dyn Optimizer, schedule: impl Schedule + 'static) -> Result<Scheduler> {
         let scheduler = Scheduler { schedule: Box::new(schedule), base: optimizer.learning_rates(), step: 0 };
         scheduler.set(optimizer)?;
         Ok(scheduler)
     }
 
-    /// Advances to the next step, and sets the optimiser's rates for it.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] if groups were added to the optimiser after [`Scheduler::new`].
+    /// Advances to the next step, and sets the optimiser's rates for it. Fails with [`crate::Error::Invalid`] if groups
+    /// were added to the optimiser after [`Scheduler::new`].
     pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<()> {
         self.step += 1;
         self.set(optimizer)
@@ -72,34 +69,21 @@ impl Scheduler {
     }
 
     /// Returns the state: `last_epoch` and `base_lrs`.
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`].
     pub fn state_dict(&self) -> Result<StateDict> {
         StateDict::from_parts(&[("last_epoch", &self.step), ("base_lrs", &self.base)])
     }
 
-    /// Restores a state from [`Scheduler::state_dict`]. Current rates are not restored: they belong to the optimiser's state.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a missing name, and if the number of groups differs.
+    /// Restores a state from [`Scheduler::state_dict`]. Current rates are not restored: they belong to the optimiser's
+    /// state. Fails with [`crate::Error::Invalid`] for a missing name, and if the number of groups differs.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let (mut step, mut base) = (0, Vec::new());
         state.load_parts(&mut [("last_epoch", &mut step), ("base_lrs", &mut base)])?;
-        check_groups("Scheduler::load_state_dict", self.base.len(), base.len())?;
+        let (wanted, given) = (self.base.len(), base.len());
+        invalid!("Scheduler::load_state_dict" if wanted != given,
+            "the state is of an optimiser with {given} groups, and this one has {wanted}: make the same groups");
         (self.step, self.base) = (step, base);
         Ok(())
     }
-}
-
-/// Returns an error unless the state and the optimiser have the same number of groups.
-fn check_groups(op: &'static str, wanted: usize, given: usize) -> Result<()> {
-    if wanted == given {
-        return Ok(());
-    }
-    let reason =
-        format!("the state is of an optimiser with {given} groups, and this one has {wanted}: make the same groups");
-    Err(Error::invalid(op, reason))
 }
 
 /// Multiplies the rate by `gamma` every `step_size` steps (PyTorch's `StepLR`).
@@ -344,5 +328,134 @@ impl Schedule for SequentialLr {
     fn learning_rate(&self, base: f64, step: usize) -> f64 {
         let (start, part) = self.parts.iter().rev().find(|(start, _)| *start <= step).unwrap_or(&self.parts[0]);
         part.learning_rate(base, step - start)
+    }
+}
+
+/// The direction in which a metric improves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PlateauMode {
+    /// Smaller values are better, as for a loss.
+    Min,
+    /// Larger values are better, as for an accuracy.
+    Max,
+}
+
+/// How [`ReduceLrOnPlateauConfig::threshold`] is compared: relative to the best metric, or as an absolute difference.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ThresholdMode {
+    /// The threshold is a fraction of the best metric.
+    Rel,
+    /// The threshold is a difference from the best metric.
+    Abs,
+}
+
+options! {
+    /// Options of [`ReduceLrOnPlateau`], with PyTorch's names and defaults.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    pub struct ReduceLrOnPlateauConfig {
+        /// The direction in which the metric improves.
+        pub mode: PlateauMode = PlateauMode::Min,
+        /// The factor by which a reduction multiplies the learning rate, below 1.
+        pub factor: f64 = 0.1,
+        /// The number of consecutive epochs without improvement that do not yet reduce the rate.
+        pub patience: usize = 10,
+        /// The smallest improvement of the metric that counts as an improvement.
+        pub threshold: f64 = 1e-4,
+        /// How the threshold is compared with the improvement.
+        pub threshold_mode: ThresholdMode = ThresholdMode::Rel,
+        /// The number of epochs after a reduction in which epochs without improvement are not counted.
+        pub cooldown: usize = 0,
+        /// The lower bound of the learning rate.
+        pub min_lr: f64 = 0.0,
+        /// The smallest reduction: if the rate would fall by `eps` or less, it is not changed.
+        pub eps: f64 = 1e-8,
+    }
+}
+
+/// Lowers an optimiser's learning rates when a metric, such as the validation loss, has not improved for more than `patience`
+/// epochs (PyTorch's `ReduceLROnPlateau`). A NaN never counts as an improvement.
+///
+/// ```
+/// use claystone::optim::{Optimizer, ReduceLrOnPlateau, ReduceLrOnPlateauConfig, Sgd, SgdConfig};
+/// use claystone::{Device, Tensor};
+/// let mut w = Tensor::ones(&[2], Device::Cpu)?.requires_grad_(true)?;
+/// let mut sgd = Sgd::new(vec![&mut w], SgdConfig { lr: 0.1, ..Default::default() })?;
+/// let mut plateau = ReduceLrOnPlateau::new(ReduceLrOnPlateauConfig { factor: 0.5, patience: 1, ..Default::default() })?;
+/// for validation_loss in [0.9, 0.5, 0.5, 0.51] {
+///     plateau.step(&mut sgd, validation_loss)?;
+/// }
+/// assert_eq!(sgd.learning_rate(), 0.05);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct ReduceLrOnPlateau {
+    config: ReduceLrOnPlateauConfig,
+    best: f64,
+    num_bad_epochs: usize,
+    cooldown_counter: usize,
+    last_epoch: usize,
+}
+
+impl ReduceLrOnPlateau {
+    /// Creates a scheduler without a best metric. Fails with [`crate::Error::Invalid`] for a factor outside `0.0..1.0`,
+    /// and for a `min_lr` or an `eps` below 0.
+    pub fn new(config: ReduceLrOnPlateauConfig) -> Result<ReduceLrOnPlateau> {
+        let op = "ReduceLrOnPlateau::new";
+        check_range(op, "factor", config.factor, 0.0..1.0)?;
+        check_range(op, "min_lr", config.min_lr, NON_NEGATIVE)?;
+        check_range(op, "eps", config.eps, NON_NEGATIVE)?;
+        let best = if config.mode == PlateauMode::Min { f64::INFINITY } else { f64::NEG_INFINITY };
+        Ok(ReduceLrOnPlateau { config, best, num_bad_epochs: 0, cooldown_counter: 0, last_epoch: 0 })
+    }
+
+    /// Records the metric of an epoch. Lowers the rates of all groups after more than `patience` epochs without
+    /// improvement. Fails as [`Optimizer::set_learning_rates`] does.
+    pub fn step(&mut self, optimizer: &mut dyn Optimizer, metric: f64) -> Result<()> {
+        self.last_epoch += 1;
+        if self.is_better(metric) {
+            self.best = metric;
+            self.num_bad_epochs = 0;
+        } else {
+            self.num_bad_epochs += 1;
+        }
+        if self.cooldown_counter > 0 {
+            self.cooldown_counter -= 1;
+            self.num_bad_epochs = 0;
+        }
+        if self.num_bad_epochs > self.config.patience {
+            let ReduceLrOnPlateauConfig { factor, min_lr, eps, cooldown, .. } = self.config;
+            let reduced = |lr: f64| (lr * factor).max(min_lr);
+            let rates = optimizer.learning_rates();
+            let rates = rates.into_iter().map(|lr| if lr - reduced(lr) > eps { reduced(lr) } else { lr });
+            optimizer.set_learning_rates(&rates.collect::<Vec<f64>>())?;
+            self.cooldown_counter = cooldown;
+            self.num_bad_epochs = 0;
+        }
+        Ok(())
+    }
+
+    fn is_better(&self, metric: f64) -> bool {
+        let (best, by) = (self.best, self.config.threshold);
+        match (self.config.mode, self.config.threshold_mode) {
+            (PlateauMode::Min, ThresholdMode::Rel) => metric < best * (1.0 - by),
+            (PlateauMode::Min, ThresholdMode::Abs) => metric < best - by,
+            (PlateauMode::Max, ThresholdMode::Rel) => metric > best * (1.0 + by),
+            (PlateauMode::Max, ThresholdMode::Abs) => metric > best + by,
+        }
+    }
+
+    /// Returns the best metric so far. Before the first epoch it is infinite: positive for `Min`, negative for `Max`.
+    pub fn best(&self) -> f64 {
+        self.best
+    }
+}
+
+state_of_fields! {
+    /// Returns the scheduler's state under PyTorch's names. Learning rates are not included: they belong to the optimiser's state.
+    ReduceLrOnPlateau {
+        "best" => best,
+        "num_bad_epochs" => num_bad_epochs,
+        "cooldown_counter" => cooldown_counter,
+        "last_epoch" => last_epoch,
     }
 }

@@ -117,15 +117,12 @@ pub(crate) fn check_bytes(op: &'static str, bytes: &[u8], shape: &Shape, dtype: 
 
 fn check_length(op: &'static str, given: usize, shape: &Shape, dtype: DType) -> Result<()> {
     let wanted = shape.bytes(dtype.size());
-    if wanted == given {
-        return Ok(());
-    }
-    Err(Error::invalid(op, format!("shape {shape} of {dtype} takes {wanted} bytes, not {given}")))
+    invalid!(op if wanted != given, "shape {shape} of {dtype} takes {wanted} bytes, not {given}");
+    Ok(())
 }
 
 fn check_bools(op: &'static str, bytes: &[u8], dtype: DType) -> Result<()> {
-    match bytes.iter().find(|b| dtype == DType::Bool && **b > 1) {
-        Some(byte) => Err(Error::invalid(op, format!("a bool must be 0 or 1, not {byte}"))),
-        None => Ok(()),
-    }
+    invalid!(op if let Some(byte) = bytes.iter().find(|b| dtype == DType::Bool && **b > 1),
+        "a bool must be 0 or 1, not {byte}");
+    Ok(())
 }

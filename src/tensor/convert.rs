@@ -56,10 +56,7 @@ impl Tensor {
     }
 
     pub(super) fn check_element<T: Element>(&self, op: &'static str) -> Result<()> {
-        match T::DTYPE == self.dtype {
-            true => Ok(()),
-            false => Err(Error::DTypeMismatch { op, lhs: self.dtype, rhs: T::DTYPE }),
-        }
+        if T::DTYPE == self.dtype { Ok(()) } else { Err(Error::DTypeMismatch { op, lhs: self.dtype, rhs: T::DTYPE }) }
     }
 
     /// Returns this tensor on `device`: the same storage if the tensor is already there, otherwise a copy of its elements, without other

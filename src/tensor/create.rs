@@ -3,9 +3,35 @@
 use ndarray::{Array, ArrayBase, Data, Dimension};
 
 use super::Layout;
-use super::options::TensorOptions;
+use crate::layout::shape::impl_from;
 use crate::storage::{Caller, HostElements, Storage};
-use crate::{DType, Device, Element, Error, Result, Scalar, Shape, Tensor};
+use crate::{DType, Device, Element, Result, Scalar, Shape, Tensor, get_default_dtype};
+
+/// The dtype and device of a new tensor. Methods that create tensors take `impl Into<TensorOptions>`: a device, a pair of a dtype and a
+/// device, or a tensor whose dtype and device are used. The default dtype is f32, unless [`set_default_dtype`](crate::set_default_dtype)
+/// sets another dtype.
+///
+/// ```
+/// use claystone::{DType, Device, Tensor, TensorOptions};
+/// let a = Tensor::zeros(&[2], Device::Cpu)?;
+/// assert_eq!(a.dtype(), DType::F32);
+/// let b = Tensor::ones(&[2], (DType::F16, Device::Cpu))?;
+/// assert_eq!(TensorOptions::from(&b), TensorOptions { dtype: DType::F16, device: Device::Cpu });
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TensorOptions {
+    /// The element type.
+    pub dtype: DType,
+    /// The device that holds the elements.
+    pub device: Device,
+}
+
+impl_from! { TensorOptions:
+    [] Device, device => TensorOptions { dtype: get_default_dtype(), device };
+    [] (DType, Device), (dtype, device) => TensorOptions { dtype, device };
+    [] &Tensor, tensor => TensorOptions { dtype: tensor.dtype(), device: tensor.device() };
+}
 
 /// Constants and sequences.
 impl Tensor {
@@ -52,7 +78,7 @@ impl Tensor {
     /// Returns a tensor filled with `value` (PyTorch's `full`, but f32 by default).
     ///
     /// The value is converted to the dtype like Rust's `as`: floats too large for an integer saturate, integers wrap. Fails with
-    /// [`Error::Invalid`] for a number that the dtype cannot hold (see [`Tensor::fill_`]).
+    /// [`crate::Error::Invalid`] for a number that the dtype cannot hold (see [`Tensor::fill_`]).
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
@@ -81,7 +107,7 @@ impl Tensor {
     }
 
     /// Returns a matrix with ones on the diagonal and zeros elsewhere (PyTorch's `eye`). The shape is `n` or `[rows, columns]`.
-    /// Fails with [`Error::Invalid`] for a shape that does not have one or two sizes.
+    /// Fails with [`crate::Error::Invalid`] for a shape that does not have one or two sizes.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -95,7 +121,7 @@ impl Tensor {
         let (rows, columns) = match *shape.dims() {
             [n] => (n, n),
             [n, m] => (n, m),
-            _ => return Err(Error::invalid("eye", format!("the shape must have one or two sizes, not {shape}"))),
+            _ => invalid!("eye", "the shape must have one or two sizes, not {shape}"),
         };
         let out = Tensor::zeros([rows, columns], options)?;
         out.diagonal(0, 0, 1)?.fill_(1)?;
@@ -149,20 +175,15 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the storage has too few bytes, is not a whole number of elements, or is not aligned for the dtype
+    /// [`crate::Error::Invalid`] if the storage has too few bytes, is not a whole number of elements, or is not aligned for the dtype
     /// (possible for a vector of bytes); and for bool, because not every byte is a valid bool: use u8 and `ne_scalar(0)`.
     pub fn from_storage(storage: Storage, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let layout = Layout::contiguous(shape.into());
         let (wanted, has) = (layout.shape.bytes(dtype.size()), storage.nbytes());
         let shape = &layout.shape;
-        let refused = match () {
-            () if dtype == DType::Bool => Some("not every byte is a bool: use u8, and ne_scalar(0)".into()),
-            () if wanted > has => Some(format!("{shape:?} of {dtype} takes {wanted} bytes, and the storage has {has}")),
-            () => None,
-        };
-        if let Some(reason) = refused {
-            return Err(Error::invalid("from_storage", reason));
-        }
+        invalid!("from_storage" if dtype == DType::Bool, "not every byte is a bool: use u8, and ne_scalar(0)");
+        invalid!("from_storage" if wanted > has,
+            "{shape:?} of {dtype} takes {wanted} bytes, and the storage has {has}");
         check_storage("from_storage", &storage, dtype)?;
         // The tensor is detached, so that other tensors on this storage keep their own autograd history.
         Ok(Tensor::new(storage, layout, dtype).detach())
@@ -171,7 +192,7 @@ impl Tensor {
 
 /// Tensors from values in host memory, whose type determines the dtype.
 impl Tensor {
-    /// Copies `values`, in row-major order. Fails with [`Error::Invalid`] if the shape has another number of elements.
+    /// Copies `values`, in row-major order. Fails with [`crate::Error::Invalid`] if the shape has another number of elements.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -189,7 +210,7 @@ impl Tensor {
     }
 
     /// Creates a tensor of `values`, in row-major order. On [`Device::Cpu`] the tensor takes over the vector without a copy. Fails
-    /// with [`Error::Invalid`] for a shape of another number of elements.
+    /// with [`crate::Error::Invalid`] for a shape of another number of elements.
     #[track_caller]
     pub fn from_vec<T: Element>(values: Vec<T>, shape: impl Into<Shape>, device: Device) -> Result<Tensor> {
         if !device.is_host() {
@@ -206,8 +227,8 @@ impl Tensor {
     /// ([`unified_memory`](crate::device::DeviceInfo::unified_memory)) also makes no copy if the address and the size in bytes are
     /// multiples of 16. The device then uses these elements through a separate buffer with `CL_MEM_USE_HOST_PTR`; some drivers need a
     /// larger alignment, usually a page, to use the elements in place. [`into_host`](Self::into_host) maps the buffer, and dropping the
-    /// last handle waits for the device. Other devices copy the elements. Fails with [`Error::Invalid`] for a shape of another number of
-    /// elements.
+    /// last handle waits for the device. Other devices copy the elements. Fails with [`crate::Error::Invalid`] for a shape of another
+    /// number of elements.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -269,17 +290,12 @@ impl Tensor {
 /// elements.
 pub(super) fn check_storage(op: &'static str, storage: &Storage, dtype: DType) -> Result<()> {
     let has = storage.nbytes();
-    let reason = match () {
-        () if !has.is_multiple_of(dtype.size()) => format!("{has} bytes are not a whole number of {dtype}"),
-        () if !storage.is_aligned(dtype.size()) => format!("the storage is not aligned for {dtype}: copy it"),
-        () => return Ok(()),
-    };
-    Err(Error::invalid(op, reason))
+    invalid!(op if !has.is_multiple_of(dtype.size()), "{has} bytes are not a whole number of {dtype}");
+    invalid!(op if !storage.is_aligned(dtype.size()), "the storage is not aligned for {dtype}: copy it");
+    Ok(())
 }
 
 fn check_len(op: &'static str, given: usize, shape: Shape) -> Result<Shape> {
-    if shape.numel() == given {
-        return shape.checked(op);
-    }
-    Err(Error::invalid(op, format!("{given} values were given for shape {shape}, which has {}", shape.numel())))
+    invalid!(op if shape.numel() != given, "{given} values were given for shape {shape}, which has {}", shape.numel());
+    shape.checked(op)
 }

@@ -75,7 +75,7 @@ impl Tensor {
             all.push(format!("dtype={}", self.dtype));
         }
         match self.node() {
-            Some(node) if !self.is_leaf() => all.push(format!("grad_fn=<{}>", node.op())),
+            Some(node) if !self.is_leaf() => all.push(format!("grad_fn=<{}>", node.op)),
             Some(_) => all.push("requires_grad=True".into()),
             None => {}
         }

@@ -3,7 +3,6 @@
 use dlpark::versioned::Dlpack;
 
 use super::Shape;
-use crate::error::invalid;
 use crate::layout::Layout;
 use crate::storage::DlpackMemory;
 use crate::{Result, Tensor};

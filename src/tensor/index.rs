@@ -5,9 +5,8 @@ use std::ops::{Range, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToIncl
 use smallvec::SmallVec;
 
 use super::Layout;
-use crate::error::invalid;
 use crate::layout::shape::impl_from;
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor};
 
 /// One item of the argument of [`Tensor::i`]. Integers and ranges convert to an `Index`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -153,11 +152,9 @@ pub(crate) fn index_layout(op: &'static str, layout: &Layout, items: &[Index]) -
                 let size = layout.shape.dims()[dim];
                 let from_front = |i: isize| if i < 0 { i.saturating_add_unsigned(size) } else { i };
                 let (first, last) = (from_front(start), end.map_or(size as isize, from_front));
-                if first < 0 || last < first || last as usize > size {
-                    let end = end.map_or(String::new(), |e| e.to_string());
-                    let reason = format!("the range {start}..{end} is not within dimension {dim} of size {size}");
-                    return Err(Error::invalid(op, reason));
-                }
+                invalid!(op if first < 0 || last < first || last as usize > size,
+                    "the range {start}..{} is not within dimension {dim} of size {size}",
+                    end.map_or(String::new(), |e| e.to_string()));
                 layout = layout.narrow(op, dim, first as usize, (last - first) as usize)?;
                 if let Index::Step { step, .. } = *item {
                     layout = layout.slice(op, dim, (None, None), step)?;
@@ -190,7 +187,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::IndexOutOfRange`] for an index out of range. Also fails for a range that is not within its dimension
+    /// Returns [`crate::Error::IndexOutOfRange`] for an index out of range. Also fails for a range that is not within its dimension
     /// ([`Tensor::slice`] clamps instead, as Python does), and for more indexes than dimensions.
     pub fn i(&self, indices: impl Indices) -> Result<Tensor> {
         let items = indices.indices();

@@ -17,7 +17,6 @@ mod dlpack;
 mod host;
 pub(crate) mod index;
 mod operators;
-mod options;
 mod pieces;
 pub(crate) mod view;
 pub(crate) mod window;
@@ -32,9 +31,9 @@ pub(crate) use crate::layout::Layout;
 pub(crate) use crate::layout::memory_format::result_layout;
 pub(crate) use crate::layout::shape::Dims;
 pub use crate::layout::shape::{NewShape, Shape};
+pub use create::TensorOptions;
 pub use host::HostArray;
 pub use index::{Index, Indices};
-pub use options::TensorOptions;
 
 /// A multi-dimensional array on a device.
 ///

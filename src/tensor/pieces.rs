@@ -1,7 +1,6 @@
 //! Splitting along a dimension, and other views that are composed of a few simple views.
 
 use super::Dims;
-use crate::error::invalid;
 use crate::{Error, Result, Tensor};
 
 /// Collects `count` items. Returns an error instead of aborting if there is no memory for the list.

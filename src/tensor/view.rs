@@ -9,7 +9,6 @@ use smallvec::SmallVec;
 use super::create::check_storage;
 use super::{Layout, Shape};
 use crate::autograd::{record_unary_differentiable, record_view};
-use crate::error::invalid;
 use crate::layout::shape::{Dims, NewShape};
 use crate::storage::Caller;
 use crate::{DType, DimList, Error, ReduceDims, Result, Tensor};
@@ -55,11 +54,12 @@ impl Tensor {
         check_storage(op, &self.storage, dtype)?;
         let scaled = |elements: usize| (elements * from).is_multiple_of(to).then_some(elements * from / to);
         let Some(last) = self.rank().checked_sub(1).filter(|&last| self.strides()[last] == 1) else {
-            let reason = format!(
-                "a tensor of shape {} whose last stride is not 1 has no view with another element size",
+            invalid!(
+                op,
+                "a tensor of shape {} whose last stride is not 1 has no view with another element size: call \
+                .contiguous() first, and give a scalar a dimension",
                 self.shape()
             );
-            return Err(Error::invalid(op, reason + ": call .contiguous() first, and give a scalar a dimension"));
         };
         let scaled_layout = || -> Option<Layout> {
             let mut layout = self.layout.clone();
@@ -72,9 +72,10 @@ impl Tensor {
             }
             Some(layout)
         };
-        let reason = || format!("sizes, strides or the offset of {:?} are not whole elements of {dtype}", self.shape());
-        view.layout = scaled_layout().ok_or_else(|| Error::invalid(op, reason()))?;
-        Ok(view)
+        let Some(layout) = scaled_layout() else {
+            invalid!(op, "sizes, strides or the offset of {:?} are not whole elements of {dtype}", self.shape());
+        };
+        Ok(Tensor { layout, ..view })
     }
 
     /// Returns the view with the layout that `view_layout` makes of this tensor's layout, and records its gradient. The view has each
@@ -126,14 +127,15 @@ impl Tensor {
     /// product is not the number of elements, and for a shape that no strides can express for this memory.
     pub fn view(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
         let shape = shape.into().resolve("view", &format_args!("shape {}", self.shape()), self.numel())?;
-        self.try_view("view", &shape).ok_or_else(|| {
-            let reason = format!(
+        let Some(view) = self.try_view("view", &shape) else {
+            invalid!(
+                "view",
                 "a tensor of shape {} and strides {:?} cannot be viewed as {shape} without a copy: use .reshape()",
                 self.shape(),
                 self.strides()
             );
-            Error::invalid("view", reason)
-        })
+        };
+        Ok(view)
     }
 
     fn try_view(&self, op: &'static str, shape: &Shape) -> Option<Tensor> {

@@ -3,10 +3,9 @@
 use super::Layout;
 use super::create::check_storage;
 use crate::autograd::{is_tracked, record_unary_differentiable, record_view};
-use crate::error::invalid;
 use crate::layout::shape::Shape;
 use crate::storage::Storage;
-use crate::{DType, Error, Result, Tensor};
+use crate::{DType, Result, Tensor};
 
 /// The maximum absolute value of a stride, in elements. No storage is as large, and computations with such strides cannot overflow.
 const MAX_STRIDE_ELEMENTS: usize = 1 << 48;
@@ -84,11 +83,8 @@ impl Tensor {
         let layout =
             checked_strided_layout(op, size.into(), stride, offset, self.storage.nbytes() / self.dtype.size())?;
         let old = self.layout.clone();
-        if is_tracked(&[self]) && old.may_alias_itself() {
-            let reason = "the tensor repeats elements (an expanded view), so their gradients have no single place: \
-                          call contiguous() first";
-            return Err(Error::Autograd { op, reason: reason.into() });
-        }
+        no_gradient!(op if is_tracked(&[self]) && old.may_alias_itself(),
+            "the tensor repeats elements (an expanded view), so their gradients have no single place: call contiguous() first");
         Ok(record_view(op, layout.clone(), self, strided_gradient_fn(old, layout)))
     }
 
@@ -105,8 +101,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::Invalid`] for elements outside the storage, for different numbers of strides and sizes, and for a storage that is
-    /// not a whole number of elements or not aligned for the dtype (possible for a vector of bytes).
+    /// Returns [`crate::Error::Invalid`] for elements outside the storage, for different numbers of strides and sizes, and for a storage
+    /// that is not a whole number of elements or not aligned for the dtype (possible for a vector of bytes).
     pub fn from_storage_strided(
         storage: Storage,
         shape: impl Into<Shape>,
@@ -158,9 +154,7 @@ pub(crate) fn strided_gradient_fn(
 /// Computes the gradient of a tensor `old` from the gradient of a view `new` on the same storage. Elements of `new` that are not in `old`
 /// are dropped.
 fn strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor> {
-    let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else {
-        return Tensor::zeros(&old.shape, grad);
-    };
+    let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else { return Tensor::zeros(&old.shape, grad) };
     let (low, len) = (a.min(c), b.max(d) + 1 - a.min(c));
     let at = |layout: &Layout| Layout { offset: layout.offset - low, ..layout.clone() };
     let storage = Tensor::zeros(len, grad)?;
@@ -176,9 +170,7 @@ fn strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor>
 /// Computes [`strided_gradient`] by differentiable operations, for second-order gradients.
 fn recorded_strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor> {
     let (n, options) = (old.shape.numel(), (DType::I64, grad.device()));
-    let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else {
-        return Tensor::zeros(&old.shape, grad);
-    };
+    let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else { return Tensor::zeros(&old.shape, grad) };
     let low = a.min(c);
     let at = |layout: &Layout| Layout { offset: layout.offset - low, ..layout.clone() };
     // Maps each element of the storage to its index in `old`, or to n if it is not in `old`.

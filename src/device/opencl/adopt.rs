@@ -10,7 +10,6 @@ use super::discovery::{self, Entry};
 use super::driver::{call, info, value};
 use super::errors::ClError;
 use super::exit;
-use crate::error::invalid;
 use crate::{Device, Error, Result};
 
 const OP: &str = "Device::adopt";

@@ -26,7 +26,7 @@ use crate::device::cpu::copy::copy as copy_bytes;
 use crate::device::profiler::{self, RecordKind};
 use crate::device::stream_id::StreamId;
 use crate::device::{DeviceKind, count_launch};
-use crate::error::{for_each_part, invalid};
+use crate::error::for_each_part;
 use crate::{Error, Result};
 
 /// The index in [`ClDevice::memory_kernels`] of each kernel of `kernels/memory.cl`.

@@ -24,7 +24,6 @@ use super::retry::{PAUSES, Probed, retry};
 use super::tuning::{self, Tuning};
 use crate::device::stream_id::{MAX_STREAMS, StreamId};
 use crate::device::{Device, DeviceInfo, DeviceKind, log};
-use crate::error::invalid;
 use crate::{Error, Result};
 
 /// The number of counters per stream in [`ClDevice::arrival_counters`].

@@ -13,7 +13,6 @@ use super::program::build_with;
 use super::{Arg, ClDevice, open_device};
 use crate::device::Device;
 use crate::device::lru::Lru;
-use crate::error::invalid;
 use crate::sync::lock;
 use crate::{DType, Error, Result};
 

@@ -18,10 +18,7 @@ fn run_cell(
     let (n, batched) = match *x.shape().dims() {
         [features] if features == input => (1, false),
         [n, features] if features == input => (n, true),
-        _ => {
-            let reason = format!("the input must be [N, {input}] or [{input}], not of shape {}", x.shape());
-            return Err(Error::invalid(op, reason));
-        }
+        _ => invalid!(op, "the input must be [N, {input}] or [{input}], not of shape {}", x.shape()),
     };
     let shape = if batched { vec![n, hidden] } else { vec![hidden] };
     if let Some(wrong) = states.into_iter().flatten().find(|t| t.shape().dims() != shape) {
@@ -46,11 +43,8 @@ macro_rules! cells {
         }
 
         impl $name {
-            /// Creates a cell from `input_size` to `hidden_size` features. All parameters are drawn uniformly from ±1/√hidden_size, as in PyTorch.
-            ///
-            /// # Errors
-            /// [`Error::Invalid`] for a hidden size of 0; [`Error::UnsupportedDType`] for dtypes that are not floats;
-            /// [`Error::OutOfMemory`].
+            /// Creates a cell from `input_size` to `hidden_size` features. All parameters are drawn uniformly from ±1/√hidden_size, as in
+            /// PyTorch. Fails with [`Error::Invalid`] for a hidden size of 0.
             #[track_caller]
             pub fn new(input_size: usize, hidden_size: usize, tensors: impl Into<TensorOptions>) -> Result<$name> {
                 let _caller = Caller::enter();
@@ -74,19 +68,16 @@ macro_rules! cells {
                 $name { cell: Cell { bias_ih: None, bias_hh: None, ..self.cell }, ..self }
             }
 
-            /// Computes the next state from `state`; a state of `None` is all zeros. This is how PyTorch calls a cell.
-            ///
-            /// # Errors
-            /// [`Error::Invalid`] for an input that is neither `[N, I]` nor `[I]`. [`Error::ShapeMismatch`] for a state that is
+            /// Computes the next state from `state`; a state of `None` is all zeros. This is how PyTorch calls a cell. Fails with
+            /// [`Error::Invalid`] for an input that is neither `[N, I]` nor `[I]`, and with [`Error::ShapeMismatch`] for a state that is
             /// not `[N, H]`, or not `[H]` if the input has no N.
             #[track_caller]
             pub fn run(&self, x: &Tensor, state: Option<&$state>) -> Result<$state> {
                 let _caller = Caller::enter();
                 let op = concat!(stringify!($name), "::run");
-                let mut $next = match state {
-                    Some($given) => run_cell(op, self.step, &self.cell, x, Some(&$tensors))?,
-                    None => run_cell(op, self.step, &self.cell, x, None)?,
-                };
+                let initial = state.map(|$given| $tensors);
+                let initial = initial.as_ref().map(|tensors| &tensors[..]);
+                let mut $next = run_cell(op, self.step, &self.cell, x, initial)?;
                 Ok($states)
             }
         }

@@ -1,7 +1,6 @@
 //! Recurrent layers and cells, and packed sequences (sequences of different lengths without padding).
 
 mod cells;
-mod composed;
 mod packed;
 mod pass;
 mod schedule;
@@ -48,12 +47,9 @@ macro_rules! layers {
         }
 
         impl $name {
-            /// Creates a layer from `input_size` to `hidden_size` features. All parameters are drawn uniformly from ±1/√hidden_size, as in PyTorch.
-            ///
-            /// # Errors
-            /// [`Error::Invalid`](crate::Error::Invalid) for a size of 0, a dropout outside `0.0..=1.0`, and a projection in a layer
-            /// other than LSTM or to at least the hidden size. [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for dtypes
-            /// that are not floats. [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+            /// Creates a layer from `input_size` to `hidden_size` features. All parameters are drawn uniformly from ±1/√hidden_size, as in
+            /// PyTorch. Fails with [`Error::Invalid`](crate::Error::Invalid) for a size of 0, a dropout outside `0.0..=1.0`, and a
+            /// projection in a layer other than LSTM or to at least the hidden size.
             #[track_caller]
             pub fn new(
                 input_size: usize,
@@ -67,38 +63,30 @@ macro_rules! layers {
             }
 
             /// Creates a layer from existing parameters, in PyTorch's order. Each layer and direction has `weight_ih` and `weight_hh`, then
-            /// `bias_ih` and `bias_hh` if there are biases, then `weight_hr` if LSTM's hidden state is projected.
-            ///
-            /// # Errors
-            /// Errors of [`new`](Self::new). [`Error::Invalid`](crate::Error::Invalid) for a wrong number of parameters.
+            /// `bias_ih` and `bias_hh` if there are biases, then `weight_hr` if LSTM's hidden state is projected. Fails as
+            /// [`new`](Self::new) does, with [`Error::Invalid`](crate::Error::Invalid) for a wrong number of parameters, and with
             /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for incompatible shapes.
             pub fn from_parameters(parameters: Vec<Tensor>, options: RnnOptions) -> Result<$name> {
                 let op = concat!(stringify!($name), "::from_parameters");
                 Ok($name { stack: Stack::from_parameters(op, $step, parameters, options)? })
             }
 
-            /// Computes the last layer's hidden states at all steps, and the final states of all layers, from `state`. A state of `None` is all
-            /// zeros. This is how PyTorch calls a layer.
-            ///
-            /// # Errors
-            /// [`Error::Invalid`](crate::Error::Invalid) for an input that is neither `[L, I]` nor `[L, N, I]`;
-            /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for a state that is not `[layers * directions, N, H]`.
+            /// Computes the last layer's hidden states at all steps, and the final states of all layers, from `state`. A state of `None` is
+            /// all zeros. This is how PyTorch calls a layer. Fails with [`Error::Invalid`](crate::Error::Invalid) for an input that is
+            /// neither `[L, I]` nor `[L, N, I]`, and with [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for a state that is not
+            /// `[layers * directions, N, H]`.
             #[track_caller]
             pub fn run(&self, x: &Tensor, state: Option<&$state>) -> Result<(Tensor, $state)> {
                 let _caller = Caller::enter();
                 let op = concat!(stringify!($name), "::run");
-                let (out, mut $last) = match state {
-                    Some($given) => self.stack.run(op, x, Some(&$tensors))?,
-                    None => self.stack.run(op, x, None)?,
-                };
+                let initial = state.map(|$given| $tensors);
+                let (out, mut $last) = self.stack.run(op, x, initial.as_ref().map(|tensors| &tensors[..]))?;
                 Ok((out, $states))
             }
 
-            /// Does the same as [`run`](Self::run) for sequences of different lengths. The final state of a sequence is the state after its own
-            /// last step, where the reverse direction starts. States are in the order in which the sequences were packed.
-            ///
-            /// # Errors
-            /// [`Error::Invalid`](crate::Error::Invalid) for elements with a wrong number of features.
+            /// Does the same as [`run`](Self::run) for sequences of different lengths. The final state of a sequence is the state after its
+            /// own last step, where the reverse direction starts. States are in the order in which the sequences were packed. Fails with
+            /// [`Error::Invalid`](crate::Error::Invalid) for elements with a wrong number of features, and with
             /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for a state that is not `[layers * directions, N, H]`.
             pub fn run_packed(
                 &self,
@@ -106,10 +94,8 @@ macro_rules! layers {
                 state: Option<&$state>,
             ) -> Result<(PackedSequence, $state)> {
                 let op = concat!(stringify!($name), "::run_packed");
-                let (out, mut $last) = match state {
-                    Some($given) => self.stack.run_packed(op, packed, Some(&$tensors))?,
-                    None => self.stack.run_packed(op, packed, None)?,
-                };
+                let initial = state.map(|$given| $tensors);
+                let (out, mut $last) = self.stack.run_packed(op, packed, initial.as_ref().map(|tensors| &tensors[..]))?;
                 Ok((out, $states))
             }
         }

@@ -2,7 +2,6 @@
 
 use std::borrow::Borrow;
 
-use crate::internal::invalid_if;
 use crate::storage::Caller;
 use crate::{Device, Error, Result, Scalar, Tensor};
 
@@ -48,18 +47,16 @@ impl SortOrder {
         Ok(SortOrder { sorted: index_tensor(sorted, device)?, unsorted: index_tensor(&ranks, device)?, ranks })
     }
 
-    fn shallow_clone(&self) -> SortOrder {
-        SortOrder {
-            sorted: self.sorted.shallow_clone(),
-            unsorted: self.unsorted.shallow_clone(),
-            ranks: self.ranks.clone(),
-        }
+    /// Returns the same order with other handles on its tensors, or copies of them.
+    fn map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<SortOrder> {
+        Ok(SortOrder { sorted: f(&self.sorted)?, unsorted: f(&self.unsorted)?, ranks: self.ranks.clone() })
     }
 }
 
 impl PackedSequence {
-    /// Creates packed sequences from data that is already packed (PyTorch's `PackedSequence(data, batch_sizes)`). The longest sequence comes
-    /// first. `batch_sizes[t]` is the number of sequences that have step t.
+    /// Creates packed sequences from data that is already packed (PyTorch's `PackedSequence(data, batch_sizes)`). The longest sequence
+    /// comes first. `batch_sizes[t]` is the number of sequences that have step t. Fails with [`Error::Invalid`] for sizes that increase or
+    /// are 0, or whose sum differs from the number of rows of the data.
     ///
     /// ```
     /// use claystone::{Device, Tensor, nn::PackedSequence};
@@ -67,21 +64,14 @@ impl PackedSequence {
     /// assert_eq!(packed.lengths(), [3, 2]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for sizes that increase or are 0, or whose sum differs from the number of rows of the data.
     pub fn new(data: &Tensor, batch_sizes: Vec<usize>) -> Result<PackedSequence> {
         let rows = data.shape().dims().first().copied();
         let sorted = batch_sizes.is_sorted_by(|a, b| a >= b) && batch_sizes.last().is_some_and(|&size| size > 0);
         // If the sum overflows, it exceeds the number of rows, which is an error anyway.
         let total = batch_sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size));
-        if !sorted || total.is_none() || total != rows {
-            let (sizes, shape) = (format_lengths(&batch_sizes), data.shape());
-            let reason = format!(
-                "batch sizes must be above 0, not increase, and add up to the rows of shape {shape}, not {sizes}"
-            );
-            return Err(Error::invalid("PackedSequence::new", reason));
-        }
+        invalid!("PackedSequence::new" if !sorted || total.is_none() || total != rows,
+            "batch sizes must be above 0, not increase, and add up to the rows of shape {}, not {}",
+            data.shape(), format_lengths(&batch_sizes));
         Ok(PackedSequence { data: data.shallow_clone(), batch_sizes, order: None })
     }
 
@@ -122,6 +112,7 @@ impl PackedSequence {
     }
 
     /// Replaces [`data`](Self::data) by `f(data)`, where `f` is for example an embedding, dropout, or a layer after a recurrent layer.
+    /// Fails with the errors of `f`, and with [`Error::Invalid`] if the result of `f` has another number of rows.
     ///
     /// ```
     /// use claystone::nn::{Embedding, Module, pack_padded_sequence};
@@ -132,31 +123,20 @@ impl PackedSequence {
     /// assert_eq!(packed.data().shape().dims(), [11, 8]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Errors of `f`. [`Error::Invalid`] if the result of `f` has another number of rows.
     pub fn map(&self, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<PackedSequence> {
         let data = f(&self.data)?;
         let rows = self.data.shape().dims()[0];
-        invalid_if("PackedSequence::map", data.shape().dims().first() != Some(&rows), || {
-            format!("the result has shape {} instead of {rows} rows, one for each element", data.shape())
-        })?;
-        let order = self.order.as_ref().map(SortOrder::shallow_clone);
+        invalid!("PackedSequence::map" if data.shape().dims().first() != Some(&rows),
+            "the result has shape {} instead of {rows} rows, one for each element", data.shape());
+        let order = self.order.as_ref().map(|order| order.map(|t| Ok(t.shallow_clone()))).transpose()?;
         Ok(PackedSequence { data, batch_sizes: self.batch_sizes.clone(), order })
     }
 
     /// Copies the packed sequences to another device.
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn to_device(&self, device: Device) -> Result<PackedSequence> {
         let _caller = Caller::enter();
-        let moved = |order: &SortOrder| -> Result<SortOrder> {
-            let (sorted, unsorted) = (order.sorted.to_device(device)?, order.unsorted.to_device(device)?);
-            Ok(SortOrder { sorted, unsorted, ranks: order.ranks.clone() })
-        };
-        let order = self.order.as_ref().map(moved).transpose()?;
+        let order = self.order.as_ref().map(|order| order.map(|t| t.to_device(device))).transpose()?;
         Ok(PackedSequence { data: self.data.to_device(device)?, batch_sizes: self.batch_sizes.clone(), order })
     }
 
@@ -168,21 +148,15 @@ impl PackedSequence {
         enforce_sorted: bool,
         row: impl Fn(usize, usize) -> usize,
     ) -> Result<PackedSequence> {
-        if let Some(empty) = lengths.iter().position(|&length| length == 0) {
-            return Err(Error::invalid(op, format!("sequence {empty} is empty: each needs at least one element")));
-        }
+        invalid!(op if let Some(empty) = lengths.iter().position(|&length| length == 0),
+            "sequence {empty} is empty: each needs at least one element");
         let is_sorted = lengths.is_sorted_by(|a, b| a >= b);
-        invalid_if(op, enforce_sorted && !is_sorted, || {
-            format!(
-                "lengths must not increase, but are {}: sort the sequences, or pass enforce_sorted = false",
-                format_lengths(lengths)
-            )
-        })?;
+        invalid!(op if enforce_sorted && !is_sorted,
+            "lengths must not increase, but are {}: sort the sequences, or pass enforce_sorted = false",
+            format_lengths(lengths));
         let mut sorted: Vec<usize> = (0..lengths.len()).collect();
         sorted.sort_by_key(|&sequence| std::cmp::Reverse(lengths[sequence]));
-        let Some(&longest) = sorted.first() else {
-            return Err(Error::invalid(op, "there are no sequences"));
-        };
+        let Some(&longest) = sorted.first() else { invalid!(op, "there are no sequences") };
         let size = |step: usize| sorted.partition_point(|&sequence| lengths[sequence] > step);
         let batch_sizes: Vec<usize> = (0..lengths[longest]).map(size).collect();
         let order = (!is_sorted).then(|| SortOrder::new(&sorted, from.device())).transpose()?;
@@ -221,18 +195,16 @@ fn padded_dims(op: &'static str, x: &Tensor, batch_first: bool) -> Result<[usize
 
 /// Returns an error unless each sequence of a padded tensor has one length, and no length exceeds the padded length.
 fn check_lengths(op: &'static str, lengths: &[usize], [n, steps]: [usize; 2]) -> Result<()> {
-    invalid_if(op, lengths.len() != n, || format!("there are {} lengths for {n} sequences", lengths.len()))?;
-    match lengths.iter().enumerate().find(|&(_, &length)| length > steps) {
-        Some((i, length)) => {
-            Err(Error::invalid(op, format!("sequence {i} has length {length}, but is padded to {steps} steps")))
-        }
-        None => Ok(()),
-    }
+    invalid!(op if lengths.len() != n, "there are {} lengths for {n} sequences", lengths.len());
+    invalid!(op if let Some((i, length)) = lengths.iter().enumerate().find(|&(_, &length)| length > steps),
+        "sequence {i} has length {length}, but is padded to {steps} steps");
+    Ok(())
 }
 
-/// Packs the first `lengths[i]` steps of each sequence i of `x` (PyTorch's `pack_padded_sequence`). `x` is `[N, L, ..]` if
-/// `batch_first`, else `[L, N, ..]`. If `enforce_sorted`, lengths must not increase; otherwise the sequences are sorted here, and
-/// layers return results in the original order. Takes one launch. Differentiable.
+/// Packs the first `lengths[i]` steps of each sequence i of `x` (PyTorch's `pack_padded_sequence`). `x` is `[N, L, ..]` if `batch_first`,
+/// else `[L, N, ..]`. If `enforce_sorted`, lengths must not increase; otherwise the sequences are sorted here, and layers return results in
+/// the original order. Takes one launch. Differentiable. Fails with [`Error::Invalid`] if there is no sequence, a sequence is empty, the
+/// number of lengths is not N, a length exceeds L, or lengths are unsorted with `enforce_sorted`.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::pack_padded_sequence};
@@ -242,10 +214,6 @@ fn check_lengths(op: &'static str, lengths: &[usize], [n, steps]: [usize; 2]) ->
 /// assert_eq!(packed.sorted_indices().unwrap().to_vec::<i64>()?, [1, 0]);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`Error::Invalid`] if there is no sequence, a sequence is empty, the number of lengths is not N, a length exceeds L, or lengths are
-/// unsorted with `enforce_sorted`. [`Error::OutOfMemory`].
 #[track_caller]
 pub fn pack_padded_sequence(
     x: &Tensor,
@@ -262,7 +230,8 @@ pub fn pack_padded_sequence(
     PackedSequence::pack_rows(op, &x.reshape(&rows[..])?, lengths, enforce_sorted, row)
 }
 
-/// Packs sequences `[L, ..]` of different lengths (PyTorch's `pack_sequence`); see [`pack_padded_sequence`].
+/// Packs sequences `[L, ..]` of different lengths (PyTorch's `pack_sequence`); see [`pack_padded_sequence`]. Fails with [`Error::Invalid`]
+/// for no sequence, an empty sequence, and unsorted lengths with `enforce_sorted`, and as [`Tensor::cat`] does.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{pack_sequence, unpack_sequence}};
@@ -272,31 +241,24 @@ pub fn pack_padded_sequence(
 /// assert!(unpack_sequence(&packed)?[0].equal(&a)?);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`Error::Invalid`] for no sequence, an empty sequence, and unsorted lengths with `enforce_sorted`. Errors of [`Tensor::cat`].
 #[track_caller]
 pub fn pack_sequence<T: Borrow<Tensor>>(sequences: &[T], enforce_sorted: bool) -> Result<PackedSequence> {
     let _caller = Caller::enter();
     let op = "pack_sequence";
     let lengths = sequence_lengths(op, sequences)?;
-    let starts = start_rows(&lengths);
+    let first = lengths.iter().scan(0, |end, &length| Some(std::mem::replace(end, *end + length)));
+    let starts: Vec<usize> = first.collect(); // for each sequence, its first row in the concatenation
     PackedSequence::pack_rows(op, &Tensor::cat(sequences, 0)?, &lengths, enforce_sorted, |step, i| starts[i] + step)
 }
 
 /// Returns the lengths of sequences, or an error if there are no sequences.
 fn sequence_lengths<T: Borrow<Tensor>>(op: &'static str, sequences: &[T]) -> Result<Vec<usize>> {
-    invalid_if(op, sequences.is_empty(), || "there are no sequences")?;
+    invalid!(op if sequences.is_empty(), "there are no sequences");
     let length = |t: &T| match *t.borrow().shape().dims() {
         [length, ..] => Ok(length),
         [] => Err(Error::invalid(op, "a sequence must be [L, ..], not a scalar")),
     };
     sequences.iter().map(length).collect()
-}
-
-/// Returns, for each sequence, the index of its first row in the concatenation of all sequences.
-fn start_rows(lengths: &[usize]) -> Vec<usize> {
-    lengths.iter().scan(0, |end, &length| Some(std::mem::replace(end, *end + length))).collect()
 }
 
 /// Creates `[n, steps, ..]` if `batch_first`, else `[steps, n, ..]`. It has `rows` at the flat indices `at`, and `padding` elsewhere.
@@ -314,8 +276,9 @@ fn scatter_padded(
     Tensor::full(&flat[..], padding, rows)?.index_copy(0, &index_tensor(at, rows.device())?, rows)?.reshape(&whole[..])
 }
 
-/// Pads sequences `[L, ..]` to one tensor, `[N, longest L, ..]` if `batch_first`, else `[longest L, N, ..]`. Shorter sequences are
-/// followed by `padding_value` (PyTorch's `pad_sequence`). Takes three launches. Differentiable.
+/// Pads sequences `[L, ..]` to one tensor, `[N, longest L, ..]` if `batch_first`, else `[longest L, N, ..]`. Shorter sequences are followed
+/// by `padding_value` (PyTorch's `pad_sequence`). Takes three launches. Differentiable. Fails with [`Error::Invalid`] if there is no
+/// sequence, and as [`Tensor::cat`] does.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::pad_sequence};
@@ -323,9 +286,6 @@ fn scatter_padded(
 /// assert_eq!(pad_sequence(&[&a, &b], true, -1)?.to_vec::<f32>()?, [1.0, -1.0, -1.0, 1.0, 1.0, 1.0]);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`Error::Invalid`] if there is no sequence. Errors of [`Tensor::cat`].
 #[track_caller]
 pub fn pad_sequence<T: Borrow<Tensor>>(
     sequences: &[T],
@@ -341,8 +301,9 @@ pub fn pad_sequence<T: Borrow<Tensor>>(
 }
 
 /// Pads packed sequences to one tensor, `[N, L, ..]` if `batch_first`, else `[L, N, ..]`, with `padding_value` after shorter sequences
-/// (PyTorch's `pad_packed_sequence`). Also returns the lengths. Sequences and lengths are in the order of packing. L is `total_length`
-/// if given, else the longest length. Takes two launches. Differentiable.
+/// (PyTorch's `pad_packed_sequence`). Also returns the lengths. Sequences and lengths are in the order of packing. L is `total_length` if
+/// given, else the longest length. Takes two launches. Differentiable. Fails with [`Error::Invalid`] for a total length below the longest
+/// length.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::{pack_padded_sequence, pad_packed_sequence}};
@@ -352,9 +313,6 @@ pub fn pad_sequence<T: Borrow<Tensor>>(
 /// assert_eq!((padded.to_vec::<f32>()?, lengths), (vec![1.0, 0.0, 0.0, 1.0, 1.0, 0.0], vec![1, 2]));
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`Error::Invalid`] for a total length below the longest length; [`Error::OutOfMemory`].
 #[track_caller]
 pub fn pad_packed_sequence(
     packed: &PackedSequence,
@@ -365,9 +323,8 @@ pub fn pad_packed_sequence(
     let _caller = Caller::enter();
     let (longest, n) = (packed.batch_sizes.len(), packed.batch_sizes[0]);
     let steps = total_length.unwrap_or(longest);
-    invalid_if("pad_packed_sequence", steps < longest, || {
-        format!("the total length {steps} is below {longest}, the length of the longest sequence")
-    })?;
+    invalid!("pad_packed_sequence" if steps < longest,
+        "the total length {steps} is below {longest}, the length of the longest sequence");
     let mut sequences: Vec<usize> = (0..n).collect();
     if let Some(order) = &packed.order {
         order.ranks.iter().enumerate().for_each(|(sequence, &rank)| sequences[rank] = sequence);
@@ -381,7 +338,8 @@ pub fn pad_packed_sequence(
     Ok((out, packed.lengths()))
 }
 
-/// Returns each sequence of a padded tensor as a view without the padding (PyTorch's `unpad_sequence`).
+/// Returns each sequence of a padded tensor as a view without the padding (PyTorch's `unpad_sequence`). Fails with [`Error::Invalid`] if
+/// the number of lengths is not the number of sequences, or a length is too large.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::unpad_sequence};
@@ -390,9 +348,6 @@ pub fn pad_packed_sequence(
 /// assert_eq!((sequences[0].numel(), sequences[1].numel()), (1, 3));
 /// # Ok::<(), claystone::Error>(())
 /// ```
-///
-/// # Errors
-/// [`Error::Invalid`] if the number of lengths is not the number of sequences, or a length is too large.
 #[track_caller]
 pub fn unpad_sequence(x: &Tensor, lengths: &[usize], batch_first: bool) -> Result<Vec<Tensor>> {
     let _caller = Caller::enter();
@@ -404,9 +359,6 @@ pub fn unpad_sequence(x: &Tensor, lengths: &[usize], batch_first: bool) -> Resul
 }
 
 /// Returns packed sequences as tensors `[L, ..]`, in the order of packing (PyTorch's `unpack_sequence`); see [`pack_sequence`].
-///
-/// # Errors
-/// [`Error::OutOfMemory`].
 #[track_caller]
 pub fn unpack_sequence(packed: &PackedSequence) -> Result<Vec<Tensor>> {
     let _caller = Caller::enter();

@@ -5,7 +5,6 @@ use super::packed::PackedSequence;
 use super::pass::LayerPass;
 use super::schedule::RowSchedule;
 use super::step::{Cell, CellKind, Sizes};
-use crate::internal::invalid_if;
 use crate::nn::{Mode, Part, Role};
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Shape, Tensor};
@@ -49,9 +48,8 @@ impl Stack {
         let each = 2 + biases + usize::from(options.proj_size > 0);
         let directions = if options.bidirectional { 2 } else { 1 };
         let count = parameters.len();
-        invalid_if(op, Some(count) != options.num_layers.checked_mul(directions * each), || {
-            format!("{count} parameters do not match {options:?}: each direction has {each}")
-        })?;
+        invalid!(op if Some(count) != options.num_layers.checked_mul(directions * each),
+            "{count} parameters do not match {options:?}: each direction has {each}");
         let first = parameters.first().map(|t| t.shape().dims()).filter(|dims| dims.first() != Some(&0));
         let Some(&[rows, input]) = first else {
             return Err(Error::invalid(op, "the first parameter must be weight_ih, a matrix with rows for each gate"));
@@ -64,12 +62,8 @@ impl Stack {
                 Some(t) if t.shape().dims() == shape => Ok(t),
                 other => {
                     let (lhs, rhs) = (shape.into(), other.map_or(Shape::from(()), |t| t.shape().clone()));
-                    Err(Error::ShapeMismatch {
-                        op,
-                        lhs,
-                        rhs,
-                        hint: "the parameter does not match the first parameter and the options",
-                    })
+                    let hint = "the parameter does not match the first parameter and the options";
+                    Err(Error::ShapeMismatch { op, lhs, rhs, hint })
                 }
             };
             let (weight_ih, weight_hh) = (take(&[rows, input])?, take(&[rows, sizes.output])?);
@@ -83,12 +77,10 @@ impl Stack {
     /// Checks the options and returns the sizes of the first layer.
     fn sizes(op: &'static str, step: CellKind, [input, hidden]: [usize; 2], options: RnnOptions) -> Result<Sizes> {
         let RnnOptions { num_layers, dropout, proj_size, .. } = options;
-        invalid_if(op, num_layers == 0 || !(0.0..=1.0).contains(&dropout), || {
-            format!("{options:?}: num_layers must be at least 1, and dropout in 0.0..=1.0")
-        })?;
-        invalid_if(op, proj_size > 0 && (step != CellKind::Lstm || proj_size >= hidden), || {
-            format!("only Lstm has a projection, and proj_size {proj_size} must be below the hidden size {hidden}")
-        })?;
+        invalid!(op if num_layers == 0 || !(0.0..=1.0).contains(&dropout),
+            "{options:?}: num_layers must be at least 1, and dropout in 0.0..=1.0");
+        invalid!(op if proj_size > 0 && (step != CellKind::Lstm || proj_size >= hidden),
+            "only Lstm has a projection, and proj_size {proj_size} must be below the hidden size {hidden}");
         Ok(Sizes { input, hidden, output: if proj_size > 0 { proj_size } else { hidden } })
     }
 
@@ -118,16 +110,10 @@ impl Stack {
         let data = if batch_first { x.transpose(0, 1)? } else { x.shallow_clone() };
         let data = if batched { data } else { data.unsqueeze(1)? };
         let &[steps, n, features] = data.shape().dims() else {
-            return Err(Error::invalid(
-                op,
-                format!("the input must be [L, I] or [L, N, I], not of shape {}", x.shape()),
-            ));
+            invalid!(op, "the input must be [L, I] or [L, N, I], not of shape {}", x.shape());
         };
-        if features != self.sizes.input || steps == 0 {
-            let input = self.sizes.input;
-            let reason = format!("the input must have {input} features and at least one step, not shape {}", x.shape());
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if features != self.sizes.input || steps == 0,
+            "the input must have {} features and at least one step, not shape {}", self.sizes.input, x.shape());
         self.check_states(op, initial, batched.then_some(n))?;
         let state_count = self.state_count();
         let initial = initial.map(|states| {
@@ -152,10 +138,9 @@ impl Stack {
         initial: Option<&[&Tensor]>,
     ) -> Result<(PackedSequence, Vec<Tensor>)> {
         let data = packed.data();
-        if data.rank() != 2 || data.shape().dims()[1] != self.sizes.input {
-            let (input, shape) = (self.sizes.input, data.shape());
-            return Err(Error::invalid(op, format!("packed elements must be [.., {input}], not of shape {shape}")));
-        }
+        let (input, shape) = (self.sizes.input, data.shape());
+        invalid!(op if data.rank() != 2 || shape.dims()[1] != input,
+            "packed elements must be [.., {input}], not of shape {shape}");
         self.check_states(op, initial, Some(packed.batch_sizes()[0]))?;
         let ordered = |t: &Tensor, order: Option<&Tensor>| match order {
             Some(order) => t.index_select(1, order),

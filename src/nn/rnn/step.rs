@@ -1,6 +1,6 @@
 //! The formulas and the parameters of one time step of a recurrent cell.
 
-use crate::internal::{invalid_if, join_names};
+use crate::internal::join_names;
 use crate::nn::{Part, Role, init};
 use crate::tensor::TensorOptions;
 use crate::{Expr, Result, Tensor};
@@ -102,9 +102,7 @@ impl Cell {
     ) -> Result<Cell> {
         let Sizes { input, hidden, output } = sizes;
         // A gate tensor has up to four times the hidden size, which must not overflow.
-        invalid_if(op, !(1..=usize::MAX / 4).contains(&hidden), || {
-            format!("the hidden size {hidden} is 0 or too large")
-        })?;
+        invalid!(op if !(1..=usize::MAX / 4).contains(&hidden), "the hidden size {hidden} is 0 or too large");
         let rows = step.gates() * hidden;
         let parameter = |shape: &[usize]| init::default_parameter(shape, hidden, at);
         let bias = || bias.then(|| parameter(&[rows])).transpose();
@@ -146,8 +144,6 @@ impl Part for Cell {
             t.into_iter().for_each(|t| t.visit_field_mut(&join_names(name, &format!("{field}{suffix}")), visitor));
         }
     }
-
-    fn set_field_training(&self, _training: bool) {}
 
     fn clone_handle(&self) -> Cell {
         Cell {

@@ -77,5 +77,4 @@ pub(crate) fn call_with_cast<R>(cast: &[Tensor], method: impl FnOnce(&[Tensor]) 
     method(cast)
 }
 
-pub(crate) use crate::error::invalid;
 pub(crate) use {cast_first, fail, mismatch, unsupported};

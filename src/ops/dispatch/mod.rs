@@ -22,7 +22,7 @@ pub(crate) mod prelude {
     pub(crate) use super::arguments::Argument;
     pub(crate) use super::autocast::{autocast_inputs, autocast_to_f32};
     pub(crate) use super::checks::{
-        WithOp, cast_first, fail, invalid, mismatch, same_device, same_dtype, shape_mismatch, unsupported,
+        WithOp, cast_first, fail, mismatch, same_device, same_dtype, shape_mismatch, unsupported,
     };
     pub(crate) use super::operation::operations;
     pub(crate) use super::registry::{call_replacement, return_replacement};

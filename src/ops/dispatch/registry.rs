@@ -14,7 +14,6 @@ use smallvec::SmallVec;
 use crate::autograd::{Gradients, Saved};
 pub use crate::device::name::Backend;
 use crate::ops::dispatch::arguments::Argument;
-use crate::ops::dispatch::checks::invalid;
 use crate::ops::dispatch::operation::Operation;
 use crate::ops::dispatch::parameters::Slots;
 use crate::sync;

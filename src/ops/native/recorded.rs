@@ -1,7 +1,6 @@
 //! Keeps the graph of a call, so that a caller with its own graph, such as PyTorch's autograd, can request gradients later.
 
 use crate::autograd::{GradOptions, enable_grad, grad_with_options};
-use crate::ops::dispatch::checks::invalid;
 use crate::{Result, Tensor};
 
 /// The results of a computation, together with the graph from which their gradients are computed.

@@ -13,7 +13,7 @@ mod fused;
 #[cfg(test)]
 mod tests;
 
-use crate::autograd::rng_replay::replay_draws;
+use crate::autograd::replay_draws;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
 use crate::ops::linalg::products::{scaled_product, scaled_product_into};

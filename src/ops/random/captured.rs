@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::Generator;
-use crate::autograd::rng_replay::RandomSource;
+use crate::autograd::RandomSource;
 use crate::device::capture;
 use crate::expr::philox::Seed;
 use crate::ops::dispatch::prelude::*;

@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use std::sync::{Arc, LazyLock, Mutex};
 
 use super::elementwise;
-use crate::autograd::rng_replay::{RandomSource, draw_seed};
+use crate::autograd::{RandomSource, draw_seed};
 use crate::device::capture::{self, is_capturing};
 use crate::expr::philox::{Bits, Seed};
 use crate::ops::dispatch::prelude::*;

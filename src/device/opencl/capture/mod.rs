@@ -18,7 +18,6 @@ use super::fault::FaultSlot;
 use super::launch::{Arg, records_faults, set_arg};
 use crate::Result;
 use crate::device::{Device, StreamId, capture};
-use crate::error::invalid;
 
 /// The recorded commands. The owner of a recording must keep the commands' buffers alive.
 pub(crate) struct Recording {

@@ -17,7 +17,6 @@ use crate::device::opencl::launch::{enqueue_kernel, flush_if_due, is_checkpoint}
 use crate::device::opencl::queue::{EARLIER_LAUNCH, Queue};
 use crate::device::opencl::{ClDevice, ClEvent};
 use crate::device::{self, lock, log};
-use crate::error::invalid;
 use crate::{Error, Result};
 
 /// The maximum number of commands in a part, so that the queue's length stays bounded as for single commands.

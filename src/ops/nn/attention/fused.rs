@@ -1,7 +1,7 @@
 //! Attention in one kernel, on devices that have a fused kernel. The kernel stores the result and one number for each query, but no
 //! scores.
 
-use crate::autograd::rng_replay::RandomSource;
+use crate::autograd::RandomSource;
 use crate::backend::problem::attention::{AttentionBackward, FusedAttention};
 use crate::device::capture::is_capturing;
 use crate::expr::philox::Seed;
