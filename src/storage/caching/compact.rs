@@ -256,8 +256,8 @@ impl CachingAllocator {
             let plan = {
                 let mut core = self.lock();
                 let Some(at) = core.heap.number_of(segment) else { continue };
-                let fits = core.heap.segment(at).is_some_and(|held| held.kind == request.kind);
-                if !fits || core.free_bytes(at) < request.size || core.heap.has_holes(at) {
+                let fits = |held: &SegmentRecord| held.kind == request.kind && held.end.holes == 0;
+                if !core.heap.segment(at).is_some_and(fits) || core.free_bytes(at) < request.size {
                     continue;
                 }
                 let Some(plan) = core.plan_compaction(&[segment], true, request.stream) else { continue };

@@ -20,10 +20,12 @@ use super::super::allocator::Allocator;
 use super::super::block::Block;
 use super::super::config::Config;
 use super::super::driver::{Driver, Failure};
+use super::super::history::TraceAction;
 use super::super::hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
-use super::super::images::desc::other_holder;
+use super::super::images::desc::OtherMemory;
+use super::super::per_device;
+use super::super::pool::too_large_error;
 use super::super::segment::Segment;
-use super::super::unsplit::too_large_error;
 use super::entry::MAX_SEGMENT_BYTES;
 use super::heap::{Extension, Request, Search, UnmappedPages};
 use super::policy::{Growth, MAX_IDLE_QUERIES, MAX_RESERVED_BYTES, MAX_SYNC_ATTEMPTS, RESERVED_EIGHTHS, SizeKind};
@@ -150,7 +152,7 @@ impl CachingAllocator {
     ///
     /// The allocating thread calls `free` with no allocator lock held, so `free` may allocate.
     pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Registration {
-        self.hooks.add_free_memory_callback(free)
+        self.hooks.free_memory.add(Arc::from(free))
     }
 
     /// Registers `observe`, which is called when an allocation fails for lack of memory, before the error is returned
@@ -158,18 +160,13 @@ impl CachingAllocator {
     ///
     /// The allocating thread calls `observe` with no allocator lock held, so `observe` may query statistics, take a snapshot, or allocate.
     pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Registration {
-        self.hooks.add_oom_observer(observe)
+        self.hooks.observers.add(Arc::from(observe))
     }
 
     /// Releases unused memory and calls the free-memory callbacks, because images need memory of the device.
     pub(in crate::storage) fn make_room(&self) -> Result<()> {
         self.hooks.call_free_memory_callbacks();
         self.empty_cache()
-    }
-
-    /// Notifies the observers that another allocator of the device ran out of memory.
-    pub(in crate::storage) fn notify_oom_observers(&self, event: &OutOfMemoryEvent) {
-        self.hooks.notify_observers(|| *event);
     }
 
     /// Recovers memory for a request that the first search did not serve.
@@ -227,7 +224,7 @@ impl CachingAllocator {
                 }
             }
             RecoveryStep::OtherAllocators => {
-                if other_holder(self.driver.device()).map_or(Ok(false), |other| other.make_room())? {
+                if self.other_memory().map_or(Ok(false), OtherMemory::make_room)? {
                     self.update_held_elsewhere();
                     return self.grow(request, false, recovery);
                 }
@@ -275,9 +272,13 @@ impl CachingAllocator {
         Ok(None)
     }
 
+    fn other_memory(&self) -> Option<&'static OtherMemory> {
+        per_device::get(self.driver.device())
+    }
+
     /// Updates the bytes that other allocators of this device hold, which count towards the limits.
     fn update_held_elsewhere(&self) {
-        let elsewhere = other_holder(self.driver.device()).map_or(0, |other| other.held()); // takes their locks, so this one is not held
+        let elsewhere = self.other_memory().map_or(0, OtherMemory::held); // takes their locks, so this one is not held
         self.lock().limits.elsewhere = elsewhere;
     }
 
@@ -285,11 +286,11 @@ impl CachingAllocator {
     /// wait, work that uses the block may be unfinished, so the wait is repeated up to [`MAX_SYNC_ATTEMPTS`] times.
     pub(super) fn wait_for_streams(&self, request: &Request) -> Result<()> {
         for _ in 0..MAX_SYNC_ATTEMPTS {
-            let freed_blocks = self.drain_caches().heap.freed_blocks();
+            let freed_blocks = self.drain_caches().heap.freed_blocks;
             self.synchronize()?;
             self.process_events(true)?;
             let mut core = self.lock();
-            if core.heap.freed_blocks() == freed_blocks {
+            if core.heap.freed_blocks == freed_blocks {
                 let pools = core.pools_with_use_on_oom(request).chain([request.pool]).collect::<Vec<_>>();
                 for (pool, kind) in
                     pools.into_iter().flat_map(|pool| [(pool, SizeKind::Small), (pool, SizeKind::Large)])
@@ -308,7 +309,8 @@ impl CachingAllocator {
         let report = {
             let mut core = self.lock_with_stats();
             core.heap.stats.num_ooms += 1;
-            core.heap.record_oom(request, self.driver.capacity());
+            let free = self.driver.capacity().saturating_sub(core.heap.stats.reserved()).min(i64::MAX as u64); // the trace format stores an `i64`
+            core.heap.history.record(TraceAction::Oom, free, request.bytes as u64, request.stream.0);
             let mut pools = vec![(0, core.heap.pool_stats(0), true)];
             pools.extend(core.pools.iter().map(|(&id, options)| (id, core.heap.pool_stats(id), options.use_on_oom)));
             Report {
@@ -370,11 +372,11 @@ impl CachingAllocator {
         core.bytes_being_created -= bytes as u64;
         match segment {
             Ok(segment) => {
-                core.heap.set_time(self.now());
+                core.heap.now = self.clock.now();
                 let arena = core.heap.arena(request.pool, request.stream, request.kind);
                 let id = core.heap.add_segment(segment, bytes, arena);
                 core.growth.raise_target(core.heap.stats.reserved());
-                core.decay.record_segment_created(self.now());
+                core.decay.record_segment_created(self.clock.now());
                 let id = core.heap.allocate_from(id, request.size, request.bytes);
                 let block = core.create_handle(self.number, id, request.bytes);
                 recovery.growth_message = Some(("segment made", bytes as u64));
@@ -428,11 +430,11 @@ impl CachingAllocator {
     /// Releases segments that have been unused for long enough, if a check is due and the device is idle.
     #[cold]
     pub(super) fn decay<'a>(&'a self, mut core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
-        if !core.decay.checks_clock_at(core.heap.searches()) {
+        if !core.decay.checks_clock_at(core.heap.ticks) {
             return core;
         }
-        let now = self.now();
-        let (ticks, active) = (core.heap.searches(), core.heap.stats.active_bytes());
+        let now = self.clock.now();
+        let (ticks, active) = (core.heap.ticks, core.heap.stats.active_bytes());
         let due = core.decay.is_due(now);
         if due {
             core.heap.record_segment_ends();
@@ -442,14 +444,14 @@ impl CachingAllocator {
             !core.segments_unused_since(old).is_empty()
                 || core.heap.has_unused_ends(self.expandable.as_ref().map_or(0, |expandable| expandable.page))
         };
-        if !(old.is_some_and(any) || due && core.heap.has_unused_of_several_streams()) {
+        if !(old.is_some_and(any) || due && !core.heap.unused_of_several_streams(0).is_empty()) {
             return core;
         }
         let streams = core.heap.streams();
         drop(core);
         if self.is_idle(streams) {
             let mut core = self.lock();
-            core.heap.set_time(now);
+            core.heap.now = now;
             core.heap.merge_unused(|stream| self.driver.progress(stream));
             let segments_unused_since = old.map_or_else(Vec::new, |old| core.segments_unused_since(old));
             let keep = core.decay.bytes_to_keep();
@@ -542,7 +544,7 @@ impl CachingAllocator {
             let mut guard = self.lock_with_stats();
             let core = &mut *guard;
             core.bytes_being_created -= bytes;
-            core.heap.set_time(self.now());
+            core.heap.now = self.clock.now();
             let arena = core.heap.arena(request.pool, request.stream, request.kind);
             match &extension.segment {
                 None => _ = core.heap.add_segment(segment, extension.end.len(), arena),
@@ -553,7 +555,7 @@ impl CachingAllocator {
                 }
             }
             core.growth.raise_target(core.heap.stats.reserved());
-            core.decay.record_segment_created(self.now());
+            core.decay.record_segment_created(self.clock.now());
             // Another thread may have taken the free bytes that the extension relied on; if so, try again.
             if let Some(block) = core.search_best_fit(self.number, request, true) {
                 recovery.growth_message = Some(("segment extended", bytes));
@@ -753,7 +755,7 @@ impl Core {
         while left > 0 {
             let mut unused = self.heap.whole_blocks(0);
             unused.retain(|&id| self.heap.segment_of(id).kind == SizeKind::Large);
-            let age = |core: &Core, id: u32| core.heap.searches() - core.heap.segment_of(id).idle_since.0;
+            let age = |core: &Core, id: u32| core.heap.ticks - core.heap.segment_of(id).idle_since.0;
             let total: u64 = unused.iter().map(|&id| age(self, id)).sum();
             let Some(average) = total.checked_div(unused.len() as u64) else { break };
             unused.retain(|&id| age(self, id) >= average);

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::super::config::{Config, SegmentSizes};
+use super::super::history::SegmentType;
 
 const MIB: usize = 1 << 20;
 
@@ -65,12 +66,9 @@ pub(super) const MAX_REFUSALS: usize = 64;
 /// A block is cached only if its size is at most the thread cache's capacity divided by this.
 pub(super) const MAX_CACHED_PART: usize = 16;
 
-/// The size kind of a request. Small and large requests use separate segments, so that small, short-lived blocks do not pin large segments.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(in crate::storage) enum SizeKind {
-    Small,
-    Large,
-}
+/// The size kind of a request, and the type of the segments that serve the request. Small and large requests use separate segments, so that
+/// small, short-lived blocks do not pin large segments.
+pub(in crate::storage) type SizeKind = SegmentType;
 
 impl SizeKind {
     #[inline]

@@ -40,9 +40,7 @@ impl ClBlockLocation<'_> {
     pub(crate) fn at(&self, byte: usize) -> ClAt<'_> {
         (self.buffer, self.location.offset() + byte)
     }
-}
 
-impl ClBlockLocation<'_> {
     /// Maps the segment for the host. The segment must be a buffer over host memory and have no other block. Waits for the device.
     ///
     /// # Errors
@@ -114,9 +112,7 @@ impl OpenCl {
             self.device.info().unified_memory.then(|| unsafe { self.device.buffer_over(start, bytes) })?.ok()?;
         Some(Memory(MemoryKind::OpenCl(buffer)))
     }
-}
 
-impl OpenCl {
     fn failure(&self, error: ClError) -> Failure {
         match error.classify() {
             Class::OutOfMemory => match error.code {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use super::live::fmt_sites;
 use super::snapshot::{BlockState, SegmentInfo, SegmentType, Snapshot};
 use crate::error::Size;
 
@@ -117,7 +118,7 @@ impl fmt::Display for Snapshot {
         if largest.len() > MAX_DRAWN_SEGMENTS {
             writeln!(f, "and {} smaller segments", largest.len() - MAX_DRAWN_SEGMENTS)?;
         }
-        self.fmt_live_memory(f)?;
+        fmt_sites(f, "", &self.live_memory())?;
         self.fmt_live_blocks(f)?;
         self.fmt_peak_memory(f)?;
         for (device, trace) in self.device_traces.iter().enumerate().filter(|(_, t)| !t.is_empty()) {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
-use std::sync::{OnceLock, RwLock};
+use std::sync::RwLock;
 
 use libc::{MADV_DONTNEED, MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_NORESERVE, MAP_PRIVATE, PROT_NONE, PROT_READ, PROT_WRITE};
 
@@ -104,7 +104,7 @@ impl Mapping {
             // SAFETY: the range consists of whole pages inside this mapping; the advice only affects which pages the kernel allocates.
             unsafe { libc::madvise(self.at(from), to - from, MADV_HUGEPAGE) };
         }
-        if self.numa_local && several_nodes() {
+        if self.numa_local {
             self.prefer(current_numa_node(), from, to);
         }
     }
@@ -128,12 +128,8 @@ impl Drop for Mapping {
     }
 }
 
-fn several_nodes() -> bool {
-    static SEVERAL: OnceLock<bool> = OnceLock::new();
-    *SEVERAL.get_or_init(|| {
-        let online = std::fs::read_to_string("/sys/devices/system/node/online").unwrap_or_default();
-        online.contains(['-', ','])
-    })
+pub(super) fn several_nodes() -> bool {
+    std::fs::read_to_string("/sys/devices/system/node/online").is_ok_and(|online| online.contains(['-', ',']))
 }
 
 /// Returns the NUMA node of the processor that runs this thread.
