@@ -38,31 +38,20 @@ impl fmt::Debug for Registration {
 }
 
 /// Callbacks in the order of registration.
-pub(super) struct CallbackList<F: ?Sized>(Arc<Mutex<Vec<Arc<F>>>>);
+type CallbackList<F> = Arc<Mutex<Vec<Arc<F>>>>;
 
-impl<F: ?Sized> Default for CallbackList<F> {
-    fn default() -> CallbackList<F> {
-        CallbackList(Arc::default())
-    }
-}
-
-impl<F: ?Sized + Send + Sync + 'static> CallbackList<F> {
-    pub(super) fn add(&self, hook: Arc<F>) -> Registration {
-        lock(&self.0).push(Arc::clone(&hook));
-        let list = Arc::downgrade(&self.0);
-        Registration(OnDrop(Box::new(move || {
-            let Some(list) = list.upgrade() else { return };
-            // The callback is dropped after the lock is released, because dropping its captures may lock this list.
-            let mut hooks = lock(&list);
-            let removed = hooks.iter().position(|other| Arc::ptr_eq(other, &hook)).map(|at| hooks.remove(at));
-            drop(hooks);
-            drop(removed);
-        })))
-    }
-
-    fn all(&self) -> Vec<Arc<F>> {
-        lock(&self.0).clone()
-    }
+/// Adds a callback to a list until the returned value is dropped.
+pub(super) fn register<F: ?Sized + Send + Sync + 'static>(list: &CallbackList<F>, hook: Arc<F>) -> Registration {
+    lock(list).push(Arc::clone(&hook));
+    let list = Arc::downgrade(list);
+    Registration(OnDrop(Box::new(move || {
+        let Some(list) = list.upgrade() else { return };
+        // The callback is dropped after the lock is released, because dropping its captures may lock this list.
+        let mut hooks = lock(&list);
+        let removed = hooks.iter().position(|other| Arc::ptr_eq(other, &hook)).map(|at| hooks.remove(at));
+        drop(hooks);
+        drop(removed);
+    })))
 }
 
 /// An allocator's callbacks.
@@ -81,14 +70,14 @@ fn run_unless_nested<R>(f: impl FnOnce() -> R) -> Option<R> {
 impl Hooks {
     /// Calls every free-memory callback. Returns true if any callback freed memory.
     pub(super) fn call_free_memory_callbacks(&self) -> bool {
-        let callbacks = self.free_memory.all();
+        let callbacks = lock(&self.free_memory).clone();
         !callbacks.is_empty()
             && run_unless_nested(|| callbacks.iter().filter(|free| free()).count() > 0).unwrap_or(false)
     }
 
     /// Calls every observer with the event that `describe` returns.
     pub(super) fn notify_observers(&self, describe: impl FnOnce() -> OutOfMemoryEvent) {
-        let observers = self.observers.all();
+        let observers = lock(&self.observers).clone();
         if !observers.is_empty() {
             let event = describe();
             run_unless_nested(|| observers.iter().for_each(|observe| observe(&event)));

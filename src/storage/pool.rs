@@ -146,6 +146,17 @@ impl PoolAllocator {
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the configuration contradicts itself.
     pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<PoolAllocator> {
+        PoolAllocator::with_options(driver, config, true, None)
+    }
+
+    /// Creates an allocator that releases every buffer when it is freed unless `reuses`. Its limits include the bytes of `other`, or of
+    /// the device's images if that is `None`.
+    pub(super) fn with_options(
+        driver: Arc<dyn Driver>,
+        config: Config,
+        reuses: bool,
+        other: Option<OtherMemory>,
+    ) -> Result<PoolAllocator> {
         config.check()?;
         let mut stats = Counters::default();
         stats.max_split_size = config.max_split_size as u64;
@@ -160,17 +171,7 @@ impl PoolAllocator {
             clock: 0,
         };
         let (number, state) = (next_owner_number(), Mutex::new(state));
-        Ok(PoolAllocator { driver, number, config, reuses: true, other: None, state })
-    }
-
-    /// Creates an allocator that creates every buffer anew and releases it when it is freed.
-    pub(super) fn without_reuse(driver: Arc<dyn Driver>, config: Config) -> Result<PoolAllocator> {
-        Ok(PoolAllocator { reuses: false, ..PoolAllocator::new(driver, config)? })
-    }
-
-    /// Creates a pool of images, whose limits include the bytes of the device's buffers.
-    pub(super) fn of_images(driver: Arc<dyn Driver>, config: Config, buffers: OtherMemory) -> Result<PoolAllocator> {
-        Ok(PoolAllocator { other: Some(buffers), ..PoolAllocator::new(driver, config)? })
+        Ok(PoolAllocator { driver, number, config, reuses, other, state })
     }
 
     /// Returns the device's memory that is not this pool's.

@@ -21,7 +21,7 @@ use super::super::block::Block;
 use super::super::config::Config;
 use super::super::driver::{Driver, Failure};
 use super::super::history::TraceAction;
-use super::super::hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
+use super::super::hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration, register};
 use super::super::images::desc::OtherMemory;
 use super::super::per_device;
 use super::super::pool::too_large_error;
@@ -131,18 +131,11 @@ impl Expandable {
     }
 }
 
-pub(super) enum ExpandOutcome {
-    Block(Block),
-    /// The segment cannot be extended: the memory limit is reached, or the device has no memory left.
+/// The reason why no expandable segment grows for a request.
+pub(super) enum CannotExpand {
+    /// The memory limit is reached, or the device has no memory left.
     Full,
     /// No expandable segment can serve the request, so it needs an ordinary segment.
-    NeedsOwnSegment,
-}
-
-/// How to extend a segment for a request that no free block serves.
-enum ExtensionDecision {
-    Extend(Extension),
-    Full,
     NeedsOwnSegment,
 }
 
@@ -152,7 +145,7 @@ impl CachingAllocator {
     ///
     /// The allocating thread calls `free` with no allocator lock held, so `free` may allocate.
     pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Registration {
-        self.hooks.free_memory.add(Arc::from(free))
+        register(&self.hooks.free_memory, Arc::from(free))
     }
 
     /// Registers `observe`, which is called when an allocation fails for lack of memory, before the error is returned
@@ -160,7 +153,7 @@ impl CachingAllocator {
     ///
     /// The allocating thread calls `observe` with no allocator lock held, so `observe` may query statistics, take a snapshot, or allocate.
     pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Registration {
-        self.hooks.observers.add(Arc::from(observe))
+        register(&self.hooks.observers, Arc::from(observe))
     }
 
     /// Releases unused memory and calls the free-memory callbacks, because images need memory of the device.
@@ -352,9 +345,9 @@ impl CachingAllocator {
     /// allow the segment, and stores the reason in `recovery`. If `exact`, the segment is no larger than the request.
     pub(super) fn grow(&self, request: &Request, exact: bool, recovery: &mut OomRecovery) -> Result<Option<Block>> {
         match self.expand(request, exact, recovery)? {
-            ExpandOutcome::Block(block) => return Ok(Some(block)),
-            ExpandOutcome::Full => return Ok(None),
-            ExpandOutcome::NeedsOwnSegment => {}
+            Ok(block) => return Ok(Some(block)),
+            Err(CannotExpand::Full) => return Ok(None),
+            Err(CannotExpand::NeedsOwnSegment) => {}
         }
         let (bytes, recycled) = {
             let mut core = self.lock();
@@ -494,10 +487,15 @@ impl CachingAllocator {
     // Methods for segments that grow in place.
 
     /// Grows the segment of the request's arena and allocates a block from it. If `exact`, commits no more than the request needs.
-    pub(super) fn expand(&self, request: &Request, exact: bool, recovery: &mut OomRecovery) -> Result<ExpandOutcome> {
-        let Some(expandable) = &self.expandable else { return Ok(ExpandOutcome::NeedsOwnSegment) };
+    pub(super) fn expand(
+        &self,
+        request: &Request,
+        exact: bool,
+        recovery: &mut OomRecovery,
+    ) -> Result<Result<Block, CannotExpand>> {
+        let Some(expandable) = &self.expandable else { return Ok(Err(CannotExpand::NeedsOwnSegment)) };
         if request.size > expandable.bytes {
-            return Ok(ExpandOutcome::NeedsOwnSegment);
+            return Ok(Err(CannotExpand::NeedsOwnSegment));
         }
         let _page_lock = lock(&expandable.pages);
         loop {
@@ -505,22 +503,17 @@ impl CachingAllocator {
                 let mut core = self.lock_with_stats();
                 // A free block may suffice: the whole segment may be free, or another thread may have just extended it.
                 if let Some(block) = core.search_best_fit(self.number, request, true) {
-                    return Ok(ExpandOutcome::Block(block));
+                    return Ok(Ok(block));
                 }
                 let unmapped = if exact { Vec::new() } else { core.recycle_pages(expandable, request) };
-                match core.plan_extension(expandable, request, exact) {
-                    ExtensionDecision::Extend(extension) => {
-                        core.bytes_being_created += extension.bytes();
-                        (Ok(extension), unmapped)
-                    }
-                    ExtensionDecision::Full => (Err(ExpandOutcome::Full), unmapped),
-                    ExtensionDecision::NeedsOwnSegment => (Err(ExpandOutcome::NeedsOwnSegment), unmapped),
-                }
+                let extension = core.plan_extension(expandable, request, exact);
+                core.bytes_being_created += extension.as_ref().map_or(0, Extension::bytes);
+                (extension, unmapped)
             };
             self.decommit(unmapped);
             let extension = match extension {
                 Ok(extension) => extension,
-                Err(grown) => return Ok(grown),
+                Err(reason) => return Ok(Err(reason)),
             };
             let bytes = extension.bytes();
             let segment = extension.segment.as_ref().map(|(_, segment)| Arc::clone(segment)).or_else(|| {
@@ -529,7 +522,7 @@ impl CachingAllocator {
             });
             let Some(segment) = segment else {
                 self.lock().bytes_being_created -= bytes;
-                return Ok(ExpandOutcome::NeedsOwnSegment); // no addresses are left to reserve
+                return Ok(Err(CannotExpand::NeedsOwnSegment)); // no addresses are left to reserve
             };
             if let Err(why) = self.commit_all(&segment, &extension) {
                 self.lock().bytes_being_created -= bytes;
@@ -537,7 +530,7 @@ impl CachingAllocator {
                     Failure::Other(error) => Err(error),
                     other => {
                         recovery.failure = Some(other);
-                        Ok(ExpandOutcome::Full)
+                        Ok(Err(CannotExpand::Full))
                     }
                 };
             }
@@ -559,7 +552,7 @@ impl CachingAllocator {
             // Another thread may have taken the free bytes that the extension relied on; if so, try again.
             if let Some(block) = core.search_best_fit(self.number, request, true) {
                 recovery.growth_message = Some(("segment extended", bytes));
-                return Ok(ExpandOutcome::Block(block));
+                return Ok(Ok(block));
             }
         }
     }
@@ -630,7 +623,7 @@ impl Core {
     /// Searches an arena and takes a block. Unless `any`, an unused segment is taken only if the policy permits splitting it.
     #[inline(always)]
     pub(super) fn search(&mut self, arena: u32, request: &Request, search: Search, any: bool) -> Option<u32> {
-        let only_similar = !any && self.rules.is_adaptive() && !self.growth.is_steady();
+        let only_similar = !any && self.rules.is_adaptive() && !self.growth.steady;
         let max_split_segment = || match only_similar {
             true => {
                 let segment = self.rules.segment_size(request.size, self.heap.stats.reserved());
@@ -790,9 +783,14 @@ impl Core {
     }
 
     /// Chooses where to grow for a request that no free block serves.
-    fn plan_extension(&mut self, expandable: &Expandable, request: &Request, exact: bool) -> ExtensionDecision {
+    fn plan_extension(
+        &mut self,
+        expandable: &Expandable,
+        request: &Request,
+        exact: bool,
+    ) -> Result<Extension, CannotExpand> {
         if self.heap.is_unsplit(request.pool) {
-            return ExtensionDecision::NeedsOwnSegment; // each block of an unsplit pool is a segment of its own
+            return Err(CannotExpand::NeedsOwnSegment); // each block of an unsplit pool is a segment of its own
         }
         let arena = self.heap.arena(request.pool, request.stream, request.kind);
         let own: Vec<u32> = (self.heap.segments())
@@ -813,12 +811,12 @@ impl Core {
         let mut extension = best.unwrap_or_else(new);
         let all = extension.segment.as_ref().map_or(expandable.bytes, |(_, segment)| segment.bytes());
         if extension.end.end > all {
-            return ExtensionDecision::NeedsOwnSegment;
+            return Err(CannotExpand::NeedsOwnSegment);
         }
         let held = self.heap.stats.reserved() + self.bytes_being_created;
         let (least, room) = (extension.bytes(), self.limits.limit().saturating_sub(held));
         if least > room {
-            return ExtensionDecision::Full;
+            return Err(CannotExpand::Full);
         }
         if !exact && !extension.end.is_empty() {
             let Range { start, end } = extension.end;
@@ -826,7 +824,7 @@ impl Core {
             let more = more.min(usize::try_from(room - least).unwrap_or(usize::MAX)).min(all - end);
             extension.end = start..end + more / expandable.page * expandable.page;
         }
-        ExtensionDecision::Extend(extension)
+        Ok(extension)
     }
 
     /// Removes free pages from the table, so that the request's extension does not exceed the target of reserved bytes.
@@ -834,9 +832,7 @@ impl Core {
         if !self.rules.is_adaptive() {
             return Vec::new();
         }
-        let ExtensionDecision::Extend(extension) = self.plan_extension(expandable, request, true) else {
-            return Vec::new();
-        };
+        let Ok(extension) = self.plan_extension(expandable, request, true) else { return Vec::new() };
         let held = self.heap.stats.reserved() + self.bytes_being_created;
         match self.growth.bytes_to_release(held, extension.bytes()) {
             0 => Vec::new(),

@@ -233,7 +233,8 @@ pub(super) struct Growth {
     recycled_sizes: [usize; RECYCLED_SIZE_COUNT],
     /// Number of segments created since the last clear rise that had the size of a segment recycled shortly before.
     recreated: u64,
-    steady: bool,
+    /// True once the warm-up is over.
+    pub(super) steady: bool,
 }
 
 impl Default for Growth {
@@ -272,11 +273,6 @@ impl Growth {
                 || self.recycled >= MAX_RECYCLED_SEGMENTS;
         }
         self.peak = self.peak.max(active);
-    }
-
-    #[inline]
-    pub(super) fn is_steady(&self) -> bool {
-        self.steady
     }
 
     /// Records that a segment of this size was released to make room for another.

@@ -90,13 +90,6 @@ impl HostMemory {
         HostMemory { origin: Origin::Heap(base, layout), start: base, bytes }
     }
 
-    fn is_committed(&self, from: usize, to: usize) -> bool {
-        match &self.origin {
-            Origin::Heap(..) | Origin::Custom(_) => true,
-            Origin::Mapped(mapping) => mapping.is_committed(from, to),
-        }
-    }
-
     /// Returns the first usable byte, whose address does not change until drop.
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.start
@@ -227,8 +220,12 @@ unsafe impl Driver for Host {
 
 /// Checks that `bytes` bytes of host memory from `offset` on are committed, and returns their address.
 fn bytes_at((memory, offset): At<'_>, bytes: usize) -> Result<NonNull<u8>> {
+    let is_committed = |origin: &Origin, end| match origin {
+        Origin::Heap(..) | Origin::Custom(_) => true,
+        Origin::Mapped(mapping) => mapping.is_committed(offset, end),
+    };
     match (&memory.0, offset.checked_add(bytes)) {
-        (MemoryKind::Host(m), Some(end)) if end <= m.bytes && m.is_committed(offset, end) => {
+        (MemoryKind::Host(m), Some(end)) if end <= m.bytes && is_committed(&m.origin, end) => {
             // SAFETY: the address is inside the memory, as checked above.
             Ok(unsafe { m.start.add(offset) })
         }

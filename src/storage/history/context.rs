@@ -68,7 +68,9 @@ impl Context {
 
     /// Returns the names joined by slashes, the outermost first; empty if there are none.
     pub(super) fn path(self) -> String {
-        self.names.path()
+        let mut names = self.names.list();
+        names.reverse();
+        names.join("/")
     }
 }
 
@@ -99,13 +101,6 @@ impl NamePath {
             self = NamePath(node.parent);
         }
         names
-    }
-
-    /// Returns the names joined by slashes, the outermost first.
-    fn path(self) -> String {
-        let mut names = self.list();
-        names.reverse();
-        names.join("/")
     }
 
     /// Returns the node of `name` inside the name `self`. Adds the node on first use.

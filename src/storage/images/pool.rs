@@ -22,7 +22,8 @@ pub(in crate::storage) fn pool(device: Device) -> Result<Option<&'static PoolAll
     }
     let held = |device| registry::device_allocator(device).map_or(0, |buffers| buffers.stats().reserved_bytes.current);
     let buffers = OtherMemory { device, held, release: release_buffers };
-    let made = PoolAllocator::of_images(Arc::new(driver), Config::from_env_once()?.clone(), buffers)?;
+    let config = Config::from_env_once()?.clone();
+    let made = PoolAllocator::with_options(Arc::new(driver), config, true, Some(buffers))?;
     let pool = per_device::get_or_insert(device, made);
     let held = |device| existing_image_pool(device).map_or(0, PoolAllocator::reserved);
     per_device::get_or_insert(device, OtherMemory { device, held, release: empty_cache });
