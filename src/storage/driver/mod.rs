@@ -35,6 +35,7 @@ macro_rules! safe_methods {
 pub(crate) mod host;
 pub(crate) mod opencl;
 pub(super) mod pinned;
+mod registry;
 mod sim;
 pub(super) mod staging;
 
@@ -46,10 +47,9 @@ use std::sync::Arc;
 use crate::device::StreamId;
 use crate::device::opencl::{ClBuffer, ClEvent, ClImage};
 pub use crate::storage::images::{ImageDesc, ImageFormat};
-use crate::storage::{config::Config, per_device};
 use crate::{Device, Error, Result};
-use host::{Host, HostMemory};
-use opencl::OpenCl;
+use host::HostMemory;
+pub use registry::driver;
 pub use sim::{Call, Sim, SimOptions};
 use sim::{SimMarker, SimMemory};
 
@@ -358,19 +358,4 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// # Safety
     /// Until the call returns, nothing else on the host reads or writes the bytes.
     unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()>;
-}
-
-/// Returns the driver of a device's memory, on which users can build their own allocators. Opens the device.
-///
-/// # Errors
-/// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist.
-pub fn driver(device: Device) -> Result<Arc<dyn Driver>> {
-    if let Some(driver) = per_device::get::<Arc<dyn Driver>>(device) {
-        return Ok(Arc::clone(driver));
-    }
-    let made: Arc<dyn Driver> = match device {
-        Device::Cpu => Arc::new(Host::new(Config::from_env_once()?)),
-        Device::OpenCL(index) => Arc::new(OpenCl::open(index)?),
-    };
-    Ok(Arc::clone(per_device::get_or_insert(device, made)))
 }

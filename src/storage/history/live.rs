@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::snapshot::{BlockState, Frame, Snapshot, TraceAction};
-use super::summary::format_size;
+use crate::error::Size;
 
 /// The blocks in use that were allocated at one call site: at a line of a function or, if no line is known, under a
 /// name given to [`with_context`](super::with_context).
@@ -220,6 +220,10 @@ fn fmt_groups(
     groups.sort_by(|((a, x), (b, _)), ((c, y), (d, _))| (a, Reverse(b), x).cmp(&(c, Reverse(d), y)));
     let rows = groups.into_iter().map(|((_, name), (bytes, count))| (bytes, count, name));
     fmt_table(f, format_args!("in use, by {what}"), rows, "")
+}
+
+pub(super) fn format_size(bytes: u64) -> String {
+    if bytes < 1024 { format!("{bytes} B") } else { Size(bytes).to_string() }
 }
 
 /// The group name of blocks whose allocation is not in the trace.
