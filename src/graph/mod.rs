@@ -128,7 +128,7 @@ impl Graph {
         let formulas = FormulaRecorder::start();
         let (mut memory, result) = CapturedMemory::capture(pool.clone(), f)?;
         let hooks = capture::take_hooks();
-        let changes = formulas.changes(&recorder, &memory.take_uses());
+        let changes = formulas.changes(&recorder, &std::mem::take(&mut memory.uses));
         let replayer = Replayer::new(recorder.finish().with_changes(changes));
         Ok((Graph { replayer, memory, hooks, replay_lock: Mutex::new(()), stream }, result))
     }

@@ -179,7 +179,7 @@ impl Storage {
             allocator.restore(&lease.block)?;
             return self.cl();
         }
-        self.check_memory()?;
+        self.allocation().check_memory()?;
         Err(Error::invalid(
             "storage",
             format!("{self:?} are not in an OpenCL buffer: for an image call Image::export_cl"),

@@ -15,7 +15,7 @@ use super::driver::MemoryKind;
 use super::driver::host::HostMemory;
 use super::driver::opencl::OpenCl;
 use super::driver::staging::{self, PinnedBytes};
-use super::import::{ForeignHostMemory, ImportedBuffers};
+use super::import::ImportedBuffers;
 use super::pool::with_images;
 use super::registry::{self, DeviceEntry};
 use super::sidecar::{self, SideCar};
@@ -151,51 +151,47 @@ impl Storage {
 
     /// Allocates `bytes` bytes. They are filled with the configured byte; without one, their contents are unspecified.
     pub(crate) fn alloc(device: Device, bytes: usize) -> Result<Storage> {
+        Storage::alloc_filled(device, bytes, |current| current.fill)
+    }
+
+    pub(crate) fn alloc_zeroed(device: Device, bytes: usize) -> Result<Storage> {
+        Storage::alloc_filled(device, bytes, |_| Some(0))
+    }
+
+    #[inline]
+    fn alloc_filled(device: Device, bytes: usize, fill: impl FnOnce(&DeviceEntry) -> Option<u8>) -> Result<Storage> {
         if bytes == 0 {
             return Ok(Storage::new(device, 0, Backing::Empty));
         }
         let current = registry::device_entry(device)?;
-        let storage = Storage::alloc_unfilled(device, bytes, current)?;
-        if let Some(byte) = current.fill {
-            storage.fill(0, bytes, &[byte])?;
-        }
-        Ok(storage)
-    }
-
-    pub(crate) fn alloc_zeroed(device: Device, bytes: usize) -> Result<Storage> {
-        if bytes == 0 {
-            return Ok(Storage::new(device, 0, Backing::Empty));
-        }
-        let storage = Storage::alloc_unfilled(device, bytes, registry::device_entry(device)?)?;
-        storage.fill(0, bytes, &[0])?;
-        Ok(storage)
-    }
-
-    #[inline]
-    fn alloc_unfilled(device: Device, bytes: usize, current: &'static DeviceEntry) -> Result<Storage> {
         let lease = Lease::new(device, bytes, current)?;
         let backing = match current.opened {
             None => Backing::Host(lease),
             Some(opened) => Backing::OpenCl(opened, lease),
         };
-        Ok(Storage::new(device, bytes, backing))
+        let storage = Storage::new(device, bytes, backing);
+        if let Some(byte) = fill(current) {
+            storage.fill(0, bytes, &[byte])?;
+        }
+        Ok(storage)
+    }
+
+    /// Makes a storage on the CPU device of the first `bytes` bytes of `memory`. No allocator counts them.
+    pub(super) fn from_host_bytes(bytes: usize, memory: HostBytes) -> Storage {
+        let adopted = || Backing::Adopted(Box::new(Adopted { lock: RwLock::new(ReaderCount::none()), memory }));
+        Storage::new(Device::Cpu, bytes, if bytes == 0 { Backing::Empty } else { adopted() })
     }
 
     /// Makes a storage on the CPU device that takes over the vector without a copy. No allocator counts its bytes.
     pub(crate) fn adopt<T: Element>(v: Vec<T>) -> Storage {
-        let bytes = size_of_val(v.as_slice());
-        let backing = match bytes {
-            0 => Backing::Empty,
-            _ => Backing::Adopted(Adopted::new(HostBytes::Vector(HostMemory::from_vec(v)))),
-        };
-        Storage::new(Device::Cpu, bytes, backing)
+        Storage::from_host_bytes(size_of_val(v.as_slice()), HostBytes::Owned(HostMemory::from_vec(v)))
     }
 
     /// Makes a storage on the CPU device with unspecified contents, pinned for transfers to and from `device`. Returns
     /// `None` if `device` is the CPU, for zero bytes, and if no pinned memory is left.
     pub(crate) fn pinned(device: Device, bytes: usize) -> Result<Option<Storage>> {
-        let backing = |memory| Backing::Adopted(Adopted::new(HostBytes::Pinned(memory)));
-        Ok(staging::alloc_pinned(device, bytes)?.map(|memory| Storage::new(Device::Cpu, bytes, backing(memory))))
+        let storage = |memory| Storage::from_host_bytes(bytes, HostBytes::Pinned(memory));
+        Ok(staging::alloc_pinned(device, bytes)?.map(storage))
     }
 
     pub(crate) fn is_pinned(&self, device: Device) -> bool {
@@ -289,25 +285,17 @@ pub(super) struct Adopted {
     memory: HostBytes,
 }
 
-impl Adopted {
-    pub(super) fn new(memory: HostBytes) -> Box<Adopted> {
-        Box::new(Adopted { lock: RwLock::new(ReaderCount::none()), memory })
-    }
-}
-
 /// The owner of an [`Adopted`] storage's bytes.
 pub(super) enum HostBytes {
-    Vector(HostMemory),
+    Owned(HostMemory),
     Pinned(PinnedBytes),
-    Foreign(ForeignHostMemory),
 }
 
 impl HostBytes {
     fn start(&self) -> NonNull<u8> {
         match self {
-            HostBytes::Vector(memory) => memory.start(),
+            HostBytes::Owned(memory) => memory.start(),
             HostBytes::Pinned(memory) => memory.start(),
-            HostBytes::Foreign(memory) => memory.start(),
         }
     }
 }
@@ -359,7 +347,7 @@ impl Allocation {
         match &self.backing {
             Backing::Adopted(adopted) => match &adopted.memory {
                 HostBytes::Pinned(pinned) => Some(pinned),
-                HostBytes::Vector(_) | HostBytes::Foreign(_) => None,
+                HostBytes::Owned(_) => None,
             },
             _ => None,
         }

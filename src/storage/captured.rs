@@ -25,7 +25,7 @@ pub(crate) struct CapturedMemory {
     /// Blocks of the pool that existed before the capture.
     blocks_before: HashSet<u32>,
     pool: MemPool,
-    uses: StorageUses,
+    pub(crate) uses: StorageUses,
     /// Counts the replays, which change the storages that the graph allocated.
     replays: Replays,
 }
@@ -142,10 +142,6 @@ impl CapturedMemory {
             captured.outside.iter().for_each(|used| used.update_version(|n| n.wrapping_sub(used.changes)));
         }
         result.map(|result| (captured, result))
-    }
-
-    pub(crate) fn take_uses(&mut self) -> StorageUses {
-        std::mem::take(&mut self.uses)
     }
 
     /// Increments the version of every storage that a replay of the graph changes.

@@ -15,7 +15,6 @@ use std::time::Duration;
 pub use keys::ConfigKey;
 use keys::{UNSUPPORTED_PYTORCH_KEYS, formats::*, split_list};
 
-use super::memory_mode::MemoryMode;
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
@@ -52,6 +51,20 @@ pub enum SegmentSizes {
     /// Uses PyTorch's sizes: 2 MiB for requests up to 1 MiB, [`Config::large_segment_size`] below 10 MiB, and above that the
     /// request rounded up to 2 MiB.
     PyTorch,
+}
+
+/// The operand type for kernels that can read both buffers and images (MNN's memory modes). The key `memory` of
+/// `CLAYSTONE_ALLOC_CONF` sets the mode of the process, and [`with_memory_mode`] sets the mode of a scope.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum MemoryMode {
+    /// Buffers.
+    Buffer,
+    /// Images, if the device has them and the operands fit. Tensors are converted first.
+    Image,
+    /// The faster of the two, as measured by `claystone tune` on the device. Buffers if the device was not measured.
+    #[default]
+    Auto,
 }
 
 keys::config! {

@@ -295,17 +295,12 @@ impl Counters {
         }
     }
 
-    fn end_pending(&mut self, kind: SizeKind, size: usize) {
+    /// Records that no stream uses a returned block any more.
+    pub(super) fn end_pending(&mut self, kind: SizeKind, size: usize) {
         self.num_pending -= 1;
         for (pending, by) in self.pools[kind as usize].pending.iter_mut().zip([1, size as i64]) {
             pending.current -= by;
         }
-    }
-
-    /// Records that no stream uses a returned block any more, and how this changes the free parts of split segments.
-    pub(super) fn record_settled(&mut self, kind: SizeKind, size: usize, split: Split) {
-        self.end_pending(kind, size);
-        self.record_split_change(kind, split);
     }
 
     /// Records that a pending block was handed out again.
@@ -331,32 +326,19 @@ impl Counters {
     }
 
     pub(super) fn record_segment_alloc(&mut self, kind: SizeKind, size: usize) {
-        self.num_device_alloc += 1;
-        self.change_segments(kind, [1, size as i64]);
-        if size as u64 >= self.max_split_size {
-            self.oversize_segments.change(1);
-        }
+        self.change_segments(kind, true, [1, size as i64]);
     }
 
     pub(super) fn record_segment_free(&mut self, kind: SizeKind, size: usize) {
-        self.num_device_free += 1;
-        self.change_segments(kind, [-1, -(size as i64)]);
-        if size as u64 >= self.max_split_size {
-            self.oversize_segments.change(-1);
+        self.change_segments(kind, false, [-1, -(size as i64)]);
+    }
+
+    /// Records that the driver allocated or freed memory, which changed the number and the bytes of segments.
+    pub(super) fn change_segments(&mut self, kind: SizeKind, allocated: bool, by: [i64; 2]) {
+        *(if allocated { &mut self.num_device_alloc } else { &mut self.num_device_free }) += 1;
+        if by[1].unsigned_abs() >= self.max_split_size {
+            self.oversize_segments.change(by[0]);
         }
-    }
-
-    pub(super) fn record_segment_growth(&mut self, kind: SizeKind, by: usize) {
-        self.num_device_alloc += 1;
-        self.change_segments(kind, [0, by as i64]);
-    }
-
-    pub(super) fn record_segment_shrink(&mut self, kind: SizeKind, by: usize) {
-        self.num_device_free += 1;
-        self.change_segments(kind, [0, -(by as i64)]);
-    }
-
-    fn change_segments(&mut self, kind: SizeKind, by: [i64; 2]) {
         for (i, by) in by.into_iter().enumerate() {
             let other = self.pools[kind.opposite() as usize].segment[i].current();
             let flow = &mut self.pools[kind as usize].segment[i];

@@ -1,18 +1,16 @@
 //! The memory of a [`Device`]: statistics, limits, snapshots.
 
-use std::sync::Arc;
-
 use super::allocator::{Allocator, find_allocator};
 use super::caching::CachingAllocator;
 use super::driver::pinned::PinnedStats;
-use super::driver::staging::{self, DevicePinnedPool};
+use super::driver::staging::DevicePinnedPool;
 use super::guard::guard_violations;
 use super::history::{HistoryOptions, Snapshot};
 use super::hooks::{FreeMemory, OomObserver, Registration};
 use super::images::pool as image_pool;
 use super::pool::{PoolAllocator, existing_image_pool, with_images};
-use super::registry;
 use super::stats::DeviceStats;
+use super::{per_device, registry};
 use crate::{Device, Error, Result};
 
 /// Statistics and settings of the device's memory allocator.
@@ -222,7 +220,7 @@ impl Device {
 
     /// Returns the pool of images, or `None` if the device does not support images. Creates the pool if needed, so that limits and
     /// recording apply to it from its first use.
-    fn image_pool(&self) -> Result<Option<Arc<PoolAllocator>>> {
+    fn image_pool(&self) -> Result<Option<&'static PoolAllocator>> {
         image_pool::pool(*self)
     }
 }
@@ -265,6 +263,6 @@ impl Device {
 
     fn pinned_pool(&self) -> Result<Option<&'static DevicePinnedPool>> {
         self.cached_info()?;
-        Ok(staging::existing_pool(*self))
+        Ok(per_device::get(*self))
     }
 }

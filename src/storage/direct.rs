@@ -41,7 +41,7 @@ impl DirectAllocator {
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the configuration contradicts itself.
     pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<DirectAllocator> {
-        Ok(DirectAllocator { inner: Arc::new(PoolAllocator::without_reuse(driver, config)?) })
+        Ok(DirectAllocator { inner: Arc::new(PoolAllocator::with_options(driver, config, false, None)?) })
     }
 }
 

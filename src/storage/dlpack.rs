@@ -7,8 +7,8 @@ use dlpark::ffi::{DLDataType, DLDevice, DLDeviceType};
 use dlpark::metadata::Dynamic;
 use dlpark::{DlpackFlags, Managed, ManagedTensorBase, versioned};
 
-use super::allocation::{Adopted, Backing, HostBytes, Storage};
-use super::import::ForeignHostMemory;
+use super::allocation::{HostBytes, Storage};
+use super::driver::host::HostMemory;
 use crate::device::read;
 use crate::{DType, Device, Error, Result};
 
@@ -44,7 +44,7 @@ impl Storage {
         let Some((_, described)) = DTYPES.into_iter().find(|(known, _)| *known == dtype) else {
             return fail(format!("DLPack has no {dtype}"));
         };
-        self.check_memory()?;
+        self.allocation().check_memory()?;
         if let Some(block) = self.allocation().block() {
             block.export();
         }
@@ -127,7 +127,7 @@ impl DlpackMemory {
         let strides: Vec<isize> = strides.iter().map(|&stride| stride as isize).collect();
         let shape: Vec<usize> = tensor.shape().iter().map(|&size| size as usize).collect();
         if shape.contains(&0) {
-            let storage = Storage::new(Device::Cpu, 0, Backing::Empty);
+            let storage = Storage::alloc(Device::Cpu, 0)?;
             return Ok(DlpackMemory { storage, dtype, strides: vec![0; shape.len()], shape, offset: 0 });
         }
         let (before, count) = memory_extent(&shape, &strides).map_err(invalid)?;
@@ -150,8 +150,9 @@ impl DlpackMemory {
                 copy
             }
             false => {
-                let memory = HostBytes::Foreign(ForeignHostMemory::new(start, dlpack));
-                Storage::new(Device::Cpu, bytes, Backing::Adopted(Adopted::new(memory)))
+                // SAFETY: the caller promises that the bytes exist, and that no other code uses them, until the owner is notified.
+                let memory = unsafe { HostMemory::owned_by(start, bytes, Box::new(dlpack)) };
+                Storage::from_host_bytes(bytes, HostBytes::Owned(memory))
             }
         };
         Ok(DlpackMemory { storage, dtype, shape, strides, offset: before })

@@ -35,7 +35,7 @@ impl<T: Element> ExclusiveHost<T> {
     /// [`Error::DeviceLost`] if a transfer may still be using the bytes. If the memory must be mapped, also kernel faults and
     /// errors that the driver reports.
     pub(crate) fn new(op: &'static str, mut storage: Storage, offset: usize, count: usize) -> Result<ExclusiveHost<T>> {
-        storage.check_memory()?;
+        storage.allocation().check_memory()?;
         let is_host_buffer = storage.is_host_buffer();
         if storage.device() != Device::Cpu && !is_host_buffer || get_mut_if_unique(&mut storage.0).is_none() {
             return Err(Error::invalid(op, format!("{storage:?} are not in host memory with a single owner")));

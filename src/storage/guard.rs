@@ -74,11 +74,6 @@ impl GuardAllocator {
         self.violations.load(Relaxed) + guard_violations(&*self.inner)
     }
 
-    /// Returns the number of guard bytes before a block: one alignment unit, which keeps the block aligned.
-    fn leading_guard_bytes(&self) -> usize {
-        self.driver.alignment()
-    }
-
     /// Returns the byte ranges of the guards before and after `block`, in the memory of `whole`, which contains `block`.
     fn guard_ranges(&self, block: &Block, whole: &Block) -> [Range<usize>; 2] {
         let (start, begin) = (block.offset(), whole.offset());
@@ -150,7 +145,7 @@ impl Allocator for GuardAllocator {
         if let Some(error) = lock(&self.state).deferred_error.take() {
             return Err(error);
         }
-        let before = self.leading_guard_bytes();
+        let before = self.driver.alignment(); // one alignment unit of guard bytes keeps the block aligned
         let total = bytes.checked_add(2 * before).and_then(|total| total.checked_next_multiple_of(before));
         let Some(total) = total else { return self.inner.allocate(bytes, stream) }; // the inner allocator rejects the size
         let whole = self.inner.allocate(total, stream).map_err(|error| match error {

@@ -1,9 +1,9 @@
 //! Callbacks that a program registers, and that are called when memory runs short.
 
-use std::cell::Cell;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
+use super::thread;
 use crate::Device;
 use crate::device::{OnDrop, lock};
 
@@ -29,7 +29,7 @@ pub struct OutOfMemoryEvent {
 
 /// Keeps a callback registered. Dropping the value removes the callback, without waiting for a call in progress.
 #[must_use = "dropping it removes the callback"]
-pub struct Registration(Option<Box<dyn FnOnce() + Send + Sync>>);
+pub struct Registration(#[expect(dead_code, reason = "held")] OnDrop<Box<dyn FnMut() + Send + Sync>>);
 
 impl fmt::Debug for Registration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -37,80 +37,47 @@ impl fmt::Debug for Registration {
     }
 }
 
-impl Drop for Registration {
-    fn drop(&mut self) {
-        if let Some(remove) = self.0.take() {
-            remove();
-        }
-    }
-}
-
 /// Callbacks in the order of registration.
-struct CallbackList<F: ?Sized>(Arc<Mutex<Vec<Arc<F>>>>);
+type CallbackList<F> = Arc<Mutex<Vec<Arc<F>>>>;
 
-impl<F: ?Sized> Default for CallbackList<F> {
-    fn default() -> CallbackList<F> {
-        CallbackList(Arc::default())
-    }
-}
-
-impl<F: ?Sized + Send + Sync + 'static> CallbackList<F> {
-    fn add(&self, hook: Arc<F>) -> Registration {
-        lock(&self.0).push(Arc::clone(&hook));
-        let list = Arc::downgrade(&self.0);
-        Registration(Some(Box::new(move || {
-            let Some(list) = list.upgrade() else { return };
-            // The callback is dropped after the lock is released, because dropping its captures may lock this list.
-            let mut hooks = lock(&list);
-            let removed = hooks.iter().position(|other| Arc::ptr_eq(other, &hook)).map(|at| hooks.remove(at));
-            drop(hooks);
-            drop((removed, hook));
-        })))
-    }
-
-    fn all(&self) -> Vec<Arc<F>> {
-        lock(&self.0).clone()
-    }
+/// Adds a callback to a list until the returned value is dropped.
+pub(super) fn register<F: ?Sized + Send + Sync + 'static>(list: &CallbackList<F>, hook: Arc<F>) -> Registration {
+    lock(list).push(Arc::clone(&hook));
+    let list = Arc::downgrade(list);
+    Registration(OnDrop(Box::new(move || {
+        let Some(list) = list.upgrade() else { return };
+        // The callback is dropped after the lock is released, because dropping its captures may lock this list.
+        let mut hooks = lock(&list);
+        let removed = hooks.iter().position(|other| Arc::ptr_eq(other, &hook)).map(|at| hooks.remove(at));
+        drop(hooks);
+        drop(removed);
+    })))
 }
 
 /// An allocator's callbacks.
 #[derive(Default)]
 pub(super) struct Hooks {
-    free_memory: CallbackList<FreeMemory>,
-    observers: CallbackList<OomObserver>,
+    pub(super) free_memory: CallbackList<FreeMemory>,
+    pub(super) observers: CallbackList<OomObserver>,
 }
-
-// True while this thread is inside a callback.
-thread_local!(static IS_IN_CALLBACK: Cell<bool> = const { Cell::new(false) });
 
 /// Runs `f`, unless this thread is already inside a callback: allocations that fail within a callback call no callbacks.
 fn run_unless_nested<R>(f: impl FnOnce() -> R) -> Option<R> {
-    if IS_IN_CALLBACK.replace(true) {
-        return None;
-    }
-    let _reset = OnDrop(|| IS_IN_CALLBACK.set(false));
-    Some(f())
+    let is_nested = thread::get(|state| &state.is_in_callback);
+    (!is_nested).then(|| thread::with(|state| &state.is_in_callback, true, f))
 }
 
 impl Hooks {
-    pub(super) fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Registration {
-        self.free_memory.add(Arc::from(free))
-    }
-
-    pub(super) fn add_oom_observer(&self, observe: Box<OomObserver>) -> Registration {
-        self.observers.add(Arc::from(observe))
-    }
-
     /// Calls every free-memory callback. Returns true if any callback freed memory.
     pub(super) fn call_free_memory_callbacks(&self) -> bool {
-        let callbacks = self.free_memory.all();
+        let callbacks = lock(&self.free_memory).clone();
         !callbacks.is_empty()
             && run_unless_nested(|| callbacks.iter().filter(|free| free()).count() > 0).unwrap_or(false)
     }
 
     /// Calls every observer with the event that `describe` returns.
     pub(super) fn notify_observers(&self, describe: impl FnOnce() -> OutOfMemoryEvent) {
-        let observers = self.observers.all();
+        let observers = lock(&self.observers).clone();
         if !observers.is_empty() {
             let event = describe();
             run_unless_nested(|| observers.iter().for_each(|observe| observe(&event)));

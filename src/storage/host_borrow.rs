@@ -1,38 +1,15 @@
 //! Access for closures that read elements of the CPU device in place without holding a lock.
 
 use std::slice;
-use std::sync::RwLock;
 
 use super::allocation::Storage;
-use super::block::ReaderCount;
-use crate::device::read;
+use crate::device::{OnDrop, read};
 use crate::{Element, Error, Result, elements};
 
 #[cold]
 pub(super) fn write_during_read_error() -> Error {
     let reason = "a closure of Tensor::with_host is reading the elements: write to them when it has returned";
     Error::invalid("with_host", reason)
-}
-
-/// A borrow of host bytes without a lock. While the borrow lives, the bytes that the lock guards are neither written nor moved.
-struct HostBorrow<'a>(&'a RwLock<ReaderCount>);
-
-impl<'a> HostBorrow<'a> {
-    fn new(lock: &'a RwLock<ReaderCount>) -> HostBorrow<'a> {
-        let borrow = HostBorrow(lock);
-        borrow.update_count(ReaderCount::add_reader);
-        borrow
-    }
-
-    fn update_count(&self, change: impl FnOnce(&ReaderCount)) {
-        change(&read(self.0));
-    }
-}
-
-impl Drop for HostBorrow<'_> {
-    fn drop(&mut self) {
-        self.update_count(ReaderCount::remove_reader);
-    }
 }
 
 impl Storage {
@@ -56,9 +33,12 @@ impl Storage {
         let allocation = self.allocation();
         allocation.check_memory()?;
         let elsewhere = || Error::invalid(op, format!("{self:?} are not in memory of the host"));
-        let borrow = HostBorrow::new(allocation.host_lock().ok_or_else(elsewhere)?);
+        let lock = allocation.host_lock().ok_or_else(elsewhere)?;
+        // While the count is above 0, the bytes that the lock guards are neither written nor moved.
+        read(lock).add_reader();
+        let borrow = OnDrop(|| read(lock).remove_reader());
         if let Some(pinned) = allocation.pinned() {
-            let _locked = read(borrow.0);
+            let _locked = read(lock);
             pinned.wait_and_check(false)?;
         }
         let (start, _) = allocation.host_range();

@@ -6,10 +6,11 @@ use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use super::allocation::{Adopted, Backing, HostBytes, Storage};
+use super::allocation::{Backing, HostBytes, Storage};
 use super::block::Block;
+use super::driver::host::HostMemory;
 use super::driver::opencl::{MappedHost, OpenCl};
-use super::import::{ForeignHostMemory, ImportedBuffers, storage_of_external_block};
+use super::import::{ImportedBuffers, storage_of_external_block};
 use super::segment::Segment;
 use crate::device::capture;
 use crate::{Device, Element, Result};
@@ -84,8 +85,9 @@ impl<T: Element> HostElements<T> {
             return Storage::alloc(device, 0);
         }
         let Device::OpenCL(index) = device else {
-            let memory = HostBytes::Foreign(ForeignHostMemory::new(start, self.owner));
-            return Ok(Storage::new(device, bytes, Backing::Adopted(Adopted::new(memory))));
+            // SAFETY: the elements are initialised and valid as long as the owner lives, and no other code uses them.
+            let memory = unsafe { HostMemory::owned_by(start, bytes, Box::new(self.owner)) };
+            return Ok(Storage::from_host_bytes(bytes, HostBytes::Owned(memory)));
         };
         let driver = OpenCl::open(index)?;
         if start.addr().get().is_multiple_of(VECTOR_BYTES) && bytes.is_multiple_of(VECTOR_BYTES) {

@@ -6,9 +6,10 @@ use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::allocation::{Adopted, AllocatorRef, Backing, HostBytes, Lease, Storage};
+use super::allocation::{AllocatorRef, Backing, HostBytes, Lease, Storage};
 use super::allocator::Allocator;
 use super::block::Block;
+use super::driver::host::HostMemory;
 use super::driver::opencl::OpenCl;
 use super::host_owner::HostOwner;
 use super::segment::Segment;
@@ -18,9 +19,6 @@ use crate::{Device, Error, Result};
 /// Number of bytes that kernels access together at the end of a storage: kernels write the last 16 bytes whole, and read vectors of
 /// 16 bytes.
 const TAIL_VECTOR_BYTES: usize = 16;
-
-/// Alignment, in bytes, of host memory that other programs fill.
-const HOST_ALIGNMENT_BYTES: usize = 64;
 
 impl Storage {
     /// Makes a storage of `bytes` bytes at `offset` in an OpenCL buffer that other code created: the counterpart of
@@ -79,7 +77,7 @@ impl Storage {
             ));
         }
         if bytes == 0 {
-            return Ok(Storage::new(device, 0, Backing::Empty));
+            return Storage::alloc(device, 0);
         }
         let segment = Arc::new(Segment::new(memory, size));
         // SAFETY: the driver reported the size; the caller promises that the bytes belong to nobody else.
@@ -113,11 +111,9 @@ impl Storage {
             let reason = format!("the address {start:p} is not a multiple of 8: copy with Tensor::from_slice instead");
             return Err(Error::invalid("from_host_memory", reason));
         }
-        let backing = match bytes {
-            0 => Backing::Empty,
-            _ => Backing::Adopted(Adopted::new(HostBytes::Foreign(ForeignHostMemory::new(start, owner)))),
-        };
-        Ok(Storage::new(Device::Cpu, bytes, backing))
+        // SAFETY: the caller promises what `owned_by` requires.
+        let memory = unsafe { HostMemory::owned_by(start, bytes, Box::new(owner)) };
+        Ok(Storage::from_host_bytes(bytes, HostBytes::Owned(memory)))
     }
 
     /// Allocates `bytes` bytes of host memory as a storage on the CPU device, pinned for transfers to and from `device`, and
@@ -143,53 +139,16 @@ impl Storage {
     /// [`Error::NoDevice`] if the device does not exist, [`Error::Invalid`] for more bytes than the host has, and device failures.
     pub fn pinned_host_memory(device: Device, bytes: usize) -> Result<(Storage, NonNull<u8>)> {
         device.info()?;
+        let too_many = || Error::invalid("pinned_host_memory", format!("the host has no {bytes} bytes"));
         let storage = match Storage::pinned(device, bytes)? {
             Some(storage) => storage,
-            None => alloc_ordinary_host_memory(bytes)?,
+            None => {
+                let memory = HostMemory::zeroed(bytes).ok_or_else(too_many)?;
+                Storage::from_host_bytes(bytes, HostBytes::Owned(memory))
+            }
         };
         let (start, _) = storage.allocation().host_range();
         Ok((storage, start))
-    }
-}
-
-/// Allocates ordinary host memory that never moves, aligned for the CPU's vector instructions.
-fn alloc_ordinary_host_memory(bytes: usize) -> Result<Storage> {
-    if bytes == 0 {
-        return Ok(Storage::new(Device::Cpu, 0, Backing::Empty));
-    }
-    let too_many = || Error::invalid("pinned_host_memory", format!("the host has no {bytes} bytes"));
-    let mut memory: Vec<u8> = Vec::new();
-    let whole = bytes.checked_add(HOST_ALIGNMENT_BYTES).ok_or_else(too_many)?;
-    memory.try_reserve_exact(whole).map_err(|_| too_many())?;
-    memory.resize(whole, 0);
-    let offset = memory.as_ptr().align_offset(HOST_ALIGNMENT_BYTES);
-    let start = NonNull::from(&mut memory[offset..]).cast();
-    Ok(Storage::new(
-        Device::Cpu,
-        bytes,
-        Backing::Adopted(Adopted::new(HostBytes::Foreign(ForeignHostMemory::new(start, memory)))),
-    ))
-}
-
-/// Host memory that other code owns.
-pub(super) struct ForeignHostMemory {
-    start: NonNull<u8>,
-    /// Dropped when nothing uses the bytes any more.
-    _owner: Box<dyn Any + Send + Sync>,
-}
-
-// SAFETY: the storage has exclusive use of the bytes, as the caller of `from_host_memory` promises.
-unsafe impl Send for ForeignHostMemory {}
-// SAFETY: as above; the storage's lock guards the bytes.
-unsafe impl Sync for ForeignHostMemory {}
-
-impl ForeignHostMemory {
-    pub(super) fn new(start: NonNull<u8>, owner: impl Any + Send + Sync) -> ForeignHostMemory {
-        ForeignHostMemory { start, _owner: Box::new(owner) }
-    }
-
-    pub(super) fn start(&self) -> NonNull<u8> {
-        self.start
     }
 }
 

@@ -1,30 +1,11 @@
 //! Whether kernels read their operands from buffers or from images.
 
-use std::cell::Cell;
-
-use super::config::Config;
-use crate::device::OnDrop;
-
-/// The operand type for kernels that can read both buffers and images (MNN's memory modes). The key `memory` of
-/// `CLAYSTONE_ALLOC_CONF` sets the mode of the process, and [`with_memory_mode`] sets the mode of a scope.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-#[non_exhaustive]
-pub enum MemoryMode {
-    /// Buffers.
-    Buffer,
-    /// Images, if the device has them and the operands fit. Tensors are converted first.
-    Image,
-    /// The faster of the two, as measured by `claystone tune` on the device. Buffers if the device was not measured.
-    #[default]
-    Auto,
-}
-
-// The mode set by [`with_memory_mode`] on this thread.
-thread_local!(static MODE: Cell<Option<MemoryMode>> = const { Cell::new(None) });
+use super::config::{Config, MemoryMode};
+use super::thread;
 
 pub(crate) fn memory_mode() -> MemoryMode {
     let of_process = || Config::from_env_once().map_or(MemoryMode::Buffer, |config| config.memory);
-    MODE.get().unwrap_or_else(of_process)
+    thread::get(|state| &state.memory_mode).unwrap_or_else(of_process)
 }
 
 /// Runs `f` with this memory mode on this thread, overriding the mode of the process.
@@ -39,7 +20,5 @@ pub(crate) fn memory_mode() -> MemoryMode {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn with_memory_mode<R>(mode: MemoryMode, f: impl FnOnce() -> R) -> R {
-    let outer = MODE.replace(Some(mode));
-    let _restore = OnDrop(|| MODE.set(outer));
-    f()
+    thread::with(|state| &state.memory_mode, Some(mode), f)
 }

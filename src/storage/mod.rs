@@ -48,8 +48,8 @@ mod sidecar;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod thread;
 mod uninit;
-mod unsplit;
 
 pub(crate) use access::{with_host, with_host_few};
 pub use allocation::{Allocation, Storage};
@@ -57,7 +57,7 @@ pub use allocator::Allocator;
 pub use block::{Block, BlockLocation};
 pub use caching::{CachingAllocator, MemPool, MemPoolOptions, PoolCheckpoint, use_mem_pool};
 pub(crate) use captured::{CapturedMemory, CapturedStorage, SegmentRange, StorageUses};
-pub use config::{Backend, Config, ConfigKey, SegmentSizes};
+pub use config::{Backend, Config, ConfigKey, MemoryMode, SegmentSizes};
 pub use direct::DirectAllocator;
 #[cfg(feature = "dlpack")]
 pub use dlpack::DlpackMemory;
@@ -80,7 +80,7 @@ pub(crate) use images::ImageKey;
 pub use logging::{AllocationLog, LoggingAllocator};
 pub use mapped::MappedFile;
 pub(crate) use memory_mode::memory_mode;
-pub use memory_mode::{MemoryMode, with_memory_mode};
+pub use memory_mode::with_memory_mode;
 pub use pool::{PoolAllocator, StorageType};
 pub use registry::{allocator, build_allocator, set_allocator};
 pub use segment::Segment;

@@ -1,23 +1,28 @@
 //! The pool allocator: reuses whole buffers by size. Based on MNN's `BufferPool`, with limits and stream safety added.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use smallvec::SmallVec;
 
-use super::allocator::Allocator;
+use super::allocator::{Allocator, check_fraction};
 use super::block::{Block, next_owner_number};
+use super::caching::SizeKind;
 use super::config::Config;
-use super::driver::{Driver, ImageDesc};
-use super::history::{HistoryOptions, Snapshot};
-use super::images::desc::{OtherMemoryHolder, other_holder};
-use super::per_device::PerDevice;
+use super::counters::Counters;
+use super::driver::{Driver, Failure, ImageDesc};
+use super::history::{
+    BlockInfo, BlockState, Context, History, HistoryOptions, Recording, SegmentInfo, SegmentWithContexts, Snapshot,
+    TraceAction, device_number,
+};
+use super::images::desc::OtherMemory;
+use super::per_device;
 use super::segment::Segment;
-use super::stats::DeviceStats;
-use super::unsplit::{ReleasedMemory, SegmentLedger, create_segment, segment_size};
+use super::stats::{DeviceStats, Plus};
 use crate::device::{StreamId, lock};
-use crate::{Device, Result};
+use crate::error::Size;
+use crate::{Device, Error, Result};
 
 /// The expected lifetime of a buffer, which decides which free buffers may serve a request (MNN's `Backend::StorageType`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -59,44 +64,51 @@ pub enum StorageType {
 pub struct PoolAllocator {
     driver: Arc<dyn Driver>,
     number: u32,
-    max_overfit: f64,
-    cross_stream_reuse: bool,
+    config: Config,
     /// False for the direct allocator, which releases every buffer at once.
     reuses: bool,
-    /// The holder of the device's other memory; `None` to look up the device's images.
-    other: Option<Arc<dyn OtherMemoryHolder>>,
+    /// The device's other memory; `None` to look up the device's images.
+    other: Option<OtherMemory>,
     state: Mutex<State>,
 }
 
 /// The allocator's state, guarded by the allocator's lock.
 struct State {
-    ledger: SegmentLedger,
-    /// Allocated buffers, by the id of their segment.
-    live: HashMap<u64, Buffer>,
-    dynamic_buffers: FreeList,
-    static_buffers: FreeList,
+    stats: Counters,
+    history: History,
+    /// Limits on the total bytes of segments: the limit set in bytes, and the limit set as a fraction of the capacity, in bytes.
+    limit_bytes: u64,
+    fraction_bytes: u64,
+    /// Number of bytes of segments that are being created, which happens without the lock.
+    bytes_in_creation: u64,
+    /// All buffers, by the address of their segment.
+    buffers: BTreeMap<u64, Buffer>,
+    /// The free dynamic buffers and the free static buffers: their addresses by stream, size and age.
+    free: [BTreeMap<StreamId, BTreeMap<(usize, u64), u64>>; 2],
     /// Number of buffers freed so far, which serves as the age of a free buffer.
     clock: u64,
 }
 
 /// One segment, which is allocated and freed as a whole.
 struct Buffer {
-    segment: Arc<Segment>,
+    /// `None` while the segment is being released.
+    segment: Option<Arc<Segment>>,
+    size: usize,
     /// The image's description, if the buffer is an image.
     image: Option<ImageDesc>,
     is_static: bool,
+    /// The stream and the context of the request for which the segment was created.
+    created_for: (StreamId, Context),
     /// The stream on which the buffer can be reused without a wait if `others` is empty.
     stream: StreamId,
     /// Other streams that used the buffer and that `stream` has not waited for.
     others: Streams,
+    /// The requested bytes and the context of the allocation that has the buffer; `None` if the buffer is free.
+    taken: Option<(usize, Context)>,
 }
 
 /// Streams that used a buffer; rarely more than two.
 type Streams = SmallVec<[StreamId; 2]>;
-
-/// Free buffers by stream, size and age.
-#[derive(Default)]
-struct FreeList(BTreeMap<StreamId, BTreeMap<(usize, u64), Buffer>>);
 
 struct Request {
     bytes: usize,
@@ -134,36 +146,37 @@ impl PoolAllocator {
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if the configuration contradicts itself.
     pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<PoolAllocator> {
-        config.check()?;
-        let state = State {
-            ledger: SegmentLedger::new(&*driver, &config),
-            live: HashMap::new(),
-            dynamic_buffers: FreeList::default(),
-            static_buffers: FreeList::default(),
-            clock: 0,
-        };
-        let Config { pool_overfit: max_overfit, cross_stream_reuse, .. } = config;
-        let (number, state) = (next_owner_number(), Mutex::new(state));
-        Ok(PoolAllocator { driver, number, max_overfit, cross_stream_reuse, reuses: true, other: None, state })
+        PoolAllocator::with_options(driver, config, true, None)
     }
 
-    /// Creates an allocator that creates every buffer anew and releases it when it is freed.
-    pub(super) fn without_reuse(driver: Arc<dyn Driver>, config: Config) -> Result<PoolAllocator> {
-        Ok(PoolAllocator { reuses: false, ..PoolAllocator::new(driver, config)? })
-    }
-
-    /// Creates a pool of images, whose limits include the bytes of the device's buffers.
-    pub(super) fn of_images(
+    /// Creates an allocator that releases every buffer when it is freed unless `reuses`. Its limits include the bytes of `other`, or of
+    /// the device's images if that is `None`.
+    pub(super) fn with_options(
         driver: Arc<dyn Driver>,
         config: Config,
-        buffers: Arc<dyn OtherMemoryHolder>,
+        reuses: bool,
+        other: Option<OtherMemory>,
     ) -> Result<PoolAllocator> {
-        Ok(PoolAllocator { other: Some(buffers), ..PoolAllocator::new(driver, config)? })
+        config.check()?;
+        let mut stats = Counters::default();
+        stats.max_split_size = config.max_split_size as u64;
+        let state = State {
+            stats,
+            history: History::new(),
+            limit_bytes: config.limit(driver.capacity()),
+            fraction_bytes: driver.capacity(),
+            bytes_in_creation: 0,
+            buffers: BTreeMap::new(),
+            free: Default::default(),
+            clock: 0,
+        };
+        let (number, state) = (next_owner_number(), Mutex::new(state));
+        Ok(PoolAllocator { driver, number, config, reuses, other, state })
     }
 
-    /// Returns the holder of the device's memory that is not this pool's.
-    fn other_holder(&self) -> Option<Arc<dyn OtherMemoryHolder>> {
-        self.other.clone().or_else(|| other_holder(self.driver.device()))
+    /// Returns the device's memory that is not this pool's.
+    fn other_memory(&self) -> Option<&OtherMemory> {
+        self.other.as_ref().or_else(|| per_device::get(self.driver.device()))
     }
 
     /// Like [`allocate`](Allocator::allocate), for a given storage type.
@@ -172,13 +185,8 @@ impl PoolAllocator {
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if memory does not suffice even after all unused memory was released;
     /// errors that the driver reports.
     pub fn allocate_kind(&self, bytes: usize, stream: StreamId, kind: StorageType) -> Result<Block> {
-        self.allocate_or_release(&Request {
-            bytes,
-            size: segment_size(&*self.driver, bytes)?,
-            image: None,
-            stream,
-            kind,
-        })
+        let size = self.segment_size(bytes)?;
+        self.allocate_or_release(&Request { bytes, size, image: None, stream, kind })
     }
 
     /// Allocates an image. Reuses a free image of the same format that is at least as wide and as high, choosing the image with the least
@@ -189,68 +197,98 @@ impl PoolAllocator {
     /// As [`allocate_kind`](Self::allocate_kind).
     pub(crate) fn allocate_image(&self, image: ImageDesc, stream: StreamId, kind: StorageType) -> Result<Block> {
         let bytes = image.bytes();
-        segment_size(&*self.driver, bytes)?; // checks only that the device can hold the image; images need no alignment
+        self.segment_size(bytes)?; // checks only that the device can hold the image; images need no alignment
         self.allocate_or_release(&Request { bytes, size: bytes, image: Some(image), stream, kind })
+    }
+
+    /// Returns the size in bytes of the segment for a request.
+    fn segment_size(&self, bytes: usize) -> Result<usize> {
+        let size = bytes.max(1).checked_next_multiple_of(self.driver.alignment());
+        size.filter(|&size| size as u64 <= self.driver.capacity()).ok_or_else(|| self.too_large(bytes))
+    }
+
+    fn too_large(&self, requested: usize) -> Error {
+        too_large_error(&*self.driver, requested, self.driver.largest_segment() as u64)
     }
 
     /// Returns the number of bytes of segments that the pool holds.
     pub(super) fn reserved(&self) -> u64 {
-        lock(&self.state).ledger.stats.reserved()
+        lock(&self.state).stats.reserved()
     }
 
     /// Returns the maximum number of bytes that the pool may hold.
     pub(super) fn limit(&self) -> u64 {
-        lock(&self.state).ledger.limit()
+        lock(&self.state).limit()
     }
 
     /// Serves a request, releasing unused memory step by step if memory does not suffice.
     fn allocate_or_release(&self, request: &Request) -> Result<Block> {
-        let &Request { bytes, stream, .. } = request;
         let mut why = match self.reuse_or_create(request)? {
             Ok(block) => return Ok(block),
             Err(why) => why,
         };
-        let mut unused = ReleasedMemory::default();
+        // The total bytes and the largest size of the unused buffers that were released.
+        let (mut released, mut largest) = (0, 0);
         // No release makes room for a request that exceeds the limit by itself.
-        let hopeless = request.size as u64 > lock(&self.state).ledger.limit();
+        let hopeless = request.size as u64 > self.limit();
         for step in RELEASE_STEPS.into_iter().filter(|_| !hopeless) {
             let gone = match step {
                 ReleaseStep::ReleaseSmallest | ReleaseStep::ReleaseAll if !self.reuses => continue,
                 ReleaseStep::ReleaseSmallest => lock(&self.state).remove_one(request.size),
                 ReleaseStep::ReleaseAll => lock(&self.state).remove_all(),
-                ReleaseStep::OtherAllocators => match self.other_holder() {
+                ReleaseStep::OtherAllocators => match self.other_memory() {
                     Some(other) if other.make_room()? => Vec::new(),
                     _ => continue,
                 },
                 ReleaseStep::Wait => {
                     self.driver.synchronize()?;
-                    let stats = &mut lock(&self.state).ledger.stats;
+                    let stats = &mut lock(&self.state).stats;
                     stats.num_alloc_retries += 1;
                     stats.num_sync_all_streams += 1;
                     Vec::new()
                 }
             };
-            unused.bytes += gone.iter().map(|buffer| buffer.size() as u64).sum::<u64>();
-            unused.largest = gone.iter().map(Buffer::size).fold(unused.largest, usize::max);
+            released += gone.iter().map(|buffer| buffer.size as u64).sum::<u64>();
+            largest = gone.iter().map(|buffer| buffer.size).fold(largest, usize::max);
             drop(gone); // dropped without the lock, because a driver may wait for work that uses the buffers
             why = match self.reuse_or_create(request)? {
                 Ok(block) => return Ok(block),
                 Err(why) => why,
             };
         }
-        Err(lock(&self.state).ledger.out_of_memory(bytes, stream, &why, unused))
+        Err(self.out_of_memory(request, &why, released, largest))
+    }
+
+    /// Returns the error for a request that could not be served. `why` is the reason; unused buffers of `released` bytes, the largest
+    /// of `largest` bytes, were released and did not suffice.
+    fn out_of_memory(&self, request: &Request, why: &str, released: u64, largest: usize) -> Error {
+        let (device, capacity) = (self.device(), self.driver.capacity());
+        let state = &mut *lock(&self.state);
+        state.stats.num_ooms += 1;
+        let (allocated, reserved) = (state.stats.allocated_bytes(), state.stats.reserved());
+        let free = capacity.saturating_sub(reserved).min(i64::MAX as u64); // snapshot files store the number as an i64
+        state.history.record(TraceAction::Oom, free, request.bytes as u64, request.stream.0);
+        let (allocated, reserved) = (Size(allocated), Size(reserved));
+        let mut detail =
+            format!("{allocated:#} are allocated and {reserved:#} reserved of a capacity of {:#}", Size(capacity));
+        if state.limit() < capacity {
+            detail += &format!(", of which {:#} are allowed", Size(state.limit()));
+        }
+        if released > 0 {
+            let (bytes, largest) = (Size(released), Size(largest as u64));
+            detail += &format!("; {bytes:#} in unused buffers, the largest of {largest:#}, were given back");
+        }
+        Error::OutOfMemory { device, requested: request.bytes, detail: format!("{detail}; {why}") }
     }
 
     /// Frees a block and returns its buffer to the driver at once (MNN's `recycle` with `release`).
     pub fn release(&self, block: Block) {
-        if let Some((state, buffer)) = self.remove_live_buffer(block) {
-            drop(state);
-            let address = buffer.segment.address();
-            drop(buffer); // not under the lock, and before the statistics change
-            let ledger = &mut lock(&self.state).ledger;
-            ledger.record_free(address);
-            ledger.record_release(address);
-        }
+        let Some(address) = self.take_back(block) else { return };
+        let segment = lock(&self.state).buffers.get_mut(&address).and_then(|buffer| buffer.segment.take());
+        drop(segment); // not under the lock, and before the statistics change
+        let mut state = lock(&self.state);
+        state.record_free(address);
+        state.remove_buffer(address);
     }
 
     /// Reuses a free buffer or creates one. The inner error says why neither is possible.
@@ -258,22 +296,44 @@ impl PoolAllocator {
         if let Some(block) = self.reuse(request)? {
             return Ok(Ok(block));
         }
-        let elsewhere = self.other_holder().map_or(0, |other| other.held());
-        if let Some(why) = lock(&self.state).ledger.reserve_room(request.size, elsewhere) {
-            return Ok(Err(why));
+        let &Request { bytes, size, image, stream, kind } = request;
+        let elsewhere = self.other_memory().map_or(0, OtherMemory::held);
+        {
+            let mut state = lock(&self.state);
+            let held = state.stats.reserved() + state.bytes_in_creation;
+            if held.saturating_add(elsewhere).saturating_add(size as u64) > state.limit() {
+                let others = match elsewhere {
+                    0 => String::new(),
+                    _ => format!(" beside {:#} in buffers or images that are counted elsewhere", Size(elsewhere)),
+                };
+                return Ok(Err(format!("there is no room for it{others}")));
+            }
+            state.bytes_in_creation += size as u64;
         }
-        let made = create_segment(&*self.driver, request.size, request.image, request.bytes);
+        let made = image.map_or_else(|| self.driver.create(size), |image| self.driver.create_image(image));
+        let made = made.inspect(|_| tracing::debug!(device = %self.driver.device(), size, "segment made"));
         let mut state = lock(&self.state);
-        let segment = made.as_ref().ok().and_then(|made| made.as_ref().ok());
-        state.ledger.finish_creation(request.size, request.stream, segment.map(|segment| &**segment));
-        let segment = match made? {
-            Ok(segment) => segment,
-            Err(why) => return Ok(Err(why)),
+        state.bytes_in_creation -= size as u64;
+        let memory = match made {
+            Ok(memory) => memory,
+            Err(failure) => {
+                drop(state);
+                return match failure {
+                    Failure::TooBig => Err(self.too_large(bytes)),
+                    Failure::Other(error) => Err(error),
+                    failure => Ok(Err(failure.to_string())),
+                };
+            }
         };
-        let is_static = request.kind == StorageType::Static;
-        let &Request { image, stream, .. } = request;
-        let buffer = Buffer { segment, image, is_static, stream, others: Streams::new() };
-        state.allocate_buffer(self.number, buffer, request.bytes).map(Ok)
+        let segment = Arc::new(Segment::new(memory, size));
+        let address = segment.address();
+        state.stats.record_segment_alloc(SizeKind::of_size(size), size);
+        let context = state.history.record(TraceAction::SegmentAlloc, address, size as u64, stream.0);
+        let (segment, is_static, created_for) = (Some(segment), kind == StorageType::Static, (stream, context));
+        let buffer =
+            Buffer { segment, size, image, is_static, created_for, stream, others: Streams::new(), taken: None };
+        state.buffers.insert(address, buffer);
+        state.allocate_buffer(self.number, address, bytes).map(Ok)
     }
 
     /// Reuses a free buffer that fits, and makes the request's stream wait for the streams that used it.
@@ -281,48 +341,40 @@ impl PoolAllocator {
         if request.kind == StorageType::DynamicSeparate || !self.reuses {
             return Ok(None);
         }
-        let (block, others) = {
+        let (block, address, others) = {
             let mut state = lock(&self.state);
             let most = match request.image {
                 // MNN does not bound the excess of an image. Weights live long, so a static image is bounded.
                 Some(_) if request.kind != StorageType::Static => usize::MAX,
-                _ => ((request.size as f64 * self.max_overfit) as usize).max(request.size), // the conversion saturates
+                _ => ((request.size as f64 * self.config.pool_overfit) as usize).max(request.size), // the conversion saturates
             };
-            let list = state.free_list(request.kind == StorageType::Static);
-            let Some(mut buffer) = list.take(request, most, self.cross_stream_reuse) else {
+            let Some(address) = state.take_free(request, most, self.config.cross_stream_reuse) else {
                 return Ok(None);
             };
+            let buffer = state.buffer(address);
             if buffer.stream != request.stream {
                 buffer.others.push(buffer.stream);
                 buffer.stream = request.stream;
             }
             buffer.others.retain(|stream| *stream != request.stream);
             let others = buffer.others.clone();
-            (state.allocate_buffer(self.number, buffer, request.bytes)?, others)
+            (state.allocate_buffer(self.number, address, request.bytes)?, address, others)
         };
         let wait = |other: &StreamId| self.driver.stream_waits(request.stream, &self.driver.record(*other)?);
         if let Err(error) = others.iter().try_for_each(wait) {
             self.deallocate(block); // keeps the streams that used it, so that its next owner waits for them
             return Err(error);
         }
-        if !others.is_empty()
-            && let Some(buffer) = lock(&self.state).live.get_mut(&block.segment().id())
-        {
-            buffer.others.clear();
+        if !others.is_empty() {
+            lock(&self.state).buffer(address).others.clear();
         }
         Ok(Some(block))
     }
 
-    /// Removes a block's buffer from the live buffers. Returns the buffer and the lock guard, or `None` for a block of another allocator.
-    fn remove_live_buffer(&self, block: Block) -> Option<(MutexGuard<'_, State>, Buffer)> {
-        if block.is_foreign(self, self.number) {
-            return None;
-        }
-        let id = block.segment().id();
-        drop(block); // releases the block's reference to the segment
-        let mut state = lock(&self.state);
-        let buffer = state.live.remove(&id)?;
-        Some((state, buffer))
+    /// Drops a block, which releases its reference to the segment, and returns the buffer's address. Returns `None` for a block of
+    /// another allocator.
+    fn take_back(&self, block: Block) -> Option<u64> {
+        (!block.is_foreign(self, self.number)).then(|| block.segment().address())
     }
 }
 
@@ -343,33 +395,42 @@ impl Allocator for PoolAllocator {
     }
 
     fn stats(&self) -> DeviceStats {
-        lock(&self.state).ledger.stats.stats()
+        lock(&self.state).stats.stats()
     }
 
     fn reset_peak_stats(&self) {
-        lock(&self.state).ledger.stats.reset_peak();
+        lock(&self.state).stats.reset_peak();
     }
 
     fn reset_accumulated_stats(&self) {
-        lock(&self.state).ledger.stats.reset_accumulated();
+        lock(&self.state).stats.reset_accumulated();
     }
 
     fn set_memory_limit(&self, bytes: u64) -> Result<()> {
-        lock(&self.state).ledger.set_limit(bytes);
+        lock(&self.state).limit_bytes = bytes.min(self.driver.capacity());
         Ok(())
     }
 
     fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
-        lock(&self.state).ledger.set_fraction(fraction)
+        lock(&self.state).fraction_bytes = (self.driver.capacity() as f64 * check_fraction(fraction)?) as u64;
+        Ok(())
     }
 
     fn snapshot(&self) -> Snapshot {
-        let snapshot = lock(&self.state).ledger.begin_snapshot();
-        snapshot()
+        let device = device_number(self.device());
+        let (segments, history) = {
+            let state = lock(&self.state);
+            state.history.record(TraceAction::Snapshot, 0, state.stats.active_bytes(), 0);
+            let segments = state.buffers.iter().map(|(&address, buffer)| buffer.info(device, address)).collect();
+            (segments, state.history.copy())
+        };
+        Snapshot::of_device(device, segments, history, &self.config)
     }
 
     fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
-        lock(&self.state).ledger.record_memory_history(options)
+        // As in PyTorch, stopping the recording deletes the trace, which would lack the events that follow.
+        let clear_history = options.clear_history || options.enabled == Recording::Off;
+        lock(&self.state).history.record_memory_history(HistoryOptions { clear_history, ..options })
     }
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
@@ -380,22 +441,22 @@ impl Allocator for PoolAllocator {
         if !self.reuses {
             return self.release(block);
         }
-        if let Some((mut state, buffer)) = self.remove_live_buffer(block) {
-            state.ledger.record_free(buffer.segment.address());
+        if let Some(address) = self.take_back(block) {
+            let state = &mut *lock(&self.state);
+            state.record_free(address);
             state.clock += 1;
-            let age = state.clock;
-            let list = state.free_list(buffer.is_static);
-            list.0.entry(buffer.stream).or_default().insert((buffer.size(), age), buffer);
+            let &mut Buffer { size, is_static, stream, .. } = state.buffer(address);
+            state.free[usize::from(is_static)].entry(stream).or_default().insert((size, state.clock), address);
         }
     }
 
     fn record_stream(&self, block: &Block, stream: StreamId) {
-        if block.owner == self.number
-            && let Some(buffer) = lock(&self.state).live.get_mut(&block.segment().id())
-            && buffer.stream != stream
-            && !buffer.others.contains(&stream)
-        {
-            buffer.others.push(stream);
+        if block.owner == self.number {
+            let mut state = lock(&self.state);
+            let buffer = state.buffer(block.segment().address());
+            if buffer.stream != stream && !buffer.others.contains(&stream) {
+                buffer.others.push(stream);
+            }
         }
     }
 
@@ -409,7 +470,7 @@ impl Allocator for PoolAllocator {
     fn trim(&self, keep: u64) -> Result<u64> {
         let (now, streams) = {
             let state = lock(&self.state);
-            if state.ledger.stats.reserved() <= keep {
+            if state.stats.reserved() <= keep {
                 return Ok(0);
             }
             (state.clock, state.free_buffers().flat_map(|(_, buffer)| buffer.streams()).collect::<BTreeSet<_>>())
@@ -423,37 +484,71 @@ impl Allocator for PoolAllocator {
         let gone = lock(&self.state).remove_oldest(keep, |age, buffer| {
             age <= now && buffer.streams().all(|stream| idle.contains(&stream)) // only buffers that were freed before the streams were queried
         });
-        Ok(gone.iter().map(|buffer| buffer.size() as u64).sum())
+        Ok(gone.iter().map(|buffer| buffer.size as u64).sum())
     }
 }
 
 impl State {
-    /// Marks a buffer as live, and creates its block.
-    fn allocate_buffer(&mut self, owner: u32, buffer: Buffer, requested: usize) -> Result<Block> {
-        let size = buffer.size();
+    fn limit(&self) -> u64 {
+        self.limit_bytes.min(self.fraction_bytes)
+    }
+
+    fn buffer(&mut self, address: u64) -> &mut Buffer {
+        self.buffers.get_mut(&address).expect("buffers are known while they are allocated or free")
+    }
+
+    /// Marks a buffer as allocated, and creates its block.
+    fn allocate_buffer(&mut self, owner: u32, address: u64, requested: usize) -> Result<Block> {
+        let State { stats, history, buffers, .. } = self;
+        let Some(Buffer { segment: Some(segment), size, stream, taken, .. }) = buffers.get_mut(&address) else {
+            return Err(Error::invalid("allocate", "the buffer was released"));
+        };
         // SAFETY: the buffer is new or comes from a free list, so no live block refers to it.
-        let mut block = unsafe { Block::new(&buffer.segment, 0, size, requested) }?;
+        let mut block = unsafe { Block::new(segment, 0, *size, requested) }?;
         block.owner = owner;
-        self.ledger.record_allocation(buffer.segment.address(), buffer.stream, requested);
-        self.live.insert(buffer.segment.id(), buffer);
+        stats.record_allocation(SizeKind::of_size(*size), *size, requested);
+        *taken = Some((requested, history.record(TraceAction::Alloc, address, requested as u64, stream.0)));
         Ok(block)
     }
 
-    /// Returns the free list of static buffers if `is_static`, and of dynamic buffers otherwise.
-    fn free_list(&mut self, is_static: bool) -> &mut FreeList {
-        if is_static { &mut self.static_buffers } else { &mut self.dynamic_buffers }
+    fn record_free(&mut self, address: u64) {
+        if let Some(Buffer { size, stream, taken, .. }) = self.buffers.get_mut(&address)
+            && let Some((requested, _)) = taken.take()
+        {
+            self.stats.record_free(SizeKind::of_size(*size), *size, requested);
+            self.history.record_free(address, requested as u64, stream.0);
+        }
     }
 
     /// Iterates over the free buffers, each with its age.
     fn free_buffers(&self) -> impl Iterator<Item = (u64, &Buffer)> {
-        let lists = [&self.static_buffers, &self.dynamic_buffers].into_iter().flat_map(|list| list.0.values());
-        lists.flat_map(|list| list.iter().map(|(&(_, age), buffer)| (age, buffer)))
+        let lists = self.free.iter().rev().flat_map(BTreeMap::values).flatten();
+        lists.map(|(&(_, age), address)| (age, &self.buffers[address]))
+    }
+
+    /// Takes the smallest free buffer of at most `most` bytes that serves the request. Prefers the request's stream, and takes other
+    /// streams' buffers only if `any`. Takes the oldest of several buffers of the same size, as in MNN. Returns its address.
+    fn take_free(&mut self, request: &Request, most: usize, any: bool) -> Option<u64> {
+        let State { free, buffers, .. } = self;
+        let list = &mut free[usize::from(request.kind == StorageType::Static)];
+        let fit = |(&from, list): (&StreamId, &BTreeMap<(usize, u64), u64>)| {
+            let mut sizes = list.range((request.size, 0)..=(most, u64::MAX));
+            let (&key, _) = sizes.find(|(_, address)| buffers[address].serves(request))?;
+            (any || from == request.stream).then_some((from != request.stream, key, from))
+        };
+        let (_, key, from) = list.iter().filter_map(fit).min()?;
+        let own = list.get_mut(&from)?;
+        let address = own.remove(&key);
+        if own.is_empty() {
+            list.remove(&from);
+        }
+        address
     }
 
     /// Removes the smallest free buffer of at least `size` bytes.
     fn remove_one(&mut self, size: usize) -> Vec<Buffer> {
-        let enough = self.free_buffers().filter(|(_, buffer)| buffer.size() >= size);
-        let smallest = enough.min_by_key(|(age, buffer)| (buffer.size(), *age)).map(|(age, _)| age);
+        let enough = self.free_buffers().filter(|(_, buffer)| buffer.size >= size);
+        let smallest = enough.min_by_key(|(age, buffer)| (buffer.size, *age)).map(|(age, _)| age);
         smallest.map_or_else(Vec::new, |age| self.remove(&BTreeSet::from([age])))
     }
 
@@ -465,8 +560,8 @@ impl State {
     /// Removes free buffers for which `may` is true, the oldest first, until at most `keep` bytes are held.
     fn remove_oldest(&mut self, keep: u64, may: impl Fn(u64, &Buffer) -> bool) -> Vec<Buffer> {
         let oldest: BTreeMap<u64, u64> =
-            self.free_buffers().filter(|(age, b)| may(*age, b)).map(|(age, b)| (age, b.size() as u64)).collect();
-        let mut held = self.ledger.stats.reserved();
+            self.free_buffers().filter(|(age, b)| may(*age, b)).map(|(age, b)| (age, b.size as u64)).collect();
+        let mut held = self.stats.reserved();
         let until = |(age, bytes): (u64, u64)| {
             let surplus = held > keep;
             held -= if surplus { bytes } else { 0 };
@@ -479,43 +574,26 @@ impl State {
     /// Removes the free buffers of these ages. The caller must release the lock before dropping the buffers.
     fn remove(&mut self, ages: &BTreeSet<u64>) -> Vec<Buffer> {
         let mut gone = Vec::new();
-        for list in [&mut self.static_buffers, &mut self.dynamic_buffers] {
-            for list in list.0.values_mut() {
+        for list in self.free.iter_mut().rev() {
+            for list in list.values_mut() {
                 let keys: Vec<_> = list.keys().filter(|(_, age)| ages.contains(age)).copied().collect();
                 gone.extend(keys.iter().filter_map(|key| list.remove(key)));
             }
-            list.0.retain(|_, list| !list.is_empty());
+            list.retain(|_, list| !list.is_empty());
         }
-        gone.iter().for_each(|buffer| self.ledger.record_release(buffer.segment.address()));
-        gone
+        gone.into_iter().filter_map(|address| self.remove_buffer(address)).collect()
     }
-}
 
-impl FreeList {
-    /// Takes the smallest buffer of at most `most` bytes that serves the request. Prefers the request's stream, and
-    /// takes other streams' buffers only if `any`. Takes the oldest of several buffers of the same size, as in MNN.
-    fn take(&mut self, request: &Request, most: usize, any: bool) -> Option<Buffer> {
-        let stream = request.stream;
-        let fit = |(&from, list): (&StreamId, &BTreeMap<(usize, u64), Buffer>)| {
-            let mut sizes = list.range((request.size, 0)..=(most, u64::MAX));
-            let (&key, _) = sizes.find(|(_, buffer)| buffer.serves(request))?;
-            (any || from == stream).then_some((from != stream, key, from))
-        };
-        let (_, key, from) = self.0.iter().filter_map(fit).min()?;
-        let list = self.0.get_mut(&from)?;
-        let buffer = list.remove(&key);
-        if list.is_empty() {
-            self.0.remove(&from);
-        }
-        buffer
+    /// Removes a buffer, and records that its segment is released.
+    fn remove_buffer(&mut self, address: u64) -> Option<Buffer> {
+        let buffer = self.buffers.remove(&address)?;
+        self.stats.record_segment_free(SizeKind::of_size(buffer.size), buffer.size);
+        self.history.record(TraceAction::SegmentFree, address, buffer.size as u64, buffer.created_for.0.0);
+        Some(buffer)
     }
 }
 
 impl Buffer {
-    fn size(&self) -> usize {
-        self.segment.bytes()
-    }
-
     /// True if the buffer, which must be large enough, is of the requested kind: a buffer, or an image of the requested format.
     fn serves(&self, request: &Request) -> bool {
         match (&self.image, &request.image) {
@@ -528,20 +606,47 @@ impl Buffer {
     fn streams(&self) -> impl Iterator<Item = StreamId> {
         std::iter::once(self.stream).chain(self.others.iter().copied())
     }
+
+    /// Describes the segment, which consists of one block.
+    fn info(&self, device: u32, address: u64) -> SegmentWithContexts {
+        let size = self.size as u64;
+        let (state, requested, context) = match self.taken {
+            Some((requested, context)) => (BlockState::ActiveAllocated, requested, context),
+            None => (BlockState::Inactive, 0, Context::NONE),
+        };
+        let (stream, created) = self.created_for;
+        let segment = SegmentInfo {
+            device,
+            stream: stream.0.into(),
+            segment_type: SizeKind::of_size(self.size),
+            ..SegmentInfo::new(vec![BlockInfo {
+                requested_size: requested as u64,
+                ..BlockInfo::new(address, size, state)
+            }])
+        };
+        SegmentWithContexts { segment, context: created, contexts: vec![context] }
+    }
 }
 
-/// The image pools of all devices that have used one.
-pub(super) static IMAGE_POOLS: PerDevice<Arc<PoolAllocator>> = PerDevice::new();
+/// Returns the error for a buffer that exceeds the device's memory or that its driver refuses to create. The driver guarantees
+/// `promised` bytes.
+pub(super) fn too_large_error(driver: &dyn Driver, requested: usize, promised: u64) -> Error {
+    let mut detail = format!("the device has {:#}", Size(driver.capacity()));
+    if promised < driver.capacity() {
+        detail += &format!(", and promises buffers of at most {:#}", Size(promised));
+    }
+    Error::OutOfMemory { device: driver.device(), requested, detail }
+}
 
 /// Returns the pool of a device's images, if it was made already.
-pub(super) fn existing_image_pool(device: Device) -> Option<Arc<PoolAllocator>> {
-    IMAGE_POOLS.get(device)
+pub(super) fn existing_image_pool(device: Device) -> Option<&'static PoolAllocator> {
+    per_device::get(device)
 }
 
 /// Returns an allocator's statistics including the images of its device.
 pub(super) fn with_images(allocator: &dyn Allocator) -> DeviceStats {
     match existing_image_pool(allocator.device()) {
-        Some(images) if std::ptr::addr_eq(allocator, &*images) => allocator.device().memory_stats().unwrap_or_default(),
+        Some(images) if std::ptr::addr_eq(allocator, images) => allocator.device().memory_stats().unwrap_or_default(),
         Some(images) => allocator.stats().plus(&images.stats()),
         None => allocator.stats(),
     }

@@ -12,8 +12,7 @@ use super::driver::opencl::OpenCl;
 use super::driver::{Driver, driver};
 use super::guard::GuardAllocator;
 use super::history::device_number;
-use super::per_device::PerDevice;
-use super::pool::PoolAllocator;
+use super::{per_device, pool::PoolAllocator};
 use crate::{Device, Error, Result, profiler};
 
 /// A device's current allocator.
@@ -37,11 +36,9 @@ impl DeviceEntry {
     }
 }
 
-/// Lock-free table of the first 16 devices' allocators, because every allocation looks one up.
+/// Lock-free table of the first 16 devices' allocators, because every allocation looks one up. Allocators live as long as the process,
+/// because blocks keep `'static` references to allocators.
 static FIRST_DEVICES: [AtomicPtr<DeviceEntry>; 16] = [const { AtomicPtr::new(std::ptr::null_mut()) }; 16];
-
-/// The allocators of all devices in use. They live as long as the process, because blocks keep `'static` references to allocators.
-static DEVICE_TABLE: PerDevice<&'static DeviceEntry> = PerDevice::new();
 
 /// Returns the device's slot in [`FIRST_DEVICES`].
 fn lock_free_slot(device: Device) -> Option<&'static AtomicPtr<DeviceEntry>> {
@@ -50,20 +47,11 @@ fn lock_free_slot(device: Device) -> Option<&'static AtomicPtr<DeviceEntry>> {
 
 /// Inserts an allocator into the table. If the device already has an allocator, it is kept unless `replace` is true.
 fn insert(device: Device, made: DeviceEntry, replace: bool) -> &'static DeviceEntry {
-    let mut table = DEVICE_TABLE.lock();
-    let known = table.iter().position(|(of, _)| *of == device);
-    if let Some(at) = known.filter(|_| !replace) {
-        return table[at].1;
-    }
-    let current: &'static DeviceEntry = Box::leak(Box::new(made));
-    match known {
-        Some(at) => table[at].1 = current,
-        None => table.push((device, current)),
-    }
-    if let Some(slot) = lock_free_slot(device) {
-        slot.store(std::ptr::from_ref(current).cast_mut(), Ordering::Release);
-    }
-    current
+    per_device::insert(device, made, replace, |current| {
+        if let Some(slot) = lock_free_slot(device) {
+            slot.store(std::ptr::from_ref(current).cast_mut(), Ordering::Release);
+        }
+    })
 }
 
 /// Builds the allocator named by the configuration's `backend` over a driver's memory, inside a [`GuardAllocator`] if `guard_bytes` is set.
@@ -156,7 +144,7 @@ pub(super) fn device_entry(device: Device) -> Result<&'static DeviceEntry> {
 /// The slow path of [`device_entry`], for devices without a slot in [`FIRST_DEVICES`] and for the first use of a device.
 #[cold]
 fn find_or_create(device: Device) -> Result<&'static DeviceEntry> {
-    if let Some(current) = DEVICE_TABLE.get(device) {
+    if let Some(current) = per_device::get(device) {
         return Ok(current);
     }
     profiler::begin_from_environment();

@@ -1,35 +1,69 @@
-//! The allocator scopes of a thread, which temporarily replace a device's allocator, and the thread's current stream.
+//! Values that hold while a closure runs on a thread, such as an allocator in place of a device's own; and the thread's current stream.
 
-use std::cell::RefCell;
+use std::cell::Cell;
+use std::ptr;
 use std::sync::Arc;
+use std::thread::LocalKey;
 
 use super::allocator::Allocator;
 use crate::Device;
 use crate::device::stream_id::current_id;
 use crate::device::{OnDrop, StreamId};
 
-thread_local! {
-    /// The allocators in scope on this thread, the innermost last.
-    static SCOPES: RefCell<Vec<(Device, Arc<dyn Allocator>)>> = const { RefCell::new(Vec::new()) };
+/// The values of a thread's nested [`with_innermost`] calls, as a list that starts at the innermost call.
+pub(super) struct ScopeList<T>(Cell<*const Scope<T>>);
+
+/// A value and the enclosing one, in the frame of a [`with_innermost`] call.
+struct Scope<T> {
+    value: T,
+    outer: *const Scope<T>,
 }
 
-/// Returns the innermost allocator in scope on this thread for the device. Takes only a few ns if no scope is active, because every
-/// allocation calls this function.
+impl<T> ScopeList<T> {
+    pub(super) const fn new() -> ScopeList<T> {
+        ScopeList(Cell::new(ptr::null()))
+    }
+}
+
+/// Runs `f` with `value` as the innermost value of this thread's list. The scope also ends if `f` panics.
+pub(super) fn with_innermost<T, R>(list: &'static LocalKey<ScopeList<T>>, value: T, f: impl FnOnce() -> R) -> R {
+    let scope = Scope { value, outer: list.with(|list| list.0.get()) };
+    list.with(|list| list.0.set(&raw const scope));
+    let _leave = OnDrop(|| list.with(|list| list.0.set(scope.outer)));
+    f()
+}
+
+/// Returns the first result of `find` that is not `None`, for the values of this thread's list from the innermost on. Takes only a
+/// few ns if the list is empty, because every allocation calls this function.
+#[inline]
+pub(super) fn find_innermost<T, R>(list: &'static LocalKey<ScopeList<T>>, find: impl Fn(&T) -> Option<R>) -> Option<R> {
+    let mut next = list.with(|list| list.0.get());
+    // SAFETY: a scope in the list is in the frame of a call of `with_innermost` on this thread, which removes the scope before it
+    // returns. `find` gets no reference that lives longer than the call of this function.
+    while let Some(scope) = unsafe { next.as_ref() } {
+        match find(&scope.value) {
+            None => next = scope.outer,
+            found => return found,
+        }
+    }
+    None
+}
+
+thread_local! {
+    /// The allocators in scope on this thread.
+    static ALLOCATORS: ScopeList<(Device, Arc<dyn Allocator>)> = const { ScopeList::new() };
+}
+
+/// Returns the innermost allocator in scope on this thread for the device.
+#[inline]
 pub(super) fn allocator(device: Device) -> Option<Arc<dyn Allocator>> {
-    let find = |scopes: &RefCell<Vec<(Device, Arc<dyn Allocator>)>>| {
-        scopes.borrow().iter().rev().find(|(of, _)| *of == device).map(|(_, allocator)| Arc::clone(allocator))
-    };
-    SCOPES.try_with(find).ok().flatten() // returns `None` while the thread ends
+    find_innermost(&ALLOCATORS, |(of, allocator)| (*of == device).then(|| Arc::clone(allocator)))
 }
 
 /// Runs `f` with `allocator` in place of `device`'s allocator for this thread's storages, whose blocks are returned to
-/// `allocator` even if they are dropped later or on another thread. The scope also ends if `f` panics.
+/// `allocator` even if they are dropped later or on another thread.
 pub(super) fn with_allocator<R>(device: Device, allocator: Arc<dyn Allocator>, f: impl FnOnce() -> R) -> R {
-    let entered = SCOPES.try_with(|scopes| scopes.borrow_mut().push((device, allocator)));
-    let _leave = entered.is_ok().then_some(OnDrop(|| {
-        let _last = SCOPES.try_with(|scopes| scopes.borrow_mut().pop()); // the allocator is dropped after the borrow of the list ends
-    }));
-    f()
+    with_innermost(&ALLOCATORS, (device, allocator), f)
 }
 
 /// Returns the stream of new storages of this thread. Host memory has no stream, because work on the CPU is done when an operation returns.

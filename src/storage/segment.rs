@@ -1,7 +1,6 @@
 //! Segments: memory created by drivers, at addresses made up by this module.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::driver::{Memory, MemoryKind};
 use crate::device::lock;
@@ -18,14 +17,27 @@ pub struct Segment {
 
 /// Alignment of segments' addresses (see [`Segment::address`]), in bytes.
 const ADDRESS_STEP: u64 = 2 << 20;
-static NEXT_ADDRESS: AtomicU64 = AtomicU64::new(1 << 32);
-/// The spans (in bytes) and the addresses of reserved segments that were dropped. New segments reuse them, because the spans are so
-/// long that the addresses would run out.
-static VACANT_SPANS: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
+/// The numbers and addresses of new segments.
+static NUMBERING: Mutex<Numbering> = Mutex::new(Numbering { id: 0, address: 1 << 32, vacant: Vec::new() });
 
-fn next_id() -> u64 {
-    static NEXT_ID: AtomicU64 = AtomicU64::new(0);
-    NEXT_ID.fetch_add(1, Relaxed)
+struct Numbering {
+    id: u64,
+    address: u64,
+    /// The spans of reserved segments that were dropped, as sizes in bytes and addresses. New segments reuse them, because the spans are
+    /// so long that the addresses would run out.
+    vacant: Vec<(u64, u64)>,
+}
+
+impl Numbering {
+    /// Returns the number of a new segment, and the address of `span` unused bytes, which a dropped segment may have had if `reuse`.
+    fn next(&mut self, span: u64, reuse: bool) -> (u64, u64) {
+        self.id += 1;
+        if let Some(at) = self.vacant.iter().position(|&(vacant, _)| reuse && vacant == span) {
+            return (self.id - 1, self.vacant.swap_remove(at).1);
+        }
+        self.address += span;
+        (self.id - 1, self.address - span)
+    }
 }
 
 /// Returns the number of bytes of address space for a reserved segment: an address step before and after the segment.
@@ -37,18 +49,16 @@ impl Segment {
     /// Takes over `memory`, which was created with `bytes` bytes.
     pub fn new(memory: Memory, bytes: usize) -> Segment {
         let span = (bytes as u64).next_multiple_of(ADDRESS_STEP).max(ADDRESS_STEP);
-        let (id, address) = (next_id(), NEXT_ADDRESS.fetch_add(span, Relaxed));
+        let (id, address) = lock(&NUMBERING).next(span, false);
         Segment { id, address, bytes, memory, reserved: false }
     }
 
     /// Takes over `memory`, in which `bytes` bytes are reserved and none is committed: a segment that grows in place.
     pub(crate) fn reserved(memory: Memory, bytes: usize) -> Segment {
         let span = reserved_span(bytes);
-        let mut vacant = lock(&VACANT_SPANS);
-        let at = vacant.iter().position(|&(vacant, _)| vacant == span).map(|at| vacant.swap_remove(at).1);
+        let (id, start) = lock(&NUMBERING).next(span, true);
         // An address step on either side keeps viewers from merging the segment's pages with the pages of its neighbours.
-        let address = at.unwrap_or_else(|| NEXT_ADDRESS.fetch_add(span, Relaxed) + ADDRESS_STEP);
-        Segment { id: next_id(), address, bytes, memory, reserved: true }
+        Segment { id, address: start + ADDRESS_STEP, bytes, memory, reserved: true }
     }
 
     /// Makes a segment of a device's bytes that are spilled to the host.
@@ -86,8 +96,7 @@ impl Segment {
 impl Drop for Segment {
     fn drop(&mut self) {
         if self.reserved {
-            let span = reserved_span(self.bytes);
-            lock(&VACANT_SPANS).push((span, self.address));
+            lock(&NUMBERING).vacant.push((reserved_span(self.bytes), self.address - ADDRESS_STEP));
         }
     }
 }

@@ -33,15 +33,6 @@ impl Stat {
         self.freed += by;
     }
 
-    fn plus(self, other: Stat) -> Stat {
-        Stat {
-            current: self.current + other.current,
-            peak: self.peak + other.peak,
-            allocated: self.allocated + other.allocated,
-            freed: self.freed + other.freed,
-        }
-    }
-
     #[inline]
     pub(super) fn change(&mut self, by: i64) {
         if by >= 0 { self.increase(by.unsigned_abs()) } else { self.decrease(by.unsigned_abs()) }
@@ -118,39 +109,37 @@ impl Deref for DeviceStats {
     }
 }
 
-impl DeviceStats {
-    /// Adds the statistics of two allocators of a device. The sum of two peaks is an upper bound, because they may have occurred at
-    /// different times.
-    pub(super) fn plus(&self, other: &DeviceStats) -> DeviceStats {
-        DeviceStats {
-            total: self.total.plus(&other.total),
-            small_pool: self.small_pool.plus(&other.small_pool),
-            large_pool: self.large_pool.plus(&other.large_pool),
-            num_alloc_retries: self.num_alloc_retries + other.num_alloc_retries,
-            num_ooms: self.num_ooms + other.num_ooms,
-            num_sync_all_streams: self.num_sync_all_streams + other.num_sync_all_streams,
-            num_device_alloc: self.num_device_alloc + other.num_device_alloc,
-            num_device_free: self.num_device_free + other.num_device_free,
-            max_split_size: self.max_split_size,
-            oversize_allocations: self.oversize_allocations.plus(other.oversize_allocations),
-            oversize_segments: self.oversize_segments.plus(other.oversize_segments),
-        }
+/// The sum of two allocators' statistics. The sum of two peaks is an upper bound, because they may have occurred at different times.
+pub(super) trait Plus {
+    fn plus(&self, other: &Self) -> Self;
+}
+
+impl Plus for u64 {
+    fn plus(&self, other: &u64) -> u64 {
+        self + other
     }
 }
 
-impl PoolStats {
-    fn plus(&self, other: &PoolStats) -> PoolStats {
-        PoolStats {
-            allocation: self.allocation.plus(other.allocation),
-            segment: self.segment.plus(other.segment),
-            active: self.active.plus(other.active),
-            inactive_split: self.inactive_split.plus(other.inactive_split),
-            allocated_bytes: self.allocated_bytes.plus(other.allocated_bytes),
-            reserved_bytes: self.reserved_bytes.plus(other.reserved_bytes),
-            active_bytes: self.active_bytes.plus(other.active_bytes),
-            inactive_split_bytes: self.inactive_split_bytes.plus(other.inactive_split_bytes),
-            requested_bytes: self.requested_bytes.plus(other.requested_bytes),
+/// Implements [`Plus`] field by field. The fields after `keep` are the first operand's.
+macro_rules! plus {
+    ($($type:ident { $($field:ident)* $(; keep $kept:ident)? })*) => { $(
+        impl Plus for $type {
+            fn plus(&self, other: &$type) -> $type {
+                $type { $($field: self.$field.plus(&other.$field),)* $($kept: self.$kept)? }
+            }
         }
+    )* };
+}
+
+plus! {
+    Stat { current peak allocated freed }
+    PoolStats {
+        allocation segment active inactive_split allocated_bytes reserved_bytes active_bytes inactive_split_bytes
+        requested_bytes
+    }
+    DeviceStats {
+        total small_pool large_pool num_alloc_retries num_ooms num_sync_all_streams num_device_alloc num_device_free
+        oversize_allocations oversize_segments; keep max_split_size
     }
 }
 

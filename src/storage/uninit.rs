@@ -1,15 +1,11 @@
 //! Storages without memory, for parameters whose values are loaded from a file.
 
-use std::cell::Cell;
 use std::sync::OnceLock;
 
 use super::allocation::{Allocation, Backing, Storage};
-use super::registry;
-use crate::device::OnDrop;
+use super::{registry, thread};
 use crate::error::Excerpt;
 use crate::{Device, Error, Result};
-
-thread_local!(static IN_SCOPE: Cell<bool> = const { Cell::new(false) });
 
 /// Runs `f`, in which this thread's new tensors have a shape, a dtype and a device, but no memory (PyTorch's `with
 /// torch.device("meta")`). Modules are created at once and without random numbers;
@@ -31,15 +27,13 @@ thread_local!(static IN_SCOPE: Cell<bool> = const { Cell::new(false) });
 /// of your own need no change. Tensors made from host values (`from_slice`, `from_vec`, `from_ndarray`) and by `arange`
 /// have memory as usual. Reading a tensor without memory is [`Error::Invalid`].
 pub fn uninit<R>(f: impl FnOnce() -> R) -> R {
-    let outer = IN_SCOPE.replace(true);
-    let _restore = OnDrop(|| IN_SCOPE.set(outer));
-    f()
+    thread::with(|state| &state.is_uninit, true, f)
 }
 
 /// True while this thread is inside [`uninit`].
 #[inline]
 pub(crate) fn is_uninit_scope() -> bool {
-    IN_SCOPE.get()
+    thread::get(|state| &state.is_uninit)
 }
 
 impl Storage {
@@ -64,11 +58,6 @@ impl Storage {
         if let Backing::Uninit(known) = &self.allocation().backing {
             _ = known.set(name.into());
         }
-    }
-
-    /// Returns an error if the storage has no memory.
-    pub(crate) fn check_memory(&self) -> Result<()> {
-        self.allocation().check_memory()
     }
 }
 

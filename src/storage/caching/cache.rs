@@ -4,12 +4,12 @@
 //! cached block can cause an out-of-memory error. Threads share 64 caches by thread number, each behind a lock that is rarely contended.
 
 use std::array;
-use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 use super::super::block::Slot;
 use super::super::counters::{BlockAmounts, ThreadCacheDeltas};
+use super::super::thread;
 use super::policy::{BLOCKS_PER_SIZE, CACHE_COUNT, MAX_CACHED_PART, MAX_REFUSALS};
 use super::sync::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Mutex, Ordering::Relaxed, lock};
 
@@ -130,25 +130,7 @@ pub(super) struct ThreadCaches {
 /// Returns the index of this thread's cache.
 #[inline]
 fn this_thread_index() -> usize {
-    #[cfg(not(loom))]
-    {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        thread_local!(static INDEX: Cell<usize> = const { Cell::new(usize::MAX) });
-        // The thread-local index may be gone while a thread terminates. Any cache may be used instead.
-        INDEX
-            .try_with(|index| {
-                if index.get() == usize::MAX {
-                    index.set(NEXT.fetch_add(1, Relaxed) % CACHE_COUNT);
-                }
-                index.get()
-            })
-            .unwrap_or(0)
-    }
-    #[cfg(loom)]
-    {
-        loom::thread_local!(static INDEX: Cell<usize> = Cell::new(0));
-        INDEX.with(Cell::get)
-    }
+    if cfg!(loom) { 0 } else { thread::number() % CACHE_COUNT }
 }
 
 impl ThreadCaches {

@@ -256,8 +256,8 @@ impl CachingAllocator {
             let plan = {
                 let mut core = self.lock();
                 let Some(at) = core.heap.number_of(segment) else { continue };
-                let fits = core.heap.segment(at).is_some_and(|held| held.kind == request.kind);
-                if !fits || core.free_bytes(at) < request.size || core.heap.has_holes(at) {
+                let fits = |held: &SegmentRecord| held.kind == request.kind && held.end.holes == 0;
+                if !core.heap.segment(at).is_some_and(fits) || core.free_bytes(at) < request.size {
                     continue;
                 }
                 let Some(plan) = core.plan_compaction(&[segment], true, request.stream) else { continue };
@@ -392,8 +392,17 @@ impl CachingAllocator {
         let copied = self.create_memory(bytes).and_then(|memory| {
             let target = Arc::new(Segment::new(memory, bytes));
             let copied = match route {
-                CopyRoute::Relocated => self.relocate(&plan, &target),
-                _ => self.copy_to_new_segment(&plan, &target).map(|()| true),
+                CopyRoute::Relocated => {
+                    let places =
+                        plan.moves.iter().map(|m| ((m.from.0.memory(), m.from.1), (target.memory(), m.to), m.size));
+                    // SAFETY: as in `copy_wave`. The old segments are released after the blocks have arrived.
+                    unsafe { self.driver.relocate(&places.collect::<Vec<_>>()) }
+                }
+                _ => {
+                    let whole = |(index, m): (usize, &Move<'_>)| Piece { index, at: 0, bytes: m.size };
+                    let pieces: Vec<Piece> = plan.moves.iter().enumerate().map(whole).collect();
+                    self.wait_for_all().and_then(|()| self.copy_wave(&plan.moves, &pieces, &target)).map(|()| true)
+                }
             };
             match copied.map_err(Failure::Other)? {
                 true => Ok(target),
@@ -519,22 +528,6 @@ impl CachingAllocator {
     /// Waits for the work of all streams, because threads could enqueue work on the blocks until they were locked.
     pub(super) fn wait_for_all(&self) -> Result<()> {
         self.retry(MAX_TRIES, || self.driver.synchronize())
-    }
-
-    /// Copies the blocks of a plan to a new, unused segment. After a failure the blocks are in their old locations.
-    pub(super) fn copy_to_new_segment(&self, plan: &CompactionPlan<'_>, target: &Segment) -> Result<()> {
-        self.wait_for_all()?;
-        let whole = |(index, m): (usize, &Move<'_>)| Piece { index, at: 0, bytes: m.size };
-        self.copy_wave(&plan.moves, &plan.moves.iter().enumerate().map(whole).collect::<Vec<_>>(), target)
-    }
-
-    /// Like [`copy_to_new_segment`](Self::copy_to_new_segment), but releases the pages of the old segments as they are
-    /// copied. Returns false, with nothing copied, if the driver does not support relocation.
-    fn relocate(&self, plan: &CompactionPlan<'_>, target: &Segment) -> Result<bool> {
-        let places = plan.moves.iter().map(|m| ((m.from.0.memory(), m.from.1), (target.memory(), m.to), m.size));
-        let moves: Vec<_> = places.collect();
-        // SAFETY: as in `copy_wave`. The old segments are released after the blocks have arrived.
-        unsafe { self.driver.relocate(&moves) }
     }
 
     /// Copies the blocks of a plan down within their segment. After a failure, the destinations in the plan are changed to the

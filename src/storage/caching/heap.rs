@@ -165,15 +165,15 @@ pub(super) struct Heap {
     pub(super) stats: Counters,
     pub(super) history: History,
     /// The call stacks of the allocations of live blocks, if the history is recorded.
-    contexts: HashMap<u32, Context>,
+    pub(super) contexts: HashMap<u32, Context>,
     /// The block freed last, if it has not been merged yet. The table still lists it as live.
     last_freed: u32,
     /// Number of blocks freed so far. Work that uses a freed block may still run on the device.
-    freed_blocks: u64,
+    pub(super) freed_blocks: u64,
     /// Number of searches so far, which garbage collection uses as its clock.
-    ticks: u64,
+    pub(super) ticks: u64,
     /// Milliseconds since the allocator was created, as last set by its owner.
-    now: u64,
+    pub(super) now: u64,
 }
 
 fn round_down(bytes: usize, page: usize) -> usize {
@@ -263,28 +263,6 @@ impl Heap {
         (0..).zip(&self.segments).filter_map(|(at, held)| Some((at, held.as_ref()?)))
     }
 
-    /// Counts a search, and returns the number of searches so far.
-    #[inline(always)]
-    pub(super) fn count_search(&mut self) -> u64 {
-        self.ticks += 1;
-        self.ticks
-    }
-
-    /// Returns the number of searches so far, which garbage collection uses as its clock.
-    pub(super) fn searches(&self) -> u64 {
-        self.ticks
-    }
-
-    /// Sets the time, in milliseconds since the allocator was created.
-    pub(super) fn set_time(&mut self, now: u64) {
-        self.now = now;
-    }
-
-    /// Returns the number of blocks freed so far. Work that uses a freed block may still run on the device.
-    pub(super) fn freed_blocks(&self) -> u64 {
-        self.freed_blocks
-    }
-
     /// Sets whether the blocks of a memory pool are never split.
     pub(super) fn set_unsplit(&mut self, pool: u32, unsplit: bool) {
         self.unsplit_pools.retain(|&other| other != pool);
@@ -293,16 +271,6 @@ impl Heap {
 
     pub(super) fn is_unsplit(&self, pool: u32) -> bool {
         self.unsplit_pools.contains(&pool)
-    }
-
-    /// Returns the call stack of a live block's allocation, if it was recorded.
-    pub(super) fn context(&self, id: u32) -> Option<Context> {
-        self.contexts.get(&id).copied()
-    }
-
-    /// Forgets the call stacks of live blocks, because the history is no longer recorded.
-    pub(super) fn clear_contexts(&mut self) {
-        self.contexts.clear();
     }
 
     /// Takes all segments out of the table, for an allocator that is dropped before its blocks.
@@ -378,7 +346,7 @@ impl Heap {
 
     /// Allocates a range of bytes from adjacent free blocks of one segment, given in address order. The new block belongs to
     /// `arena`. Returns the block and the streams to which its parts belonged.
-    fn allocate_at(
+    pub(super) fn allocate_at(
         &mut self,
         parts: &[u32],
         range: &Range<usize>,
@@ -528,7 +496,8 @@ impl Heap {
         self.record(TraceAction::FreeCompleted, id, requested);
         let (kind, size) = self.kind_and_size(id);
         let split = self.free_and_merge(id);
-        self.stats.record_settled(kind, size, split);
+        self.stats.end_pending(kind, size);
+        self.stats.record_split_change(kind, split);
     }
 
     /// Reallocates a pending block without splitting it. The new owner waits for the streams that use the block.
@@ -827,7 +796,7 @@ impl Heap {
     }
 
     /// Returns the first block of each segment of a pool that consists only of free blocks of several streams.
-    fn unused_of_several_streams(&self, pool: u32) -> Vec<u32> {
+    pub(super) fn unused_of_several_streams(&self, pool: u32) -> Vec<u32> {
         if self.arenas_with_partial_blocks(pool).nth(1).is_none() {
             return Vec::new();
         }
@@ -845,11 +814,6 @@ impl Heap {
         let mut unused = self.whole_blocks(pool);
         unused.extend(self.unused_of_several_streams(pool));
         unused
-    }
-
-    /// True if there are unused segments whose blocks were freed by several streams.
-    pub(super) fn has_unused_of_several_streams(&self) -> bool {
-        !self.unused_of_several_streams(0).is_empty()
     }
 
     /// Merges each unused segment that several streams freed, if all of its streams but one have finished. The merged
@@ -1026,10 +990,6 @@ impl Heap {
         self.segment(at).is_some_and(|held| held.segment.is_reserved())
     }
 
-    pub(super) fn has_holes(&self, at: u32) -> bool {
-        self.segment(at).is_some_and(|held| held.end.holes > 0)
-    }
-
     pub(super) fn last_block(&mut self, at: u32) -> u32 {
         let Some(held) = self.segment(at) else { return NONE };
         let is_of = |id: &u32| {
@@ -1124,7 +1084,7 @@ impl Heap {
             self.unfreeze_block(id);
         }
         for range in extension.ranges() {
-            self.stats.record_segment_growth(kind, range.len());
+            self.stats.change_segments(kind, true, [0, range.len() as i64]);
             self.history.record(TraceAction::SegmentMap, address + range.start as u64, range.len() as u64, stream.0);
         }
     }
@@ -1197,7 +1157,7 @@ impl Heap {
             self.merge_next(prev);
             hole = prev;
         }
-        self.stats.record_segment_shrink(kind, end - start);
+        self.stats.change_segments(kind, false, [0, start as i64 - end as i64]);
         self.history.record(TraceAction::SegmentUnmap, address + start as u64, (end - start) as u64, stream.0);
         if self.table[hole as usize].next == NONE {
             self.remove_trailing_hole(hole, &mut split);
@@ -1311,18 +1271,6 @@ impl Heap {
         homes.into_keys().for_each(|arena| self.retire_arena(arena));
     }
 
-    /// Allocates exactly these free bytes of a segment. Returns the block and the streams that owned the bytes.
-    pub(super) fn allocate_range(
-        &mut self,
-        segment: u32,
-        range: &Range<usize>,
-        arena: u32,
-        requested: usize,
-    ) -> (u32, Vec<StreamId>) {
-        let parts: Vec<u32> = self.blocks_of(segment).filter(|&id| self.entry(id).overlaps(range)).collect();
-        self.allocate_at(&parts, range, arena, requested)
-    }
-
     // Methods that record the history.
 
     /// Records the release of a segment in the history. For an expandable segment, records its committed ranges.
@@ -1367,11 +1315,6 @@ impl Heap {
             let context = self.record(TraceAction::Alloc, id, requested);
             self.contexts.insert(id, context);
         }
-    }
-
-    pub(super) fn record_oom(&self, request: &Request, capacity: u64) {
-        let free = capacity.saturating_sub(self.stats.reserved()).min(i64::MAX as u64); // the trace format stores an `i64`
-        self.history.record(TraceAction::Oom, free, request.bytes as u64, request.stream.0);
     }
 }
 

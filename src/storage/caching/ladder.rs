@@ -20,10 +20,12 @@ use super::super::allocator::Allocator;
 use super::super::block::Block;
 use super::super::config::Config;
 use super::super::driver::{Driver, Failure};
-use super::super::hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
-use super::super::images::desc::other_holder;
+use super::super::history::TraceAction;
+use super::super::hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration, register};
+use super::super::images::desc::OtherMemory;
+use super::super::per_device;
+use super::super::pool::too_large_error;
 use super::super::segment::Segment;
-use super::super::unsplit::too_large_error;
 use super::entry::MAX_SEGMENT_BYTES;
 use super::heap::{Extension, Request, Search, UnmappedPages};
 use super::policy::{Growth, MAX_IDLE_QUERIES, MAX_RESERVED_BYTES, MAX_SYNC_ATTEMPTS, RESERVED_EIGHTHS, SizeKind};
@@ -129,18 +131,11 @@ impl Expandable {
     }
 }
 
-pub(super) enum ExpandOutcome {
-    Block(Block),
-    /// The segment cannot be extended: the memory limit is reached, or the device has no memory left.
+/// The reason why no expandable segment grows for a request.
+pub(super) enum CannotExpand {
+    /// The memory limit is reached, or the device has no memory left.
     Full,
     /// No expandable segment can serve the request, so it needs an ordinary segment.
-    NeedsOwnSegment,
-}
-
-/// How to extend a segment for a request that no free block serves.
-enum ExtensionDecision {
-    Extend(Extension),
-    Full,
     NeedsOwnSegment,
 }
 
@@ -150,7 +145,7 @@ impl CachingAllocator {
     ///
     /// The allocating thread calls `free` with no allocator lock held, so `free` may allocate.
     pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Registration {
-        self.hooks.add_free_memory_callback(free)
+        register(&self.hooks.free_memory, Arc::from(free))
     }
 
     /// Registers `observe`, which is called when an allocation fails for lack of memory, before the error is returned
@@ -158,18 +153,13 @@ impl CachingAllocator {
     ///
     /// The allocating thread calls `observe` with no allocator lock held, so `observe` may query statistics, take a snapshot, or allocate.
     pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Registration {
-        self.hooks.add_oom_observer(observe)
+        register(&self.hooks.observers, Arc::from(observe))
     }
 
     /// Releases unused memory and calls the free-memory callbacks, because images need memory of the device.
     pub(in crate::storage) fn make_room(&self) -> Result<()> {
         self.hooks.call_free_memory_callbacks();
         self.empty_cache()
-    }
-
-    /// Notifies the observers that another allocator of the device ran out of memory.
-    pub(in crate::storage) fn notify_oom_observers(&self, event: &OutOfMemoryEvent) {
-        self.hooks.notify_observers(|| *event);
     }
 
     /// Recovers memory for a request that the first search did not serve.
@@ -227,7 +217,7 @@ impl CachingAllocator {
                 }
             }
             RecoveryStep::OtherAllocators => {
-                if other_holder(self.driver.device()).map_or(Ok(false), |other| other.make_room())? {
+                if self.other_memory().map_or(Ok(false), OtherMemory::make_room)? {
                     self.update_held_elsewhere();
                     return self.grow(request, false, recovery);
                 }
@@ -275,9 +265,13 @@ impl CachingAllocator {
         Ok(None)
     }
 
+    fn other_memory(&self) -> Option<&'static OtherMemory> {
+        per_device::get(self.driver.device())
+    }
+
     /// Updates the bytes that other allocators of this device hold, which count towards the limits.
     fn update_held_elsewhere(&self) {
-        let elsewhere = other_holder(self.driver.device()).map_or(0, |other| other.held()); // takes their locks, so this one is not held
+        let elsewhere = self.other_memory().map_or(0, OtherMemory::held); // takes their locks, so this one is not held
         self.lock().limits.elsewhere = elsewhere;
     }
 
@@ -285,11 +279,11 @@ impl CachingAllocator {
     /// wait, work that uses the block may be unfinished, so the wait is repeated up to [`MAX_SYNC_ATTEMPTS`] times.
     pub(super) fn wait_for_streams(&self, request: &Request) -> Result<()> {
         for _ in 0..MAX_SYNC_ATTEMPTS {
-            let freed_blocks = self.drain_caches().heap.freed_blocks();
+            let freed_blocks = self.drain_caches().heap.freed_blocks;
             self.synchronize()?;
             self.process_events(true)?;
             let mut core = self.lock();
-            if core.heap.freed_blocks() == freed_blocks {
+            if core.heap.freed_blocks == freed_blocks {
                 let pools = core.pools_with_use_on_oom(request).chain([request.pool]).collect::<Vec<_>>();
                 for (pool, kind) in
                     pools.into_iter().flat_map(|pool| [(pool, SizeKind::Small), (pool, SizeKind::Large)])
@@ -308,7 +302,8 @@ impl CachingAllocator {
         let report = {
             let mut core = self.lock_with_stats();
             core.heap.stats.num_ooms += 1;
-            core.heap.record_oom(request, self.driver.capacity());
+            let free = self.driver.capacity().saturating_sub(core.heap.stats.reserved()).min(i64::MAX as u64); // the trace format stores an `i64`
+            core.heap.history.record(TraceAction::Oom, free, request.bytes as u64, request.stream.0);
             let mut pools = vec![(0, core.heap.pool_stats(0), true)];
             pools.extend(core.pools.iter().map(|(&id, options)| (id, core.heap.pool_stats(id), options.use_on_oom)));
             Report {
@@ -350,9 +345,9 @@ impl CachingAllocator {
     /// allow the segment, and stores the reason in `recovery`. If `exact`, the segment is no larger than the request.
     pub(super) fn grow(&self, request: &Request, exact: bool, recovery: &mut OomRecovery) -> Result<Option<Block>> {
         match self.expand(request, exact, recovery)? {
-            ExpandOutcome::Block(block) => return Ok(Some(block)),
-            ExpandOutcome::Full => return Ok(None),
-            ExpandOutcome::NeedsOwnSegment => {}
+            Ok(block) => return Ok(Some(block)),
+            Err(CannotExpand::Full) => return Ok(None),
+            Err(CannotExpand::NeedsOwnSegment) => {}
         }
         let (bytes, recycled) = {
             let mut core = self.lock();
@@ -370,11 +365,11 @@ impl CachingAllocator {
         core.bytes_being_created -= bytes as u64;
         match segment {
             Ok(segment) => {
-                core.heap.set_time(self.now());
+                core.heap.now = self.clock.now();
                 let arena = core.heap.arena(request.pool, request.stream, request.kind);
                 let id = core.heap.add_segment(segment, bytes, arena);
                 core.growth.raise_target(core.heap.stats.reserved());
-                core.decay.record_segment_created(self.now());
+                core.decay.record_segment_created(self.clock.now());
                 let id = core.heap.allocate_from(id, request.size, request.bytes);
                 let block = core.create_handle(self.number, id, request.bytes);
                 recovery.growth_message = Some(("segment made", bytes as u64));
@@ -428,11 +423,11 @@ impl CachingAllocator {
     /// Releases segments that have been unused for long enough, if a check is due and the device is idle.
     #[cold]
     pub(super) fn decay<'a>(&'a self, mut core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
-        if !core.decay.checks_clock_at(core.heap.searches()) {
+        if !core.decay.checks_clock_at(core.heap.ticks) {
             return core;
         }
-        let now = self.now();
-        let (ticks, active) = (core.heap.searches(), core.heap.stats.active_bytes());
+        let now = self.clock.now();
+        let (ticks, active) = (core.heap.ticks, core.heap.stats.active_bytes());
         let due = core.decay.is_due(now);
         if due {
             core.heap.record_segment_ends();
@@ -442,14 +437,14 @@ impl CachingAllocator {
             !core.segments_unused_since(old).is_empty()
                 || core.heap.has_unused_ends(self.expandable.as_ref().map_or(0, |expandable| expandable.page))
         };
-        if !(old.is_some_and(any) || due && core.heap.has_unused_of_several_streams()) {
+        if !(old.is_some_and(any) || due && !core.heap.unused_of_several_streams(0).is_empty()) {
             return core;
         }
         let streams = core.heap.streams();
         drop(core);
         if self.is_idle(streams) {
             let mut core = self.lock();
-            core.heap.set_time(now);
+            core.heap.now = now;
             core.heap.merge_unused(|stream| self.driver.progress(stream));
             let segments_unused_since = old.map_or_else(Vec::new, |old| core.segments_unused_since(old));
             let keep = core.decay.bytes_to_keep();
@@ -492,10 +487,15 @@ impl CachingAllocator {
     // Methods for segments that grow in place.
 
     /// Grows the segment of the request's arena and allocates a block from it. If `exact`, commits no more than the request needs.
-    pub(super) fn expand(&self, request: &Request, exact: bool, recovery: &mut OomRecovery) -> Result<ExpandOutcome> {
-        let Some(expandable) = &self.expandable else { return Ok(ExpandOutcome::NeedsOwnSegment) };
+    pub(super) fn expand(
+        &self,
+        request: &Request,
+        exact: bool,
+        recovery: &mut OomRecovery,
+    ) -> Result<Result<Block, CannotExpand>> {
+        let Some(expandable) = &self.expandable else { return Ok(Err(CannotExpand::NeedsOwnSegment)) };
         if request.size > expandable.bytes {
-            return Ok(ExpandOutcome::NeedsOwnSegment);
+            return Ok(Err(CannotExpand::NeedsOwnSegment));
         }
         let _page_lock = lock(&expandable.pages);
         loop {
@@ -503,22 +503,17 @@ impl CachingAllocator {
                 let mut core = self.lock_with_stats();
                 // A free block may suffice: the whole segment may be free, or another thread may have just extended it.
                 if let Some(block) = core.search_best_fit(self.number, request, true) {
-                    return Ok(ExpandOutcome::Block(block));
+                    return Ok(Ok(block));
                 }
                 let unmapped = if exact { Vec::new() } else { core.recycle_pages(expandable, request) };
-                match core.plan_extension(expandable, request, exact) {
-                    ExtensionDecision::Extend(extension) => {
-                        core.bytes_being_created += extension.bytes();
-                        (Ok(extension), unmapped)
-                    }
-                    ExtensionDecision::Full => (Err(ExpandOutcome::Full), unmapped),
-                    ExtensionDecision::NeedsOwnSegment => (Err(ExpandOutcome::NeedsOwnSegment), unmapped),
-                }
+                let extension = core.plan_extension(expandable, request, exact);
+                core.bytes_being_created += extension.as_ref().map_or(0, Extension::bytes);
+                (extension, unmapped)
             };
             self.decommit(unmapped);
             let extension = match extension {
                 Ok(extension) => extension,
-                Err(grown) => return Ok(grown),
+                Err(reason) => return Ok(Err(reason)),
             };
             let bytes = extension.bytes();
             let segment = extension.segment.as_ref().map(|(_, segment)| Arc::clone(segment)).or_else(|| {
@@ -527,7 +522,7 @@ impl CachingAllocator {
             });
             let Some(segment) = segment else {
                 self.lock().bytes_being_created -= bytes;
-                return Ok(ExpandOutcome::NeedsOwnSegment); // no addresses are left to reserve
+                return Ok(Err(CannotExpand::NeedsOwnSegment)); // no addresses are left to reserve
             };
             if let Err(why) = self.commit_all(&segment, &extension) {
                 self.lock().bytes_being_created -= bytes;
@@ -535,14 +530,14 @@ impl CachingAllocator {
                     Failure::Other(error) => Err(error),
                     other => {
                         recovery.failure = Some(other);
-                        Ok(ExpandOutcome::Full)
+                        Ok(Err(CannotExpand::Full))
                     }
                 };
             }
             let mut guard = self.lock_with_stats();
             let core = &mut *guard;
             core.bytes_being_created -= bytes;
-            core.heap.set_time(self.now());
+            core.heap.now = self.clock.now();
             let arena = core.heap.arena(request.pool, request.stream, request.kind);
             match &extension.segment {
                 None => _ = core.heap.add_segment(segment, extension.end.len(), arena),
@@ -553,11 +548,11 @@ impl CachingAllocator {
                 }
             }
             core.growth.raise_target(core.heap.stats.reserved());
-            core.decay.record_segment_created(self.now());
+            core.decay.record_segment_created(self.clock.now());
             // Another thread may have taken the free bytes that the extension relied on; if so, try again.
             if let Some(block) = core.search_best_fit(self.number, request, true) {
                 recovery.growth_message = Some(("segment extended", bytes));
-                return Ok(ExpandOutcome::Block(block));
+                return Ok(Ok(block));
             }
         }
     }
@@ -628,7 +623,7 @@ impl Core {
     /// Searches an arena and takes a block. Unless `any`, an unused segment is taken only if the policy permits splitting it.
     #[inline(always)]
     pub(super) fn search(&mut self, arena: u32, request: &Request, search: Search, any: bool) -> Option<u32> {
-        let only_similar = !any && self.rules.is_adaptive() && !self.growth.is_steady();
+        let only_similar = !any && self.rules.is_adaptive() && !self.growth.steady;
         let max_split_segment = || match only_similar {
             true => {
                 let segment = self.rules.segment_size(request.size, self.heap.stats.reserved());
@@ -753,7 +748,7 @@ impl Core {
         while left > 0 {
             let mut unused = self.heap.whole_blocks(0);
             unused.retain(|&id| self.heap.segment_of(id).kind == SizeKind::Large);
-            let age = |core: &Core, id: u32| core.heap.searches() - core.heap.segment_of(id).idle_since.0;
+            let age = |core: &Core, id: u32| core.heap.ticks - core.heap.segment_of(id).idle_since.0;
             let total: u64 = unused.iter().map(|&id| age(self, id)).sum();
             let Some(average) = total.checked_div(unused.len() as u64) else { break };
             unused.retain(|&id| age(self, id) >= average);
@@ -788,9 +783,14 @@ impl Core {
     }
 
     /// Chooses where to grow for a request that no free block serves.
-    fn plan_extension(&mut self, expandable: &Expandable, request: &Request, exact: bool) -> ExtensionDecision {
+    fn plan_extension(
+        &mut self,
+        expandable: &Expandable,
+        request: &Request,
+        exact: bool,
+    ) -> Result<Extension, CannotExpand> {
         if self.heap.is_unsplit(request.pool) {
-            return ExtensionDecision::NeedsOwnSegment; // each block of an unsplit pool is a segment of its own
+            return Err(CannotExpand::NeedsOwnSegment); // each block of an unsplit pool is a segment of its own
         }
         let arena = self.heap.arena(request.pool, request.stream, request.kind);
         let own: Vec<u32> = (self.heap.segments())
@@ -811,12 +811,12 @@ impl Core {
         let mut extension = best.unwrap_or_else(new);
         let all = extension.segment.as_ref().map_or(expandable.bytes, |(_, segment)| segment.bytes());
         if extension.end.end > all {
-            return ExtensionDecision::NeedsOwnSegment;
+            return Err(CannotExpand::NeedsOwnSegment);
         }
         let held = self.heap.stats.reserved() + self.bytes_being_created;
         let (least, room) = (extension.bytes(), self.limits.limit().saturating_sub(held));
         if least > room {
-            return ExtensionDecision::Full;
+            return Err(CannotExpand::Full);
         }
         if !exact && !extension.end.is_empty() {
             let Range { start, end } = extension.end;
@@ -824,7 +824,7 @@ impl Core {
             let more = more.min(usize::try_from(room - least).unwrap_or(usize::MAX)).min(all - end);
             extension.end = start..end + more / expandable.page * expandable.page;
         }
-        ExtensionDecision::Extend(extension)
+        Ok(extension)
     }
 
     /// Removes free pages from the table, so that the request's extension does not exceed the target of reserved bytes.
@@ -832,9 +832,7 @@ impl Core {
         if !self.rules.is_adaptive() {
             return Vec::new();
         }
-        let ExtensionDecision::Extend(extension) = self.plan_extension(expandable, request, true) else {
-            return Vec::new();
-        };
+        let Ok(extension) = self.plan_extension(expandable, request, true) else { return Vec::new() };
         let held = self.heap.stats.reserved() + self.bytes_being_created;
         match self.growth.bytes_to_release(held, extension.bytes()) {
             0 => Vec::new(),

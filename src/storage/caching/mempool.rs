@@ -2,7 +2,6 @@
 //!
 //! Every arena and segment carries a pool number; 0 is the allocator's default pool. [`use_mem_pool`] selects the pool of a thread's allocations.
 
-use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
@@ -10,11 +9,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 use super::super::block::Block;
+use super::super::scope::{ScopeList, find_innermost, with_innermost};
 use super::super::stats::MemPoolStats;
 use super::entry::{SPILLED_POOL, Use};
 use super::events::PendingUses;
 use super::{CachingAllocator, Core};
-use crate::device::StreamId;
+use crate::device::{OnDrop, StreamId};
 use crate::{Error, Result};
 
 /// Options of a [`MemPool`].
@@ -59,15 +59,6 @@ struct Handle {
     is_captured_into: AtomicBool,
 }
 
-/// The right to capture a graph into a pool. Until the value is dropped, no other capture into the pool can begin.
-pub(crate) struct CaptureGuard<'a>(&'a AtomicBool);
-
-impl Drop for CaptureGuard<'_> {
-    fn drop(&mut self) {
-        self.0.store(false, Release);
-    }
-}
-
 /// The locations of a pool's live blocks at one moment. [`MemPool::restore`] restores this state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolCheckpoint {
@@ -99,47 +90,20 @@ impl PoolCheckpoint {
 }
 
 thread_local! {
-    /// The number of [`use_mem_pool`] calls that this thread is inside. While it is 0, as almost always, `ROUTES` is not read.
-    static ROUTE_DEPTH: Cell<usize> = const { Cell::new(0) };
-    /// The numbers of the allocator and the pool of each call, the innermost call last.
-    static ROUTES: RefCell<Vec<(u32, u32)>> = const { RefCell::new(Vec::new()) };
-}
-
-/// Ends the effect of [`use_mem_pool`] when dropped, also if a panic unwinds.
-struct PoolRoute;
-
-impl PoolRoute {
-    /// Routes this thread's allocations from `allocator` to `pool` until the guard is dropped.
-    fn enter(allocator: u32, pool: u32) -> Option<PoolRoute> {
-        ROUTES.try_with(|routes| routes.borrow_mut().push((allocator, pool))).ok()?;
-        ROUTE_DEPTH.set(ROUTE_DEPTH.get() + 1);
-        Some(PoolRoute)
-    }
-}
-
-impl Drop for PoolRoute {
-    fn drop(&mut self) {
-        ROUTE_DEPTH.set(ROUTE_DEPTH.get() - 1);
-        let _ = ROUTES.try_with(|routes| routes.borrow_mut().pop());
-    }
+    /// The numbers of the allocator and the pool of each [`use_mem_pool`] call that this thread is inside.
+    static ROUTES: ScopeList<(u32, u32)> = const { ScopeList::new() };
 }
 
 /// Returns the pool from which this thread allocates in the given allocator.
+#[inline]
 pub(super) fn routed_pool(allocator: u32) -> u32 {
-    if ROUTE_DEPTH.get() == 0 {
-        return 0;
-    }
-    let find = |routes: &RefCell<Vec<(u32, u32)>>| {
-        routes.borrow().iter().rev().find(|route| route.0 == allocator).map(|route| route.1)
-    };
-    ROUTES.try_with(find).ok().flatten().unwrap_or(0)
+    find_innermost(&ROUTES, |&(of, pool)| (of == allocator).then_some(pool)).unwrap_or(0)
 }
 
 /// Runs `f`, during which this thread's allocations from the pool's allocator come from the pool (`torch.cuda.use_mem_pool`). Calls nest: the
 /// innermost pool of an allocator is used. Other threads and allocators are not affected.
 pub fn use_mem_pool<R>(pool: &MemPool, f: impl FnOnce() -> R) -> R {
-    let _route = PoolRoute::enter(pool.0.allocator.number, pool.0.id);
-    f()
+    with_innermost(&ROUTES, (pool.0.allocator.number, pool.0.id), f)
 }
 
 impl MemPool {
@@ -193,8 +157,7 @@ impl MemPool {
 
     /// Runs `f`, during which this thread's allocations from the pool's allocator come from the default pool.
     pub(crate) fn run_outside<R>(&self, f: impl FnOnce() -> R) -> R {
-        let _route = PoolRoute::enter(self.0.allocator.number, 0);
-        f()
+        with_innermost(&ROUTES, (self.0.allocator.number, 0), f)
     }
 
     /// Returns the table entries of the pool's live blocks.
@@ -207,9 +170,10 @@ impl MemPool {
         self.0.allocator.lock().pools.get(&self.0.id).is_some_and(|options| options.use_on_oom)
     }
 
-    /// Acquires the right to capture a graph into the pool; returns `None` if another capture into the pool is in progress.
-    pub(crate) fn begin_capture(&self) -> Option<CaptureGuard<'_>> {
-        (!self.0.is_captured_into.swap(true, Acquire)).then(|| CaptureGuard(&self.0.is_captured_into))
+    /// Acquires the right to capture a graph into the pool. Until the returned value is dropped, no other capture into the pool can begin.
+    /// Returns `None` if another capture into the pool is in progress.
+    pub(crate) fn begin_capture(&self) -> Option<impl Sized> {
+        (!self.0.is_captured_into.swap(true, Acquire)).then(|| OnDrop(|| self.0.is_captured_into.store(false, Release)))
     }
 
     /// Returns a stream other than `stream` that has memory in the pool.
@@ -263,7 +227,10 @@ impl MemPool {
         let mut waits = HashSet::new();
         let mut restored = Vec::new();
         for (segment, place) in missing {
-            let (id, streams) = core.heap.allocate_range(segment, &place.range(), place.arena, place.requested);
+            let heap = &mut core.heap;
+            let parts = heap.blocks_of(segment).filter(|&id| heap.entry(id).overlaps(&place.range()));
+            let parts: Vec<u32> = parts.collect();
+            let (id, streams) = heap.allocate_at(&parts, &place.range(), place.arena, place.requested);
             let stream = core.heap.arena_of_block(id).stream;
             let uses: PendingUses =
                 streams.into_iter().filter(|&from| from != stream).map(|from| (from, None)).collect();

@@ -37,8 +37,8 @@ use super::config::Config;
 use super::counters::ThreadCacheDeltas;
 use super::driver::{Driver, Marker};
 use super::history::{
-    BlockInfo, BlockState, Context, HistoryOptions, Recording, SegmentInfo, SegmentType, SegmentWithContexts, Snapshot,
-    TraceAction, device_number,
+    BlockInfo, BlockState, Context, HistoryOptions, Recording, SegmentInfo, SegmentWithContexts, Snapshot, TraceAction,
+    device_number,
 };
 use super::hooks::Hooks;
 use super::stats::DeviceStats;
@@ -80,7 +80,7 @@ pub struct CachingAllocator {
     caches: ThreadCaches,
     /// True once any block has been used by a stream other than its own.
     has_cross_stream_use: AtomicBool,
-    hooks: Hooks,
+    pub(super) hooks: Hooks,
     /// Locked while compacting, so that one thread compacts at a time. Other threads allocate and free meanwhile.
     compacting: std::sync::Mutex<()>,
     /// Creates segments that grow in place; `None` unless `expandable_segments` is on.
@@ -156,7 +156,11 @@ impl CachingAllocator {
             hooks: Hooks::default(),
             compacting: std::sync::Mutex::new(()),
             expandable,
-            clock: Clock::default(),
+            clock: Clock {
+                started: Instant::now(),
+                #[cfg(test)]
+                ahead: std::sync::atomic::AtomicU64::new(0),
+            },
         })
     }
 
@@ -212,10 +216,6 @@ impl CachingAllocator {
         core.heap.merge_last_freed();
         let core = self.release_above_limit(core);
         self.decay(core)
-    }
-
-    fn now(&self) -> u64 {
-        self.clock.milliseconds()
     }
 
     // Methods for blocks that several streams use.
@@ -373,9 +373,9 @@ impl Core {
 
     /// Records a request for the growth and decay heuristics, before its outcome is known.
     fn record_request(&mut self, request: &Request) {
-        let search = self.heap.count_search();
+        self.heap.ticks += 1;
         let active = self.heap.stats.active_bytes() + request.size as u64;
-        self.growth.record_active(active, search);
+        self.growth.record_active(active, self.heap.ticks);
         self.decay.record_active(active);
     }
 
@@ -475,10 +475,7 @@ impl Core {
             address: held.address + part.start as u64,
             total_size: part.len() as u64,
             stream: held.stream.0.into(),
-            segment_type: match held.kind {
-                SizeKind::Small => SegmentType::Small,
-                SizeKind::Large => SegmentType::Large,
-            },
+            segment_type: held.kind,
             segment_pool_id: (0, held.pool.into()),
             is_expandable: held.segment.is_reserved(),
             frames: [].into(),
@@ -497,7 +494,7 @@ impl Core {
             Use::Free | Use::Frozen | Use::Unmapped | Use::Vacant => BlockState::Inactive,
         };
         let live = state != BlockState::Inactive;
-        let context = self.heap.context(id).filter(|_| live).unwrap_or(Context::NONE);
+        let context = self.heap.contexts.get(&id).copied().filter(|_| live).unwrap_or(Context::NONE);
         let block = BlockInfo {
             address: self.heap.address(id),
             size: entry.size() as u64,
@@ -536,7 +533,7 @@ impl Allocator for CachingAllocator {
         let request = Request { bytes, size, kind, pool, stream };
         let mut core = self.lock_without_merge(own);
         core.record_request(&request);
-        if core.limits.is_exceeded || core.decay.checks_clock_at(core.heap.searches()) {
+        if core.limits.is_exceeded || core.decay.checks_clock_at(core.heap.ticks) {
             core = self.trim_if_due(core);
         }
         let arena = core.heap.arena(pool, stream, kind);
@@ -653,7 +650,7 @@ impl Allocator for CachingAllocator {
         self.with_exact_state(|core| {
             core.heap.history.record_memory_history(options)?;
             if !core.heap.history.is_on() {
-                core.heap.clear_contexts();
+                core.heap.contexts.clear();
             }
             Ok(())
         })
@@ -682,18 +679,8 @@ struct Clock {
     ahead: std::sync::atomic::AtomicU64,
 }
 
-impl Default for Clock {
-    fn default() -> Clock {
-        Clock {
-            started: Instant::now(),
-            #[cfg(test)]
-            ahead: std::sync::atomic::AtomicU64::new(0),
-        }
-    }
-}
-
 impl Clock {
-    fn milliseconds(&self) -> u64 {
+    fn now(&self) -> u64 {
         let elapsed = self.started.elapsed().as_millis() as u64;
         #[cfg(test)] // under Miri, which is slow, only tests advance the clock
         let elapsed = if cfg!(miri) { 0 } else { elapsed } + self.ahead.load(std::sync::atomic::Ordering::Relaxed);

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::super::config::{Config, SegmentSizes};
+use super::super::history::SegmentType;
 
 const MIB: usize = 1 << 20;
 
@@ -65,12 +66,9 @@ pub(super) const MAX_REFUSALS: usize = 64;
 /// A block is cached only if its size is at most the thread cache's capacity divided by this.
 pub(super) const MAX_CACHED_PART: usize = 16;
 
-/// The size kind of a request. Small and large requests use separate segments, so that small, short-lived blocks do not pin large segments.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(in crate::storage) enum SizeKind {
-    Small,
-    Large,
-}
+/// The size kind of a request, and the type of the segments that serve the request. Small and large requests use separate segments, so that
+/// small, short-lived blocks do not pin large segments.
+pub(in crate::storage) type SizeKind = SegmentType;
 
 impl SizeKind {
     #[inline]
@@ -235,7 +233,8 @@ pub(super) struct Growth {
     recycled_sizes: [usize; RECYCLED_SIZE_COUNT],
     /// Number of segments created since the last clear rise that had the size of a segment recycled shortly before.
     recreated: u64,
-    steady: bool,
+    /// True once the warm-up is over.
+    pub(super) steady: bool,
 }
 
 impl Default for Growth {
@@ -274,11 +273,6 @@ impl Growth {
                 || self.recycled >= MAX_RECYCLED_SEGMENTS;
         }
         self.peak = self.peak.max(active);
-    }
-
-    #[inline]
-    pub(super) fn is_steady(&self) -> bool {
-        self.steady
     }
 
     /// Records that a segment of this size was released to make room for another.

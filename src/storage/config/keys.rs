@@ -120,35 +120,36 @@ pub(super) use config;
 pub(super) mod formats {
     use super::*;
 
-    pub(crate) const BOOLEAN: ValueFormat<bool> = ValueFormat {
-        allowed: "True or False",
-        parse: |text| value_by_name(&[("True", true), ("False", false)], text),
-        print: |on| if *on { "True" } else { "False" }.to_owned(),
-    };
-    const BACKENDS: &[(&str, Backend)] = &[
-        ("caching", Backend::Caching),
-        ("pool", Backend::Pool),
-        ("direct", Backend::Direct),
-        ("native", Backend::Caching), // PyTorch's name for it
-    ];
-    pub(crate) const BACKEND: ValueFormat<Backend> = ValueFormat {
-        allowed: "caching, pool or direct (native is caching)",
-        parse: |text| value_by_name(BACKENDS, text),
-        print: |backend| name_of(BACKENDS, backend),
-    };
-    const MODES: &[(&str, MemoryMode)] =
-        &[("buffer", MemoryMode::Buffer), ("image", MemoryMode::Image), ("auto", MemoryMode::Auto)];
-    pub(crate) const MEMORY_MODES: ValueFormat<MemoryMode> = ValueFormat {
-        allowed: "buffer, image or auto (as claystone tune found)",
-        parse: |text| value_by_name(MODES, text),
-        print: |mode| name_of(MODES, mode),
-    };
-    const SIZES: &[(&str, SegmentSizes)] = &[("adaptive", SegmentSizes::Adaptive), ("pytorch", SegmentSizes::PyTorch)];
-    pub(crate) const SEGMENTS: ValueFormat<SegmentSizes> = ValueFormat {
-        allowed: "adaptive or pytorch",
-        parse: |text| value_by_name(SIZES, text),
-        print: |sizes| name_of(SIZES, sizes),
-    };
+    /// Returns the format of values with names. If a value has several names, the first is printed.
+    macro_rules! by_name {
+        ($allowed:literal, $($name:literal => $value:expr),*) => {
+            ValueFormat {
+                allowed: $allowed,
+                parse: |text| [$(($name, $value)),*].into_iter().find(|(name, _)| *name == text).map(|(_, value)| value),
+                print: |value| {
+                    let name = [$(($name, $value)),*].into_iter().find(|(_, known)| known == value);
+                    name.map_or(String::new(), |(name, _)| name.to_owned())
+                },
+            }
+        };
+    }
+
+    pub(crate) const BOOLEAN: ValueFormat<bool> = by_name!("True or False", "True" => true, "False" => false);
+    pub(crate) const BACKEND: ValueFormat<Backend> = by_name!(
+        "caching, pool or direct (native is caching)",
+        "caching" => Backend::Caching,
+        "pool" => Backend::Pool,
+        "direct" => Backend::Direct,
+        "native" => Backend::Caching // PyTorch's name for it
+    );
+    pub(crate) const MEMORY_MODES: ValueFormat<MemoryMode> = by_name!(
+        "buffer, image or auto (as claystone tune found)",
+        "buffer" => MemoryMode::Buffer,
+        "image" => MemoryMode::Image,
+        "auto" => MemoryMode::Auto
+    );
+    pub(crate) const SEGMENTS: ValueFormat<SegmentSizes> =
+        by_name!("adaptive or pytorch", "adaptive" => SegmentSizes::Adaptive, "pytorch" => SegmentSizes::PyTorch);
     pub(crate) const MIB_FROM_1: ValueFormat<usize> = bytes::<MIB, 1>("a whole number of MiB, 1 or more");
     pub(crate) const MIB_FROM_20: ValueFormat<usize> = bytes::<MIB, 20>("a whole number of MiB, 20 or more");
     pub(crate) const BUDGET: ValueFormat<usize> = bytes::<MIB, 0>("a whole number of MiB, 0 for no bound");
@@ -193,14 +194,6 @@ pub(super) fn split_list(text: &str) -> impl Iterator<Item = &str> {
         inside = c == '[' || inside && c != ']';
         c == ',' && !inside
     })
-}
-
-fn value_by_name<T: Copy>(names: &[(&str, T)], value: &str) -> Option<T> {
-    names.iter().find(|(name, _)| *name == value).map(|(_, of)| *of)
-}
-
-fn name_of<T: PartialEq>(names: &[(&str, T)], value: &T) -> String {
-    names.iter().find(|(_, of)| of == value).map_or(String::new(), |(name, _)| (*name).to_owned())
 }
 
 /// Parses a whole number that consists of digits only, without a sign.

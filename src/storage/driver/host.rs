@@ -25,7 +25,7 @@ use map::{HUGE_PAGE_BYTES, Mapping};
 #[derive(Debug)]
 pub(crate) struct HostMemory {
     origin: Origin,
-    /// The address of the first usable byte, which is aligned to [`ALIGNMENT`].
+    /// The address of the first usable byte. Segments are aligned to [`ALIGNMENT`].
     start: NonNull<u8>,
     bytes: usize,
 }
@@ -36,7 +36,7 @@ enum Origin {
     /// The global allocator: the start and the layout of the allocation.
     Heap(NonNull<u8>, Layout),
     Mapped(Mapping),
-    /// The owner of memory of a user's driver. The memory is valid as long as the owner lives.
+    /// The owner of other code's memory. The memory is valid as long as the owner lives.
     Custom(Box<dyn Any + Send + Sync>),
 }
 
@@ -64,7 +64,11 @@ impl HostMemory {
 
     /// # Safety
     /// The bytes are initialised, valid and used by no other code as long as `owner` lives.
-    pub(super) unsafe fn owned_by(start: NonNull<u8>, bytes: usize, owner: Box<dyn Any + Send + Sync>) -> HostMemory {
+    pub(in crate::storage) unsafe fn owned_by(
+        start: NonNull<u8>,
+        bytes: usize,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> HostMemory {
         HostMemory { origin: Origin::Custom(owner), start, bytes }
     }
 
@@ -84,13 +88,6 @@ impl HostMemory {
         // and its memory came from the global allocator with exactly this layout: `drop` may return it.
         let base = unsafe { NonNull::new_unchecked(v.as_mut_ptr().cast::<u8>()) };
         HostMemory { origin: Origin::Heap(base, layout), start: base, bytes }
-    }
-
-    fn is_committed(&self, from: usize, to: usize) -> bool {
-        match &self.origin {
-            Origin::Heap(..) | Origin::Custom(_) => true,
-            Origin::Mapped(mapping) => mapping.is_committed(from, to),
-        }
     }
 
     /// Returns the first usable byte, whose address does not change until drop.
@@ -122,7 +119,7 @@ impl Host {
     /// Creates the driver. Its capacity is the memory of the machine, or of its container. Larger requests are refused,
     /// because Linux would grant them and later kill the process that uses the memory.
     pub(crate) fn new(config: &Config) -> Host {
-        Host { capacity: physical_memory().unwrap_or(u64::MAX), numa_local: config.numa_local }
+        Host { capacity: physical_memory().unwrap_or(u64::MAX), numa_local: config.numa_local && map::several_nodes() }
     }
 }
 
@@ -223,8 +220,12 @@ unsafe impl Driver for Host {
 
 /// Checks that `bytes` bytes of host memory from `offset` on are committed, and returns their address.
 fn bytes_at((memory, offset): At<'_>, bytes: usize) -> Result<NonNull<u8>> {
+    let is_committed = |origin: &Origin, end| match origin {
+        Origin::Heap(..) | Origin::Custom(_) => true,
+        Origin::Mapped(mapping) => mapping.is_committed(offset, end),
+    };
     match (&memory.0, offset.checked_add(bytes)) {
-        (MemoryKind::Host(m), Some(end)) if end <= m.bytes && m.is_committed(offset, end) => {
+        (MemoryKind::Host(m), Some(end)) if end <= m.bytes && is_committed(&m.origin, end) => {
             // SAFETY: the address is inside the memory, as checked above.
             Ok(unsafe { m.start.add(offset) })
         }

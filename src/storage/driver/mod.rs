@@ -359,6 +359,3 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Until the call returns, nothing else on the host reads or writes the bytes.
     unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()>;
 }
-
-/// The driver of a device, shared.
-pub type DynDriver = Arc<dyn Driver>;

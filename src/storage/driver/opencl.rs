@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::fmt;
+use std::panic::AssertUnwindSafe;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -40,30 +41,19 @@ impl ClBlockLocation<'_> {
     pub(crate) fn at(&self, byte: usize) -> ClAt<'_> {
         (self.buffer, self.location.offset() + byte)
     }
-}
 
-impl ClBlockLocation<'_> {
     /// Maps the segment for the host. The segment must be a buffer over host memory and have no other block. Waits for the device.
     ///
     /// # Errors
     /// Errors of [`ClDevice::map`](crate::device::opencl::ClDevice::map).
     pub(crate) fn map(&self) -> Result<MappedHost> {
-        self.device.map(self.buffer).map(MappedHost)
+        self.device.map(self.buffer).map(AssertUnwindSafe)
     }
 }
 
-/// Host memory that a device works on in place, mapped for the host until the value is dropped.
-pub(crate) struct MappedHost(MappedBuffer);
-
-// A panic cannot break the bytes, which may have any value.
-impl std::panic::UnwindSafe for MappedHost {}
-impl std::panic::RefUnwindSafe for MappedHost {}
-
-impl MappedHost {
-    pub(crate) fn start(&self) -> NonNull<u8> {
-        self.0.start()
-    }
-}
+/// Host memory that a device works on in place, mapped for the host until the value is dropped. A panic cannot break the bytes, which
+/// may have any value.
+pub(crate) type MappedHost = AssertUnwindSafe<MappedBuffer>;
 
 impl fmt::Debug for OpenCl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -114,9 +104,7 @@ impl OpenCl {
             self.device.info().unified_memory.then(|| unsafe { self.device.buffer_over(start, bytes) })?.ok()?;
         Some(Memory(MemoryKind::OpenCl(buffer)))
     }
-}
 
-impl OpenCl {
     fn failure(&self, error: ClError) -> Failure {
         match error.classify() {
             Class::OutOfMemory => match error.code {

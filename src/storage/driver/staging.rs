@@ -14,7 +14,7 @@ mod transfer;
 use std::mem::{self, ManuallyDrop};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytemuck::{AnyBitPattern, NoUninit};
@@ -29,8 +29,7 @@ use crate::device::cpu::bulk::copy;
 use crate::device::cpu::streaming::Streaming;
 use crate::device::opencl::{self, ClAt, ClDevice, ClEvent, HostMemory, MapRegion, MappedBuffer};
 use crate::device::{DeviceKind, StreamId};
-use crate::storage::config::Config;
-use crate::storage::per_device::PerDevice;
+use crate::storage::{config::Config, per_device};
 use crate::sync::lock;
 use crate::{Device, Error, Result};
 
@@ -97,25 +96,23 @@ impl PinnedSource for PinnedDevice {
 
 pub(in crate::storage) type DevicePinnedPool = PinnedPool<PinnedDevice>;
 
-/// The pools of all devices that have staged a transfer.
-static POOLS: PerDevice<&'static DevicePinnedPool> = PerDevice::new();
-
-pub(in crate::storage) fn existing_pool(device: Device) -> Option<&'static DevicePinnedPool> {
-    POOLS.get(device)
-}
-
 /// Returns a device's pool, created on first use and never destroyed.
 fn pool(device: &'static ClDevice) -> &'static DevicePinnedPool {
-    if let Some(pool) = existing_pool(device.device()) {
+    if let Some(pool) = per_device::get(device.device()) {
         return pool;
     }
-    static MAKING: Mutex<()> = Mutex::new(());
-    let _one_at_a_time = lock(&MAKING);
-    existing_pool(device.device()).unwrap_or_else(|| {
+    /// The limit of pinned memory for all devices together. The lock is held while a pool is made.
+    static BUDGET: Mutex<Option<Arc<Budget>>> = Mutex::new(None);
+    let mut budget = lock(&BUDGET);
+    per_device::get(device.device()).unwrap_or_else(|| {
+        let budget = budget.get_or_insert_with(|| {
+            let memory = Host::new(&Config::default()).capacity();
+            let part = if memory == u64::MAX { DEFAULT_PINNED_BYTES } else { memory / PINNED_MEMORY_DIVISOR };
+            Budget::new(usize::try_from(part).unwrap_or(usize::MAX))
+        });
         let config = Config::from_env_once().cloned().unwrap_or_default(); // errors of the configuration are reported when the allocator is made
-        let made = PinnedPool::new(PinnedDevice(device), config.pinned_reserve_segment_size, Arc::clone(budget()));
-        let pool: &'static DevicePinnedPool = Box::leak(Box::new(made));
-        POOLS.get_or_insert(device.device(), pool);
+        let made = PinnedPool::new(PinnedDevice(device), config.pinned_reserve_segment_size, Arc::clone(budget));
+        let pool: &'static DevicePinnedPool = per_device::get_or_insert(device.device(), made);
         if config.pinned_use_background_threads {
             let poll = move || {
                 loop {
@@ -127,16 +124,6 @@ fn pool(device: &'static ClDevice) -> &'static DevicePinnedPool {
             let _ = std::thread::Builder::new().name("claystone-pinned".into()).spawn(poll);
         }
         pool
-    })
-}
-
-/// Returns the limit of pinned memory for all devices together.
-fn budget() -> &'static Arc<Budget> {
-    static BUDGET: OnceLock<Arc<Budget>> = OnceLock::new();
-    BUDGET.get_or_init(|| {
-        let memory = Host::new(&Config::default()).capacity();
-        let part = if memory == u64::MAX { DEFAULT_PINNED_BYTES } else { memory / PINNED_MEMORY_DIVISOR };
-        Budget::new(usize::try_from(part).unwrap_or(usize::MAX))
     })
 }
 

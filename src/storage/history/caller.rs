@@ -1,15 +1,10 @@
 //! The program's line that requested memory, for blocks without a call stack.
 
-use std::cell::Cell;
 use std::marker::PhantomData;
 use std::panic::Location;
 
+use super::super::thread;
 use super::{Frame, context};
-
-thread_local! {
-    /// The program's line to which this thread's allocations are attributed.
-    static CALLER: Cell<Option<&'static Location<'static>>> = const { Cell::new(None) };
-}
 
 /// Attributes this thread's allocations to the line that called the current method, until the value is dropped. Methods
 /// that return tensors make a `Caller` first, which costs one relaxed load if no history is recording.
@@ -61,19 +56,12 @@ impl Drop for Caller {
 /// Sets the thread's line, and returns the previous line. Returns `None`, and changes nothing, if the location is in this crate.
 #[cold]
 fn replace_line(location: &'static Location<'static>) -> Option<Option<&'static Location<'static>>> {
-    if is_inner(location.file()) {
-        return None;
-    }
-    CALLER.try_with(|caller| caller.replace(Some(location))).ok() // fails in thread-local destructors that run after `CALLER` is gone
+    (!is_inner(location.file())).then(|| thread::replace(|state| &state.caller, Some(location)))
 }
 
 #[cold]
 fn restore_line(outer: Option<&'static Location<'static>>) {
-    _ = CALLER.try_with(|caller| caller.set(outer));
-}
-
-pub(super) fn current_line() -> Option<&'static Location<'static>> {
-    CALLER.try_with(Cell::get).ok().flatten()
+    thread::replace(|state| &state.caller, outer);
 }
 
 /// Adds the line to a stack's frames: as the line of the innermost frame if debug information gave none, or as a new frame if there

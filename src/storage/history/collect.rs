@@ -48,9 +48,7 @@ impl Snapshot {
         device_traces.push(recorded.events.into_iter().map(|event| event.entry(&mut frames)).collect());
         Snapshot { segments, device_traces, allocator_settings: settings, external_annotations: annotations(device) }
     }
-}
 
-impl Snapshot {
     /// Adds the segments and events of the same device's images, whose segments get pool (1, 0).
     pub(in crate::storage) fn with_images(mut self, images: Snapshot) -> Snapshot {
         self.segments.extend(images.segments.into_iter().map(|s| SegmentInfo { segment_pool_id: (1, 0), ..s }));

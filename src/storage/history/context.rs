@@ -1,11 +1,11 @@
 //! The contexts of events: call stacks, and names for the work of a thread.
 
-use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::panic::Location;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
 
+use super::super::thread;
 use super::snapshot::{Annotation, Frame, Stage};
 use super::stack::Stack;
 use super::{caller, now_us};
@@ -36,11 +36,6 @@ struct Node {
     children: HashMap<Arc<str>, NamePath>,
 }
 
-thread_local! {
-    /// The names of the [`with_context`] calls that this thread is inside of.
-    static CURRENT: Cell<NamePath> = const { Cell::new(NamePath::NONE) };
-}
-
 impl Context {
     /// A context without information: no stack, no line and no names.
     pub const NONE: Context = Context { stack: Stack::NONE, names: NamePath::NONE, caller: None };
@@ -57,7 +52,7 @@ impl Context {
 
     /// Adds the program's line that called the crate.
     pub(super) fn with_caller(self) -> Context {
-        Context { caller: caller::current_line(), ..self }
+        Context { caller: thread::get(|state| &state.caller), ..self }
     }
 
     /// Returns the frames, the innermost first. First comes the stack without frames of this crate and the standard
@@ -73,7 +68,9 @@ impl Context {
 
     /// Returns the names joined by slashes, the outermost first; empty if there are none.
     pub(super) fn path(self) -> String {
-        self.names.path()
+        let mut names = self.names.list();
+        names.reverse();
+        names.join("/")
     }
 }
 
@@ -91,8 +88,7 @@ impl NamePath {
     const NONE: NamePath = NamePath(0);
 
     fn current() -> NamePath {
-        // A destructor of a thread-local may free a block, and record the event, after `CURRENT` is gone.
-        CURRENT.try_with(Cell::get).unwrap_or(NamePath::NONE)
+        NamePath(thread::get(|state| &state.names))
     }
 
     /// Returns the names, the innermost first.
@@ -105,13 +101,6 @@ impl NamePath {
             self = NamePath(node.parent);
         }
         names
-    }
-
-    /// Returns the names joined by slashes, the outermost first.
-    fn path(self) -> String {
-        let mut names = self.list();
-        names.reverse();
-        names.join("/")
     }
 
     /// Returns the node of `name` inside the name `self`. Adds the node on first use.
@@ -142,7 +131,7 @@ impl NamePath {
 pub fn with_context<R>(name: &str, f: impl FnOnce() -> R) -> R {
     let outer = NamePath::current();
     let inner = outer.child(name);
-    CURRENT.set(inner);
+    thread::replace(|state| &state.names, inner.0);
     // During profiling, names of `annotate` may enclose this name.
     let annotation = match profiler::annotation() {
         around if around == outer.0 => inner,
@@ -150,7 +139,7 @@ pub fn with_context<R>(name: &str, f: impl FnOnce() -> R) -> R {
     };
     let profiled = profiler::set_annotation(annotation.0, names_of);
     let _restore = OnDrop(|| {
-        CURRENT.set(outer);
+        thread::replace(|state| &state.names, outer.0);
         profiler::set_annotation(profiled, names_of);
     });
     f()

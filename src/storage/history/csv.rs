@@ -1,12 +1,11 @@
 //! RMM's log of allocations, in the format that RMM's `logging_resource_adaptor` writes and its replay benchmark reads.
 
-use std::cell::Cell;
 use std::fmt::Display;
 use std::io::{BufRead, BufReader, BufWriter, Read, Write};
 use std::str::FromStr;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::super::thread;
 use super::now_us;
 use crate::device::lock;
 use crate::error::Excerpt;
@@ -87,7 +86,7 @@ impl<W: Write + Send> CsvLog<W> {
     /// If the writer fails.
     pub fn log(&self, action: CsvAction, addr: u64, bytes: u64, stream: u32) -> Result<()> {
         let mut writer = lock(&self.0);
-        let (thread, us) = (thread_number(), now_us());
+        let (thread, us) = (thread::number(), now_us());
         let (s, us) = (us / 1_000_000, us % 1_000_000);
         let (h, m, s) = (s / 3600 % 24, s / 60 % 60, s % 60);
         let action = action.name();
@@ -106,21 +105,6 @@ impl<W: Write + Send> CsvLog<W> {
 
 fn write_error(e: std::io::Error) -> Error {
     Error::invalid("csv log", format!("it cannot be written: {e}"))
-}
-
-/// Returns a number for the calling thread, in the order in which threads first log.
-fn thread_number() -> u64 {
-    static COUNT: AtomicU64 = AtomicU64::new(1);
-    thread_local! {
-        static NUMBER: Cell<u64> = const { Cell::new(0) };
-    }
-    let number = NUMBER.try_with(|n| {
-        if n.get() == 0 {
-            n.set(COUNT.fetch_add(1, Ordering::Relaxed));
-        }
-        n.get()
-    });
-    number.unwrap_or(0)
 }
 
 impl CsvEvent {

@@ -2,12 +2,12 @@
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::snapshot::{BlockState, Frame, Snapshot, TraceAction};
-use super::summary::format_size;
+use crate::error::Size;
 
 /// The blocks in use that were allocated at one call site: at a line of a function or, if no line is known, under a
 /// name given to [`with_context`](super::with_context).
@@ -140,11 +140,6 @@ impl Snapshot {
         let blocks = self.segments.iter().flat_map(|s| &s.blocks).filter(|b| b.state != BlockState::Inactive);
         group_by_call_site(blocks.map(|block| (&block.frames, block.requested_size)))
     }
-
-    /// Writes the table of [`live_memory`](Snapshot::live_memory), if any frames are known.
-    pub(super) fn fmt_live_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt_sites(f, "", &self.live_memory())
-    }
 }
 
 /// Groups blocks by the innermost frame that allocated them, groups with the most bytes first. Each block is given by its stack and
@@ -184,22 +179,28 @@ pub(super) fn fmt_sites(f: &mut fmt::Formatter<'_>, head: &str, sites: &[LiveMem
         true => "source line",
         false => "where it was allocated",
     };
-    writeln!(f, "{head}in use, by {by}:\n{:>11} {:>8}", "bytes", "blocks")?;
-    for LiveMemory { frames, bytes, blocks } in sites.iter().take(MAX_LISTED_SITES) {
+    let rows = sites.iter().map(|LiveMemory { frames, bytes, blocks }| {
         let site = frames.first().map_or("unknown".into(), Frame::to_string);
-        writeln!(f, "{:>11} {blocks:>8}  {site}", format_size(*bytes))?;
-        let callers = frames.iter().skip(1).take(MAX_LISTED_CALLERS).fold(String::new(), |mut text, frame| {
-            _ = write!(text, " < {frame}"); // the result is ignored, because writing to a string cannot fail
-            text
-        });
-        if !callers.is_empty() {
-            writeln!(f, "{:>20} {callers}", "")?;
-        }
+        let callers: String =
+            frames.iter().skip(1).take(MAX_LISTED_CALLERS).map(|frame| format!(" < {frame}")).collect();
+        let callers = if callers.is_empty() { callers } else { format!("\n{:>20} {callers}", "") };
+        (*bytes, *blocks, site + &callers)
+    });
+    fmt_table(f, format_args!("{head}in use, by {by}"), rows, " call sites")
+}
+
+/// Writes a table of bytes, numbers of blocks and names, of which the first rows are written and the rest is counted.
+fn fmt_table(
+    f: &mut fmt::Formatter<'_>,
+    heading: fmt::Arguments<'_>,
+    mut rows: impl ExactSizeIterator<Item = (u64, u64, String)>,
+    what: &str,
+) -> fmt::Result {
+    writeln!(f, "{heading}:\n{:>11} {:>8}", "bytes", "blocks")?;
+    for (bytes, blocks, name) in rows.by_ref().take(MAX_LISTED_SITES) {
+        writeln!(f, "{:>11} {blocks:>8}  {name}", format_size(bytes))?;
     }
-    if sites.len() > MAX_LISTED_SITES {
-        writeln!(f, "and {} call sites with less", sites.len() - MAX_LISTED_SITES)?;
-    }
-    Ok(())
+    if rows.len() > 0 { writeln!(f, "and {}{what} with less", rows.len()) } else { Ok(()) }
 }
 
 /// Writes a table of groups of blocks with their bytes, sorted by rank and then by bytes, the most first. `key` returns a group's
@@ -217,14 +218,12 @@ fn fmt_groups(
     }
     let mut groups: Vec<_> = groups.into_iter().collect();
     groups.sort_by(|((a, x), (b, _)), ((c, y), (d, _))| (a, Reverse(b), x).cmp(&(c, Reverse(d), y)));
-    writeln!(f, "in use, by {what}:\n{:>11} {:>8}", "bytes", "blocks")?;
-    for ((_, name), (bytes, count)) in groups.iter().take(MAX_LISTED_SITES) {
-        writeln!(f, "{:>11} {count:>8}  {name}", format_size(*bytes))?;
-    }
-    if groups.len() > MAX_LISTED_SITES {
-        writeln!(f, "and {} with less", groups.len() - MAX_LISTED_SITES)?;
-    }
-    Ok(())
+    let rows = groups.into_iter().map(|((_, name), (bytes, count))| (bytes, count, name));
+    fmt_table(f, format_args!("in use, by {what}"), rows, "")
+}
+
+pub(super) fn format_size(bytes: u64) -> String {
+    if bytes < 1024 { format!("{bytes} B") } else { Size(bytes).to_string() }
 }
 
 /// The group name of blocks whose allocation is not in the trace.

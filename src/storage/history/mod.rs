@@ -26,7 +26,7 @@ mod symbols;
 pub(super) mod tests;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 pub use caller::Caller;
@@ -187,7 +187,7 @@ impl History {
         if options.max_entries == 0 {
             return Err(Error::invalid(OP, "max_entries must be at least 1"));
         }
-        let mut ring = self.lock();
+        let mut ring = lock(&self.ring);
         if options.enabled != Recording::Off {
             let entries = if options.enabled == Recording::State { 1 } else { options.max_entries };
             let mut events = Vec::new();
@@ -237,7 +237,7 @@ impl History {
     #[cold]
     fn push(&self, actions: &[TraceAction], addr: u64, bytes: u64, stream: u32) -> Context {
         use TraceAction::{Alloc, Oom, SegmentAlloc, SegmentMap};
-        let mut ring = self.lock();
+        let mut ring = lock(&self.ring);
         let level = ring.options.context;
         let allocates = matches!(actions, [Alloc | SegmentAlloc | SegmentMap | Oom]);
         let in_entry = level >= if allocates { ContextLevel::Alloc } else { ContextLevel::All };
@@ -260,14 +260,14 @@ impl History {
 
     /// Returns the recorded entries that are still kept, the oldest first.
     pub fn entries(&self) -> Vec<TraceEntry> {
-        let events: Vec<Event> = self.lock().in_order().collect();
+        let events: Vec<Event> = lock(&self.ring).in_order().collect();
         let mut frames = FrameCache::default();
         events.into_iter().map(|event| event.entry(&mut frames)).collect()
     }
 
     /// Copies the data that [`Snapshot::of_device`] needs. Entries are resolved later, when no lock is held.
     pub(crate) fn copy(&self) -> RecordedEvents {
-        let ring = self.lock();
+        let ring = lock(&self.ring);
         RecordedEvents {
             events: ring.in_order().collect(),
             max_entries: ring.options.max_entries,
@@ -277,21 +277,17 @@ impl History {
 
     /// Deletes the entries and resets the count of overwritten entries. Recording continues if it was on.
     pub fn clear(&self) {
-        self.lock().clear();
+        lock(&self.ring).clear();
     }
 
     /// Returns the number of entries overwritten since the last clear.
     pub fn overwritten(&self) -> u64 {
-        self.lock().overwritten
+        lock(&self.ring).overwritten
     }
 
     /// Returns the maximum number of entries: PyTorch's `trace_alloc_max_entries`. Returns 1 if recording was never switched on.
     pub fn max_entries(&self) -> usize {
-        self.lock().options.max_entries
-    }
-
-    fn lock(&self) -> MutexGuard<'_, EventRing> {
-        lock(&self.ring)
+        lock(&self.ring).options.max_entries
     }
 }
 

@@ -5,9 +5,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::live::{LiveMemory, fmt_sites, group_by_call_site};
+use super::live::{LiveMemory, fmt_sites, format_size, group_by_call_site};
 use super::snapshot::{BlockState, Frame, Snapshot, TraceAction, TraceEntry};
-use super::summary::format_size;
 
 /// The most bytes in use at once while a device's history was recorded, and the call sites that allocated them.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::Serialize;
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 /// The value of a setting. Integers are i64, because PyTorch's viewer supports no larger integers.
@@ -55,20 +56,12 @@ impl<'de> Deserialize<'de> for Setting {
                 visit_unit() Setting::None;
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Setting, A::Error> {
-                let mut list = Vec::new();
-                while let Some(item) = items.next_element()? {
-                    list.push(item);
-                }
-                Ok(Setting::List(list))
+            fn visit_seq<A: SeqAccess<'de>>(self, items: A) -> Result<Setting, A::Error> {
+                Vec::deserialize(SeqAccessDeserializer::new(items)).map(Setting::List)
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Setting, A::Error> {
-                let mut map = BTreeMap::new();
-                while let Some((name, value)) = entries.next_entry()? {
-                    map.insert(name, value);
-                }
-                Ok(Setting::Map(map))
+            fn visit_map<A: MapAccess<'de>>(self, entries: A) -> Result<Setting, A::Error> {
+                BTreeMap::deserialize(MapAccessDeserializer::new(entries)).map(Setting::Map)
             }
         }
         deserializer.deserialize_any(Value)

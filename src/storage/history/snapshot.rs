@@ -120,9 +120,7 @@ impl SegmentInfo {
     fn sum(&self, which: impl Fn(&&BlockInfo) -> bool, size: impl Fn(&BlockInfo) -> u64) -> u64 {
         self.blocks.iter().filter(which).map(size).fold(0, u64::saturating_add)
     }
-}
 
-impl SegmentInfo {
     fn value(&self) -> PyValue<'_> {
         PyValue::dict([
             ("device", PyValue::Int(self.device.into())),
@@ -142,7 +140,7 @@ impl SegmentInfo {
 }
 
 /// Whether a segment serves small or large requests.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SegmentType {
     /// The segment serves requests of up to 1 MiB.

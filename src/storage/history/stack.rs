@@ -7,12 +7,12 @@
 //! The result of a walk is used only if unwinding has found exactly the same addresses before. Other stacks, for
 //! instance with a frame of varying size, are unwound again.
 
-use std::cell::Cell;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::hint::black_box;
 use std::sync::{Arc, LazyLock, Mutex};
 
+use super::super::thread;
 use super::Frame;
 use super::symbols::frames;
 use crate::device::lock;
@@ -174,23 +174,15 @@ struct StackMemory {
     end: usize,
 }
 
-thread_local! {
-    /// The bounds of this thread's stack, `None` until they are queried.
-    static BOUNDS: Cell<Option<(usize, usize)>> = const { Cell::new(None) };
-}
-
 impl StackMemory {
     /// Returns the stack from the address `low` up. Returns `None` if the thread runs on a stack other than its own, such as a
     /// coroutine's, or if walks are not supported.
     fn above(low: usize) -> Option<StackMemory> {
-        // A destructor of a thread-local may free a block, and capture a stack, after `BOUNDS` is gone.
-        let bounds = BOUNDS.try_with(|bounds| {
-            bounds.get().unwrap_or_else(|| {
-                bounds.set(Some(stack_bounds()));
-                bounds.get().unwrap_or_default()
-            })
+        let (start, end) = thread::get(|state| &state.stack_bounds).unwrap_or_else(|| {
+            let bounds = stack_bounds();
+            thread::replace(|state| &state.stack_bounds, Some(bounds));
+            bounds
         });
-        let (start, end) = bounds.ok()?;
         (start..end).contains(&low).then_some(StackMemory { low, end })
     }
 

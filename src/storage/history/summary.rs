@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use super::live::{fmt_sites, format_size};
 use super::snapshot::{BlockState, SegmentInfo, SegmentType, Snapshot};
-use crate::error::Size;
 
 /// Fragmentation of a snapshot's free memory, for all segments and for the segments of each type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -117,7 +117,7 @@ impl fmt::Display for Snapshot {
         if largest.len() > MAX_DRAWN_SEGMENTS {
             writeln!(f, "and {} smaller segments", largest.len() - MAX_DRAWN_SEGMENTS)?;
         }
-        self.fmt_live_memory(f)?;
+        fmt_sites(f, "", &self.live_memory())?;
         self.fmt_live_blocks(f)?;
         self.fmt_peak_memory(f)?;
         for (device, trace) in self.device_traces.iter().enumerate().filter(|(_, t)| !t.is_empty()) {
@@ -146,8 +146,4 @@ fn draw_segment(segment: &SegmentInfo) -> String {
         _ => '+',
     };
     (0..).zip(&used).map(draw).collect()
-}
-
-pub(super) fn format_size(bytes: u64) -> String {
-    if bytes < 1024 { format!("{bytes} B") } else { Size(bytes).to_string() }
 }

@@ -1,8 +1,5 @@
 //! OpenCL images, and how the allocators of buffers count the memory of images.
 
-use std::sync::Arc;
-
-use crate::storage::per_device::PerDevice;
 use crate::{Device, Result};
 
 /// The type of an image's channels. A pixel has four channels (`CL_RGBA`).
@@ -48,23 +45,26 @@ impl ImageDesc {
     }
 }
 
-/// A holder of device memory that counts towards the limits of another allocator: the image pool for the allocator of buffers, and
-/// the reverse.
-pub(in crate::storage) trait OtherMemoryHolder: Send + Sync {
-    fn held(&self) -> u64;
+/// Device memory that one allocator holds and that counts towards the limits of another: images for the allocator of buffers, and the
+/// reverse.
+#[derive(Clone, Copy)]
+pub(in crate::storage) struct OtherMemory {
+    pub(in crate::storage) device: Device,
+    /// Returns the number of bytes held.
+    pub(in crate::storage) held: fn(Device) -> u64,
+    /// Releases unused memory.
+    pub(in crate::storage) release: fn(Device) -> Result<()>,
+}
+
+impl OtherMemory {
+    pub(in crate::storage) fn held(&self) -> u64 {
+        (self.held)(self.device)
+    }
+
     /// Releases unused memory. Returns true if any memory was released.
-    fn make_room(&self) -> Result<bool>;
-}
-
-/// The registered holder of each device: its image pool.
-static OTHER_HOLDERS: PerDevice<Arc<dyn OtherMemoryHolder>> = PerDevice::new();
-
-/// Makes the allocators of the device's buffers count the bytes that `other` holds, from now on.
-pub(in crate::storage) fn register_other_holder(device: Device, other: Arc<dyn OtherMemoryHolder>) {
-    OTHER_HOLDERS.get_or_insert(device, other);
-}
-
-/// Returns the registered holder of device memory other than buffers, or `None` if there is none.
-pub(in crate::storage) fn other_holder(device: Device) -> Option<Arc<dyn OtherMemoryHolder>> {
-    OTHER_HOLDERS.get(device)
+    pub(in crate::storage) fn make_room(&self) -> Result<bool> {
+        let before = self.held();
+        (self.release)(self.device)?;
+        Ok(self.held() < before)
+    }
 }

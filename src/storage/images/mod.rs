@@ -80,8 +80,8 @@ impl Image {
             return Err(Error::invalid("Image::new", reason));
         }
         let block = pool.allocate_image(desc, scope::home_stream(device), kind);
-        let block = block.inspect_err(|error| notify_observers(device, &pool, desc.bytes(), error))?;
-        let lease = Lease { block: ManuallyDrop::new(block), owner: AllocatorRef::Scope(pool) };
+        let block = block.inspect_err(|error| notify_observers(device, pool, desc.bytes(), error))?;
+        let lease = Lease { block: ManuallyDrop::new(block), owner: AllocatorRef::Device(pool) };
         Ok(Image { storage: Storage::new(device, desc.bytes(), Backing::OpenCl(opened, lease)), desc })
     }
 
@@ -124,6 +124,6 @@ fn notify_observers(device: Device, pool: &PoolAllocator, requested: usize, erro
     let held = allocator.stats().reserved_bytes.current + pool.reserved();
     let (allowed, device_free) = (pool.limit(), driver.capacity().saturating_sub(held));
     if let Some(caching) = find_allocator::<CachingAllocator>(&**allocator) {
-        caching.notify_oom_observers(&OutOfMemoryEvent { device, requested, allowed, device_free });
+        caching.hooks.notify_observers(|| OutOfMemoryEvent { device, requested, allowed, device_free });
     }
 }

@@ -3,27 +3,30 @@
 use std::sync::Arc;
 
 use super::cache;
-use super::desc::{OtherMemoryHolder, register_other_holder};
+use super::desc::OtherMemory;
 use crate::storage::allocator::{Allocator, find_allocator};
 use crate::storage::caching::CachingAllocator;
 use crate::storage::config::Config;
 use crate::storage::driver::opencl::OpenCl;
-use crate::storage::pool::{IMAGE_POOLS, PoolAllocator, existing_image_pool};
-use crate::storage::registry;
+use crate::storage::pool::{PoolAllocator, existing_image_pool};
+use crate::storage::{per_device, registry};
 use crate::{Device, Result};
 
 /// Returns the pool of a device's images, made on first use; `None` for a device without images.
-pub(in crate::storage) fn pool(device: Device) -> Result<Option<Arc<PoolAllocator>>> {
+pub(in crate::storage) fn pool(device: Device) -> Result<Option<&'static PoolAllocator>> {
     let pool = existing_image_pool(device);
-    let (None, Device::OpenCL(index)) = (&pool, device) else { return Ok(pool) };
+    let (None, Device::OpenCL(index)) = (pool, device) else { return Ok(pool) };
     let driver = OpenCl::open(index)?;
     if driver.device.image_limits().is_none() {
         return Ok(None);
     }
+    let held = |device| registry::device_allocator(device).map_or(0, |buffers| buffers.stats().reserved_bytes.current);
+    let buffers = OtherMemory { device, held, release: release_buffers };
     let config = Config::from_env_once()?.clone();
-    let made = PoolAllocator::of_images(Arc::new(driver), config, Arc::new(BuffersAsHolder(device)))?;
-    let pool = IMAGE_POOLS.get_or_insert(device, Arc::new(made));
-    register_other_holder(device, Arc::new(PoolAsHolder(Arc::clone(&pool))));
+    let made = PoolAllocator::with_options(Arc::new(driver), config, true, Some(buffers))?;
+    let pool = per_device::get_or_insert(device, made);
+    let held = |device| existing_image_pool(device).map_or(0, PoolAllocator::reserved);
+    per_device::get_or_insert(device, OtherMemory { device, held, release: empty_cache });
     Ok(Some(pool))
 }
 
@@ -34,35 +37,11 @@ pub(in crate::storage) fn empty_cache(device: Device) -> Result<()> {
     pool.empty_cache()
 }
 
-/// The image pool as a holder of memory that the driver of buffers counts.
-struct PoolAsHolder(Arc<PoolAllocator>);
-
-impl OtherMemoryHolder for PoolAsHolder {
-    fn held(&self) -> u64 {
-        self.0.reserved()
-    }
-
-    fn make_room(&self) -> Result<bool> {
-        let before = self.held();
-        empty_cache(self.0.device())?;
-        Ok(self.held() < before)
-    }
-}
-
-/// The allocator of a device's buffers as a holder of memory that the image pool counts.
-struct BuffersAsHolder(Device);
-
-impl OtherMemoryHolder for BuffersAsHolder {
-    fn held(&self) -> u64 {
-        registry::device_allocator(self.0).map_or(0, |allocator| allocator.stats().reserved_bytes.current)
-    }
-
-    fn make_room(&self) -> Result<bool> {
-        let (allocator, before) = (registry::device_allocator(self.0)?, self.held());
-        match find_allocator::<CachingAllocator>(&**allocator) {
-            Some(caching) => caching.make_room()?,
-            None => allocator.empty_cache()?,
-        }
-        Ok(self.held() < before)
+/// Releases unused memory of the allocator of a device's buffers.
+fn release_buffers(device: Device) -> Result<()> {
+    let allocator = registry::device_allocator(device)?;
+    match find_allocator::<CachingAllocator>(&**allocator) {
+        Some(caching) => caching.make_room(),
+        None => allocator.empty_cache(),
     }
 }

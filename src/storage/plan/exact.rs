@@ -6,7 +6,7 @@
 //! - A gap below a block could still hold another block.
 //! - Time splits into parts that have no unplaced block in common. The parts are searched one after another instead of nested.
 
-use super::search::Item;
+use super::search::{Item, disjoint_parts};
 
 /// The blocks, and a table of the pairs of blocks that are alive at the same time.
 pub(super) struct OverlapTable<'a> {
@@ -121,18 +121,7 @@ impl Search<'_> {
     /// Places `blocks`, which are sorted by rank, at pairs (offset, rank) not below (`at`, `rank`). Groups of blocks that are never
     /// alive at the same time are placed independently.
     fn place_parts(&mut self, blocks: &[usize], at: u64, rank: usize) -> SearchOutcome {
-        let items = self.blocks.items;
-        let mut by_start = blocks.to_vec();
-        by_start.sort_unstable_by_key(|&index| items[index].start);
-        let mut end = 0;
-        let mut parts: Vec<Vec<usize>> = Vec::new();
-        for index in by_start {
-            match parts.last_mut() {
-                Some(part) if items[index].start < end => part.push(index),
-                _ => parts.push(vec![index]),
-            }
-            end = end.max(items[index].end);
-        }
+        let mut parts = disjoint_parts(self.blocks.items, blocks.iter().copied());
         parts.sort_by_key(Vec::len); // smallest first, because small parts fail fastest
         for done in 0..parts.len() {
             parts[done].sort_unstable_by_key(|&index| self.rank[index]);

@@ -65,7 +65,7 @@ pub fn place(lifetimes: &[Lifetime], alignment: u64, budget: Duration) -> Placem
     let lower_bound = live.iter().copied().max().unwrap_or(0);
     let mut offsets = vec![0; items.len()];
     let mut goal = lower_bound;
-    for part in disjoint_parts(&items) {
+    for part in disjoint_parts(&items, (0..items.len()).filter(|&index| items[index].size > 0)) {
         let mut inside: Vec<Item> = part.iter().map(|&index| items[index].clone()).collect();
         let from = inside.iter().map(|item| item.start).min().unwrap_or(0);
         for item in &mut inside {
@@ -271,10 +271,10 @@ impl Random {
     }
 }
 
-/// Groups the blocks into parts that have no section of time in common.
-fn disjoint_parts(items: &[Item]) -> Vec<Vec<usize>> {
-    let mut by_start: Vec<usize> = (0..items.len()).filter(|&index| items[index].size > 0).collect();
-    by_start.sort_by_key(|&index| items[index].start);
+/// Groups blocks into parts that have no section of time in common.
+pub(super) fn disjoint_parts(items: &[Item], blocks: impl Iterator<Item = usize>) -> Vec<Vec<usize>> {
+    let mut by_start: Vec<usize> = blocks.collect();
+    by_start.sort_unstable_by_key(|&index| (items[index].start, index));
     let mut parts: Vec<Vec<usize>> = Vec::new();
     let mut end = 0;
     for index in by_start {

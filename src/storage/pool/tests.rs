@@ -1,8 +1,9 @@
+use std::collections::HashMap;
 use std::thread;
 
 use super::*;
 use crate::Error;
-use crate::storage::{Call, Failure, ImageFormat, Sim, SimOptions};
+use crate::storage::{Call, Failure, ImageFormat, Sim, SimOptions, build_allocator};
 
 const STREAM: StreamId = StreamId::DEFAULT;
 const KIB: usize = 1 << 10;
@@ -437,5 +438,40 @@ fn fastrand(seed: u32) -> impl FnMut(u32) -> u32 {
         state ^= state >> 17;
         state ^= state << 5;
         state % below
+    }
+}
+
+#[test]
+fn snapshots_agree_with_statistics() {
+    for backend in ["direct", "pool"] {
+        let sim = Sim::new(SimOptions { capacity: 64 << 20, ..SimOptions::default() });
+        let config: Config = format!("backend:{backend}").parse().unwrap();
+        let allocator = build_allocator(Arc::new(sim), config).unwrap();
+        allocator.record_memory_history(HistoryOptions { max_entries: 50, ..HistoryOptions::default() }).unwrap();
+        let mut live = Vec::new();
+        for n in 1..if cfg!(miri) { 25 } else { 200 } {
+            let bytes = n * 7919 % 100_000 + 1;
+            live.push(allocator.allocate(bytes, StreamId(n as u32 % 2)).unwrap());
+            if n % 3 > 0 {
+                allocator.deallocate(live.swap_remove(n * 31 % live.len()));
+            }
+            let (snapshot, s) = (allocator.snapshot(), allocator.stats());
+            snapshot.check().unwrap();
+            let sum = |f: fn(&SegmentInfo) -> u64| snapshot.segments.iter().map(f).sum::<u64>();
+            assert_eq!(sum(|g| g.total_size), s.reserved_bytes.current, "{backend}");
+            assert_eq!(sum(SegmentInfo::allocated_size), s.allocated_bytes.current, "{backend}");
+            assert_eq!(sum(SegmentInfo::requested_size), s.requested_bytes.current, "{backend}");
+        }
+        assert!(allocator.allocate(48 << 20, StreamId::DEFAULT).is_ok_and(|b| b.size() == 48 << 20), "{backend}");
+        assert!(allocator.allocate(48 << 20, StreamId::DEFAULT).is_err());
+        let snapshot = allocator.snapshot();
+        let trace = snapshot.device_traces.last().unwrap();
+        assert_eq!(trace.iter().filter(|e| e.action == TraceAction::Oom).count(), 1, "{backend}");
+        live.into_iter().for_each(|block| allocator.deallocate(block));
+        allocator.empty_cache().unwrap();
+        let snapshot = allocator.snapshot();
+        snapshot.check().unwrap();
+        let blocks: Vec<_> = snapshot.segments.iter().flat_map(|g| &g.blocks).collect();
+        assert!(matches!(blocks[..], [b] if b.state == BlockState::ActiveAllocated), "{backend}: {blocks:?}");
     }
 }

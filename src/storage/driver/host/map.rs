@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
-use std::sync::{OnceLock, RwLock};
+use std::sync::RwLock;
 
 use libc::{MADV_DONTNEED, MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_NORESERVE, MAP_PRIVATE, PROT_NONE, PROT_READ, PROT_WRITE};
 
@@ -26,7 +26,7 @@ impl Mapping {
     pub(super) fn committed(bytes: usize, numa_local: bool) -> Option<Mapping> {
         let mapping = Mapping::map(bytes, PROT_READ | PROT_WRITE, 0, numa_local)?;
         mapping.advise(0, mapping.bytes);
-        mapping.ranges_mut(|ranges| ranges.insert(0, mapping.bytes));
+        write(&mapping.committed).insert(0, mapping.bytes);
         Some(mapping)
     }
 
@@ -56,14 +56,13 @@ impl Mapping {
         if from >= to || to > self.bytes {
             return from == to;
         }
-        self.ranges_mut(|committed| {
-            if !self.protect(from, to, PROT_READ | PROT_WRITE) {
-                return false;
-            }
-            self.advise(from, to);
-            committed.insert(from, to);
-            true
-        })
+        let mut committed = write(&self.committed);
+        if !self.protect(from, to, PROT_READ | PROT_WRITE) {
+            return false;
+        }
+        self.advise(from, to);
+        committed.insert(from, to);
+        true
     }
 
     /// Releases the memory of the pages that are completely inside `from..to`. The pages are zero when committed again.
@@ -72,20 +71,15 @@ impl Mapping {
         if from >= to {
             return;
         }
-        self.ranges_mut(|committed| {
-            committed.remove(from, to);
-            // SAFETY: the range consists of whole pages inside this mapping, which no code accesses any more.
-            unsafe { libc::madvise(self.at(from), to - from, MADV_DONTNEED) };
-            self.protect(from, to, PROT_NONE);
-        });
+        let mut committed = write(&self.committed);
+        committed.remove(from, to);
+        // SAFETY: the range consists of whole pages inside this mapping, which no code accesses any more.
+        unsafe { libc::madvise(self.at(from), to - from, MADV_DONTNEED) };
+        self.protect(from, to, PROT_NONE);
     }
 
     pub(super) fn is_committed(&self, from: usize, to: usize) -> bool {
         read(&self.committed).contains(from, to)
-    }
-
-    fn ranges_mut<R>(&self, f: impl FnOnce(&mut Ranges) -> R) -> R {
-        f(&mut write(&self.committed))
     }
 
     fn at(&self, offset: usize) -> *mut libc::c_void {
@@ -104,7 +98,7 @@ impl Mapping {
             // SAFETY: the range consists of whole pages inside this mapping; the advice only affects which pages the kernel allocates.
             unsafe { libc::madvise(self.at(from), to - from, MADV_HUGEPAGE) };
         }
-        if self.numa_local && several_nodes() {
+        if self.numa_local {
             self.prefer(current_numa_node(), from, to);
         }
     }
@@ -128,12 +122,8 @@ impl Drop for Mapping {
     }
 }
 
-fn several_nodes() -> bool {
-    static SEVERAL: OnceLock<bool> = OnceLock::new();
-    *SEVERAL.get_or_init(|| {
-        let online = std::fs::read_to_string("/sys/devices/system/node/online").unwrap_or_default();
-        online.contains(['-', ','])
-    })
+pub(super) fn several_nodes() -> bool {
+    std::fs::read_to_string("/sys/devices/system/node/online").is_ok_and(|online| online.contains(['-', ',']))
 }
 
 /// Returns the NUMA node of the processor that runs this thread.

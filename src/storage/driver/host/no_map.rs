@@ -36,6 +36,10 @@ impl Mapping {
     }
 }
 
+pub(super) fn several_nodes() -> bool {
+    false
+}
+
 pub(super) fn page_bytes() -> usize {
     0
 }

@@ -58,18 +58,18 @@ impl Sim {
 /// All segments, by number.
 #[derive(Default)]
 pub(super) struct SimSegments {
-    pieces: HashMap<u64, SimSegment>,
+    pub(super) pieces: HashMap<u64, SimSegment>,
     next: u64,
-    committed: u64,
-    late_commits: u64,
+    pub(super) committed: u64,
+    pub(super) late_commits: u64,
 }
 
 /// A segment. It consists of one page, or of many pages if the segment was reserved.
-struct SimSegment {
+pub(super) struct SimSegment {
     size: usize,
     page: usize,
     /// True if the segment was reserved: its pages are committed only by `extend`.
-    reserved: bool,
+    pub(super) reserved: bool,
     /// Whether each page is committed, up to the last page that was ever committed.
     committed: Vec<bool>,
     /// One tag per granule; empty if contents are not kept.
@@ -96,18 +96,6 @@ impl SimSegment {
 }
 
 impl SimSegments {
-    pub(super) fn len(&self) -> usize {
-        self.pieces.len()
-    }
-
-    pub(super) fn committed(&self) -> u64 {
-        self.committed
-    }
-
-    pub(super) fn late_commits(&self) -> u64 {
-        self.late_commits
-    }
-
     fn add(&mut self, piece: SimSegment) -> u64 {
         self.next += 1;
         self.pieces.insert(self.next, piece);
@@ -117,10 +105,6 @@ impl SimSegments {
     fn release(&mut self, id: u64) {
         self.decommit(id, &(0..usize::MAX), usize::MAX);
         self.pieces.remove(&id);
-    }
-
-    pub(super) fn is_reserved(&self, id: u64) -> bool {
-        self.pieces[&id].reserved
     }
 
     pub(super) fn missing(&self, id: u64, range: &Range<usize>) -> u64 {

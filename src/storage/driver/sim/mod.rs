@@ -142,18 +142,18 @@ impl Sim {
 
     /// Returns the number of bytes that are committed.
     pub fn committed(&self) -> u64 {
-        self.with(|s| s.pieces.committed())
+        self.with(|s| s.pieces.committed)
     }
 
     /// Returns how often enqueued work had to commit memory because no allocator had committed it before. At that point
     /// running out of memory could no longer be handled.
     pub fn late_commits(&self) -> u64 {
-        self.with(|s| s.pieces.late_commits())
+        self.with(|s| s.pieces.late_commits)
     }
 
     /// Returns the number of segments created or reserved and not yet released.
     pub fn live_segments(&self) -> usize {
-        self.with(|s| s.pieces.len())
+        self.with(|s| s.pieces.pieces.len())
     }
 
     /// Returns how often memory was released while queued work still used it. As on a real device, such a call first runs that
@@ -296,7 +296,7 @@ impl Sim {
         if s.pieces.missing(span.piece, &range) == 0 {
             return Ok(());
         }
-        if s.pieces.is_reserved(span.piece) {
+        if s.pieces.pieces[&span.piece].reserved {
             let fault = format!("{span:?} are reserved but not committed");
             s.violations.push(fault.clone());
             return Err(Error::invalid("clEnqueue", fault));
@@ -533,7 +533,7 @@ unsafe impl Driver for Sim {
         match &marker.0 {
             MarkerKind::Sim(marker) => self.try_call(Call::Query, "clGetEventInfo", |s| {
                 if marker.is_done() {
-                    s.order.mark_known(marker.before());
+                    s.order.mark_known(&marker.before);
                 }
                 Ok(marker.is_done())
             }),
@@ -554,7 +554,7 @@ unsafe impl Driver for Sim {
         match &marker.0 {
             MarkerKind::Sim(marker) => self.try_call(Call::Wait, "clWaitForEvents", |s| {
                 s.finish(marker.clone());
-                s.order.mark_known(marker.before());
+                s.order.mark_known(&marker.before);
                 Ok(())
             }),
             _ => Ok(()),

@@ -41,17 +41,13 @@ impl fmt::Debug for Span {
 pub(crate) struct SimMarker {
     stream: StreamId,
     done: Arc<AtomicBool>,
-    before: Arc<VectorClock>,
+    /// For all streams, the work that is done when this marker is done.
+    pub(super) before: Arc<VectorClock>,
 }
 
 impl SimMarker {
     pub(super) fn new(stream: StreamId, before: VectorClock) -> SimMarker {
         SimMarker { stream, done: Arc::default(), before: Arc::new(before) }
-    }
-
-    /// Returns, for all streams, the work that is done when this marker is done.
-    pub(super) fn before(&self) -> &VectorClock {
-        &self.before
     }
 
     pub(super) fn is_done(&self) -> bool {
@@ -288,7 +284,7 @@ impl Order {
         }
         if let Command::Wait(marker) = command {
             let before = self.before.entry(stream).or_default();
-            marker.before().iter().for_each(|(&other, &at)| raise(before, other, at));
+            marker.before.iter().for_each(|(&other, &at)| raise(before, other, at));
         }
         unordered
     }

@@ -78,10 +78,7 @@ impl<'a> Transfer<'a> {
                 finish(*at);
             }
         });
-        match lock(&self.error).take() {
-            None => Ok(()),
-            Some(error) => Err(error),
-        }
+        lock(&self.error).take().map_or(Ok(()), Err)
     }
 
     /// Waits until the device's transfer of the chunk was submitted.

@@ -52,7 +52,7 @@ fn recording_never_grows_the_ring() -> Result<()> {
     let history = History::new();
     history.record_memory_history(HistoryOptions { max_entries: 100, ..Default::default() })?;
     let place = |h: &History| {
-        let ring = h.lock();
+        let ring = lock(&h.ring);
         (ring.events.as_ptr(), ring.events.capacity())
     };
     let before = place(&history);
