@@ -1,6 +1,7 @@
-// Attention on tensor cores; follows attention.cl, mma.cl and attention_products.cl. A group iterates over tiles of OTHER rows: while it multiplies one
-// tile, the next is copied to local memory. Scores stay in registers: the accumulator of one product (rounded if dtype is a half) is the left operand
-// of the next product. A copy instruction copies COPY bytes. With OUT_WIDE, a store writes two halves or four f32.
+// Attention on tensor cores. The host appends this file to mma.cl, attention.cl and attention_products.cl. A work-group iterates over tiles of OTHER
+// rows (a macro of attention.cl): while the group multiplies one tile, the next tile is copied to local memory. Scores stay in registers: the
+// accumulator of one product, rounded if the dtype is f16 or bf16, is the left operand of the next product. A copy instruction copies COPY bytes.
+// With OUT_WIDE, a store writes two elements of 16 bits or four f32.
 
 #define TILES (2 * BYTES(OTHER, DK) + 2 * BYTES(OTHER, DV)) // bytes of local memory: two buffers for both kinds of tiles that a group iterates over
 #define LOG2_E 1.4426950408889634f

@@ -107,7 +107,8 @@ impl Engine {
             None => count_expected_gradients(seeds.iter().map(|(root, _)| root)),
             Some(_) => HashMap::new(),
         };
-        // A slot is not lent if a seed gradient uses its memory. Only addresses are kept: handles would make the seeds look shared.
+        // `lend_slot` lends no gradient slot whose memory a seed gradient uses. These are addresses, because handles would make the
+        // seeds look shared, and adding to a shared gradient copies it.
         let seed_addresses: SmallVec<[usize; 1]> =
             seeds.iter().filter_map(|(_, gradient)| gradient.address()).collect();
         for (root, gradient) in seeds {

@@ -22,7 +22,7 @@ pub(crate) fn is_tracked(inputs: &[&Tensor]) -> bool {
 }
 
 /// Returns `out` with a new node. `backward` gets the gradient of `out` and returns the gradients of the inputs, in the
-/// order of `inputs`. Call this function only if [`is_tracked`] is true. The closure should keep tensors as [`Saved`].
+/// order of `inputs`. Call this function only if [`is_tracked`] is true. The closure should keep tensors as [`Saved`](super::Saved).
 /// The closure may launch any kernels, so its result cannot be differentiated: a backward pass that creates a graph
 /// fails here. Use [`record_differentiable`] for closures whose operations can be recorded.
 pub(crate) fn record(op: &'static str, out: Tensor, inputs: &[&Tensor], backward: impl Backward) -> Tensor {
@@ -30,7 +30,7 @@ pub(crate) fn record(op: &'static str, out: Tensor, inputs: &[&Tensor], backward
 }
 
 /// Like [`record`], for a closure that uses only recorded operations if [`Context::create_graph`] is true. Recorded
-/// operations are methods of the gradient and of tensors that [`Saved::get`] and [`Context::unpack_result`] return.
+/// operations are methods of the gradient and of tensors that [`Saved::get`](super::Saved::get) and [`Context::unpack_result`] return.
 pub(crate) fn record_differentiable(
     op: &'static str,
     out: Tensor,

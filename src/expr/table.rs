@@ -295,8 +295,8 @@ mod tests {
                     wide[i]
                 );
                 // Scalars are rounded to f32, so a jump of the formula may be at another point than in f64.
-                let near = (narrow[i] - right).abs() <= 2e-6 * right.abs().max(1.0);
-                assert!(near, "{} {x:?} in f32: {} {right}", row.name, narrow[i]);
+                let is_close = (narrow[i] - right).abs() <= 2e-6 * right.abs().max(1.0);
+                assert!(is_close, "{} {x:?} in f32: {} {right}", row.name, narrow[i]);
             }
         }
     }

@@ -18,7 +18,7 @@ pub trait Optimizer {
         self.step_scaled(1.0)
     }
 
-    /// Does the same as [`Optimizer::step`], with gradients multiplied by `factor` in the precision of the step. [`GradScaler`] calls it.
+    /// Does the same as [`Optimizer::step`], with gradients multiplied by `factor` in the precision of the step. [`GradScaler`](super::GradScaler) calls it.
     /// Fails as [`Optimizer::step`] does.
     fn step_scaled(&mut self, factor: f64) -> Result<()>;
 
@@ -45,7 +45,7 @@ pub trait Optimizer {
     /// with [`crate::Error::Partial`] if the device fails after some of the state was copied.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()>;
 
-    /// True if all gradients are finite; [`GradScaler`] calls it before a step. Waits for the device.
+    /// True if all gradients are finite; [`GradScaler`](super::GradScaler) calls it before a step. Waits for the device.
     fn gradients_are_finite(&self) -> Result<bool> {
         all_finite(self.parameters())
     }

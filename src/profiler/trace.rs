@@ -177,6 +177,7 @@ fn event_arguments(event: &Event) -> Value {
 
 /// A trace whose events are still JSON text, so that at most one event is in memory as a value.
 #[derive(Deserialize)]
+#[serde(expecting = "a list of events, or an object with traceEvents")]
 struct Trace<'a> {
     #[serde(borrow, rename = "traceEvents")]
     events: Vec<&'a RawValue>,

@@ -316,8 +316,8 @@ impl Storage {
         }
     }
 
-    /// Like [`copy_from`](Self::copy_from) between a device and host memory pinned for that device, but returns when
-    /// the copy is enqueued on the current stream. Returns false, with nothing done, for all other pairs of storages.
+    /// Enqueues the copy of [`copy_from`](Self::copy_from) on the current stream, between a device and host memory pinned for
+    /// that device, and returns without waiting. Returns false, and copies nothing, for other pairs of storages and for 0 bytes.
     pub(crate) fn start_copy_from(
         &self,
         offset: usize,

@@ -54,7 +54,7 @@ pub enum SegmentSizes {
 }
 
 /// The operand type for kernels that can read both buffers and images (MNN's memory modes). The key `memory` of
-/// `CLAYSTONE_ALLOC_CONF` sets the mode of the process, and [`with_memory_mode`] sets the mode of a scope.
+/// `CLAYSTONE_ALLOC_CONF` sets the mode of the process, and [`with_memory_mode`](super::with_memory_mode) sets the mode of a scope.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum MemoryMode {

@@ -150,8 +150,8 @@ impl DlpackMemory {
                 copy
             }
             false => {
-                // SAFETY: the caller promises that the bytes exist, and that no other code uses them, until the owner is notified.
-                let memory = unsafe { HostMemory::owned_by(start, bytes, Box::new(dlpack)) };
+                // SAFETY: the caller promises initialised bytes that no other code uses until the owner is notified.
+                let memory = unsafe { HostMemory::owned_by(start, bytes, Box::new(dlpack), false) };
                 Storage::from_host_bytes(bytes, HostBytes::Owned(memory))
             }
         };

@@ -86,7 +86,7 @@ impl<T: Element> HostElements<T> {
         }
         let Device::OpenCL(index) = device else {
             // SAFETY: the elements are initialised and valid as long as the owner lives, and no other code uses them.
-            let memory = unsafe { HostMemory::owned_by(start, bytes, Box::new(self.owner)) };
+            let memory = unsafe { HostMemory::owned_by(start, bytes, Box::new(self.owner), false) };
             return Ok(Storage::from_host_bytes(bytes, HostBytes::Owned(memory)));
         };
         let driver = OpenCl::open(index)?;

@@ -112,7 +112,7 @@ impl Storage {
             return Err(Error::invalid("from_host_memory", reason));
         }
         // SAFETY: the caller promises what `owned_by` requires.
-        let memory = unsafe { HostMemory::owned_by(start, bytes, Box::new(owner)) };
+        let memory = unsafe { HostMemory::owned_by(start, bytes, Box::new(owner), false) };
         Ok(Storage::from_host_bytes(bytes, HostBytes::Owned(memory)))
     }
 

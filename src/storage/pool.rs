@@ -531,12 +531,12 @@ impl State {
     fn take_free(&mut self, request: &Request, most: usize, any: bool) -> Option<u64> {
         let State { free, buffers, .. } = self;
         let list = &mut free[usize::from(request.kind == StorageType::Static)];
-        let fit = |(&from, list): (&StreamId, &BTreeMap<(usize, u64), u64>)| {
+        let smallest_in_stream = |(&from, list): (&StreamId, &BTreeMap<(usize, u64), u64>)| {
             let mut sizes = list.range((request.size, 0)..=(most, u64::MAX));
             let (&key, _) = sizes.find(|(_, address)| buffers[address].serves(request))?;
             (any || from == request.stream).then_some((from != request.stream, key, from))
         };
-        let (_, key, from) = list.iter().filter_map(fit).min()?;
+        let (_, key, from) = list.iter().filter_map(smallest_in_stream).min()?;
         let own = list.get_mut(&from)?;
         let address = own.remove(&key);
         if own.is_empty() {

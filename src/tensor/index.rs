@@ -23,9 +23,9 @@ pub enum Index {
     /// Selects every `step`-th index of `start..end`; a negative step starts at the last index and goes backwards. Made by
     /// [`Index::step`].
     Step {
-        /// The first index.
+        /// The lowest index of the range; a negative number counts from the end.
         start: isize,
-        /// One past the last index; `None` for the end of the dimension.
+        /// One past the highest index of the range; `None` for the end of the dimension.
         end: Option<isize>,
         /// The distance between indexes; not 0.
         step: isize,

@@ -197,8 +197,12 @@ impl Epilogue<'_> {
         use ExtraOperand::{Contiguous, RowBroadcast};
         let ([formula], [extra], DType::F32) = (formula, &self.extras[..], self.dtype) else { return None };
         match extra {
-            RowBroadcast(row, n) if *n == plan.n && *formula == EPILOGUES.biased => Some(KernelEpilogue::Add(&row[..*n])),
-            RowBroadcast(row, n) if *n == plan.n && *formula == EPILOGUES.relu[1] => Some(KernelEpilogue::AddRelu(&row[..*n])),
+            RowBroadcast(row, n) if *n == plan.n && *formula == EPILOGUES.biased => {
+                Some(KernelEpilogue::Add(&row[..*n]))
+            }
+            RowBroadcast(row, n) if *n == plan.n && *formula == EPILOGUES.relu[1] => {
+                Some(KernelEpilogue::AddRelu(&row[..*n]))
+            }
             Contiguous(x) if *formula == EPILOGUES.relu_grad => Some(KernelEpilogue::ReluGrad(&x[..plan.m * plan.n])),
             _ => None,
         }

@@ -116,17 +116,17 @@ vectorised! {
         let (zero, n) = (C::from_i32(0), C::from_i64(x.len() as i64));
         let mean = if rms { zero } else { fold_simd::<Add, C, S>(simd, x).div(n) };
         // The mean is `mean + low`, where `low` corrects the rounding of the first sum.
-        let [sum, squares] = sum_deviations::<C, S>(simd, x, mean);
+        let [sum, square_sum] = sum_deviations::<C, S>(simd, x, mean);
         let low = if rms { zero } else { sum.div(n) };
-        let squares = if rms { squares } else { squares.sub(sum.mul(low)) };
-        let squares = if squares < zero { zero } else { squares };
+        let square_sum = if rms { square_sum } else { square_sum.sub(sum.mul(low)) };
+        let square_sum = if square_sum < zero { zero } else { square_sum };
         let range = SafeRange::for_accumulator(C::COMPUTE);
         // Squares that underflow to 0 do not matter if eps is larger.
         let factor = match range.factor(mean.to_f64(), false) {
-            1.0 => range.factor(squares.to_f64(), eps.to_f64() < range.min_square_sum),
+            1.0 => range.factor(square_sum.to_f64(), eps.to_f64() < range.min_square_sum),
             factor => factor,
         };
-        let var = squares.div(n);
+        let var = square_sum.div(n);
         let scale = C::from_i32(1).div(var.add(eps).sqrt());
         match (weight, bias) {
             (Each(w), Each(b)) => {

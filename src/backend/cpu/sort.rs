@@ -359,12 +359,14 @@ fn searchsorted_as<C: Number>(s: &Search) -> Result<()> {
                 search_line::<C>(line, values, right, found);
             }
             let position = |i: usize| if line.is_empty() { find(first + i, values[i]) } else { found[i] as usize };
-            let contains = |i: usize, at: usize| match line {
-                [] => at < n && one(x, reads[0], strided.offsets(first + i)[0] + at as isize * step) == values[i],
-                _ => line.get(at).is_some_and(|element| *element == values[i]),
-            };
             match finds {
-                true => out.iter_mut().enumerate().for_each(|(i, out)| *out = u8::from(contains(i, position(i)))),
+                true if line.is_empty() => out.iter_mut().enumerate().for_each(|(i, out)| {
+                    let (at, row) = (position(i), strided.offsets(first + i)[0]);
+                    *out = u8::from(at < n && one(x, reads[0], row + at as isize * step) == values[i]);
+                }),
+                true => out.iter_mut().zip(&*values).zip(&*found).for_each(|((out, value), &at)| {
+                    *out = u8::from(line.get(at as usize).is_some_and(|element| element == value));
+                }),
                 false => {
                     let out: &mut [i64] = bytemuck::cast_slice_mut(out);
                     out.iter_mut().enumerate().for_each(|(i, out)| *out = position(i) as i64);

@@ -55,7 +55,7 @@ fn check_handles(
     } else if of_queue(cl::CL_QUEUE_DEVICE)? != id.addr() {
         Err("the queue is of another device")
     } else if properties & cl::CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE != 0 {
-        Err("the queue runs commands out of order: create one without cl::CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE")
+        Err("the queue runs commands out of order: create one without CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE")
     } else {
         Ok(())
     })

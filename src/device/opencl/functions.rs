@@ -21,7 +21,7 @@ macro_rules! functions {
         #[allow(non_snake_case, reason = "OpenCL's names")]
         pub(super) struct Functions {
             $(pub(super) $name: $of,)*
-            /// Owned, so that the library stays loaded.
+            /// The library, which must stay loaded while its functions are called.
             library: Library,
         }
 

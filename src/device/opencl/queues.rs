@@ -48,7 +48,7 @@ const NO_WAITS_REASON: &str = "the captured commands run only when the graph is 
 struct Progress {
     /// Grows with everything that is enqueued, except markers.
     submitted: AtomicU64,
-    /// The value of `submitted` at the last point known to be done.
+    /// The value of `submitted` up to which all commands are known to be done.
     finished: AtomicU64,
 }
 

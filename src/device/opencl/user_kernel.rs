@@ -326,7 +326,7 @@ impl<'a> KernelCall<'a> {
         let given = self.arguments.len();
         invalid!(name if given != entry.count, "the kernel takes {} arguments, {given} are given", entry.count);
         for (i, (argument, parameter)) in self.arguments.iter().zip(entry.parameters.iter().flatten()).enumerate() {
-            if let Some(given) = argument.mismatch(parameter) {
+            if let Some(given) = argument.describe_mismatch(parameter) {
                 let (t, p) = (&parameter.type_name, &parameter.name);
                 let space = match parameter.space {
                     cl::CL_KERNEL_ARG_ADDRESS_GLOBAL => "__global ",
@@ -374,7 +374,7 @@ impl Argument<'_> {
     }
 
     /// Returns a description of the argument if the parameter has another type.
-    fn mismatch(&self, parameter: &Parameter) -> Option<String> {
+    fn describe_mismatch(&self, parameter: &Parameter) -> Option<String> {
         let pointer = parameter.type_name.strip_suffix('*').map(str::trim_end);
         let fits = match self {
             Argument::Tensor { tensor, written } => {

@@ -132,7 +132,7 @@ impl PackedSequence {
         Ok(PackedSequence { data, batch_sizes: self.batch_sizes.clone(), order })
     }
 
-    /// Copies the packed sequences to another device.
+    /// Copies the packed sequences to another device. Fails with [`Error::NoDevice`](crate::Error::NoDevice) without that device.
     #[track_caller]
     pub fn to_device(&self, device: Device) -> Result<PackedSequence> {
         let _caller = Caller::enter();

@@ -79,13 +79,13 @@ impl RowSchedule {
         }
         let mut rows = vec![0; self.total_rows()];
         let (initial, first) = (self.initial_start(), self.states_start());
-        let mut before = 0;
+        let mut previous_start = 0;
         for step in self.steps() {
             for rank in 0..step.rows {
                 let continued = rank < step.continued;
-                rows[step.start + rank] = if continued { first + before + rank } else { initial + rank };
+                rows[step.start + rank] = if continued { first + previous_start + rank } else { initial + rank };
             }
-            before = step.start;
+            previous_start = step.start;
         }
         states.index_select(0, &index_tensor(&rows, states.device())?)
     }

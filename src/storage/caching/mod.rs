@@ -237,13 +237,15 @@ impl CachingAllocator {
         let (mut settled, mut failed) = (false, self.record_missing_markers());
         loop {
             let heads = self.lock().pending.oldest_markers();
-            let ask = |marker| if wait { self.driver.wait(marker).map(|()| true) } else { self.driver.is_done(marker) };
-            let asked: Vec<_> = heads.iter().map(|(stream, marker, ticket)| (*stream, *ticket, ask(marker))).collect();
-            if asked.iter().all(|(.., done)| matches!(done, Ok(false))) {
+            let query_marker =
+                |marker| if wait { self.driver.wait(marker).map(|()| true) } else { self.driver.is_done(marker) };
+            let marker_results: Vec<_> =
+                heads.iter().map(|(stream, marker, ticket)| (*stream, *ticket, query_marker(marker))).collect();
+            if marker_results.iter().all(|(.., done)| matches!(done, Ok(false))) {
                 return if wait { failed.map(|()| settled) } else { Ok(settled) };
             }
             let mut core = self.lock();
-            for (stream, ticket, done) in asked {
+            for (stream, ticket, done) in marker_results {
                 match done {
                     Ok(true) => settled |= core.pending.pop(stream, ticket).map(|id| core.free_pending(id)).is_some(),
                     Ok(false) => {}

@@ -28,6 +28,8 @@ pub(crate) struct HostMemory {
     /// The address of the first usable byte. Segments are aligned to [`ALIGNMENT`].
     start: NonNull<u8>,
     bytes: usize,
+    /// True if profiles record the release, as they do for memory of the CPU device's drivers but not for other code's memory.
+    is_recorded: bool,
 }
 
 /// The origin of host memory, which decides how the memory is released.
@@ -55,11 +57,11 @@ impl HostMemory {
         let slack = base.addr().get().next_multiple_of(ALIGNMENT) - base.addr().get();
         // SAFETY: slack < ALIGNMENT, so `start` and the `bytes` bytes after it are inside the allocation.
         let start = unsafe { base.add(slack) };
-        Some(HostMemory { origin: Origin::Heap(base, layout), start, bytes })
+        Some(HostMemory { origin: Origin::Heap(base, layout), start, bytes, is_recorded: true })
     }
 
     fn mapped(mapping: Mapping, bytes: usize) -> HostMemory {
-        HostMemory { start: mapping.start(), origin: Origin::Mapped(mapping), bytes }
+        HostMemory { start: mapping.start(), origin: Origin::Mapped(mapping), bytes, is_recorded: true }
     }
 
     /// # Safety
@@ -68,8 +70,9 @@ impl HostMemory {
         start: NonNull<u8>,
         bytes: usize,
         owner: Box<dyn Any + Send + Sync>,
+        is_recorded: bool,
     ) -> HostMemory {
-        HostMemory { origin: Origin::Custom(owner), start, bytes }
+        HostMemory { origin: Origin::Custom(owner), start, bytes, is_recorded }
     }
 
     pub(super) fn owner(&self) -> Option<&(dyn Any + Send + Sync)> {
@@ -87,7 +90,7 @@ impl HostMemory {
         // SAFETY: a vector's pointer is never null. The vector is forgotten, its elements are Copy (nothing to drop),
         // and its memory came from the global allocator with exactly this layout: `drop` may return it.
         let base = unsafe { NonNull::new_unchecked(v.as_mut_ptr().cast::<u8>()) };
-        HostMemory { origin: Origin::Heap(base, layout), start: base, bytes }
+        HostMemory { origin: Origin::Heap(base, layout), start: base, bytes, is_recorded: true }
     }
 
     /// Returns the first usable byte, whose address does not change until drop.
@@ -98,7 +101,8 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
-        let _recorded = profiler::segment_span("release host memory", Some(Device::Cpu), self.bytes);
+        let _recorded =
+            self.is_recorded.then(|| profiler::segment_span("release host memory", Some(Device::Cpu), self.bytes));
         if let Origin::Heap(base, layout) = self.origin
             && layout.size() > 0
         {

@@ -136,7 +136,7 @@ impl Memory {
             return Err(Error::invalid("Memory::of_host", format!("{start:?} is not at a multiple of 512 bytes")));
         }
         // SAFETY: the caller promises what `owned_by` requires.
-        Ok(Memory(MemoryKind::Host(unsafe { HostMemory::owned_by(start, bytes, Box::new(owner)) })))
+        Ok(Memory(MemoryKind::Host(unsafe { HostMemory::owned_by(start, bytes, Box::new(owner), true) })))
     }
 
     /// Returns the value given to [`new`](Self::new) or [`of_host`](Self::of_host), or `None` if the value does not have type `T`.

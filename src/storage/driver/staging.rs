@@ -387,7 +387,7 @@ impl Ring {
     }
 }
 
-/// A slice that threads use in turn, and its first byte.
+/// A staging slice that threads lock in turn. `start` is the address of its first byte, readable without the lock.
 struct SharedSlice {
     start: StartPtr,
     slice: Mutex<StagingSlice>,

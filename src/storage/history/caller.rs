@@ -56,7 +56,7 @@ impl Drop for Caller {
 /// Sets the thread's line, and returns the previous line. Returns `None`, and changes nothing, if the location is in this crate.
 #[cold]
 fn replace_line(location: &'static Location<'static>) -> Option<Option<&'static Location<'static>>> {
-    (!is_inner(location.file())).then(|| thread::replace(|state| &state.caller, Some(location)))
+    (!is_crate_source(location.file())).then(|| thread::replace(|state| &state.caller, Some(location)))
 }
 
 #[cold]
@@ -76,7 +76,7 @@ pub(super) fn add_caller_line(frames: &mut Vec<Frame>, location: &Location<'_>) 
 }
 
 /// True if the file belongs to this crate. The crate's tests count as the program.
-fn is_inner(file: &str) -> bool {
+fn is_crate_source(file: &str) -> bool {
     const HERE: &str = "storage/history/caller.rs";
     let sources = &file!()[..file!().len() - HERE.len()];
     file.starts_with(sources) && !file.contains("tests")

@@ -98,14 +98,14 @@ fn classify_file(file: &str) -> FunctionOwner {
 /// Returns the crates in a function's name: both crates of `<a::Type as b::Trait>::method`, and none for a C function.
 fn crates_in_name(name: &str) -> Vec<&str> {
     let (path, of_trait) = match name.strip_prefix('<') {
-        Some(qualified) => split_as(qualified),
+        Some(qualified) => split_type_and_trait(qualified),
         None => (name, None),
     };
     [Some(path), of_trait].into_iter().flatten().filter_map(root_crate).collect()
 }
 
 /// Splits `Type as Trait>::method` into type and trait, unless either is inside further brackets.
-fn split_as(qualified: &str) -> (&str, Option<&str>) {
+fn split_type_and_trait(qualified: &str) -> (&str, Option<&str>) {
     let mut depth = 0;
     for (at, c) in qualified.char_indices() {
         match c {

@@ -239,7 +239,7 @@ impl ServerState {
         Some(id)
     }
 
-    /// Advances time until `until` frees have passed.
+    /// Processes the schedule's frees before number `until`. A block that is still live after its planned free becomes overdue.
     fn advance_frees(&mut self, schedule: &Schedule, until: usize) {
         for &id in &schedule.frees[self.freed..until] {
             if self.states[id] == State::Live

@@ -179,7 +179,8 @@ fn unused_buffers_are_released_if_the_device_runs_out() {
     let (sim, pool) = device(100 * KIB);
     let [a, b, c] = [16, 32, 48].map(|k| pool.allocate(k * KIB, STREAM).unwrap());
     [a, b, c].into_iter().for_each(|block| pool.deallocate(block));
-    // The smallest free buffer, 16 KiB, is more than twice as large as the request, so it is not reused. Releasing it makes enough room.
+    // The smallest free buffer, 16 KiB, is more than twice as large as the request, so the buffer is not reused
+    // but released, which makes enough room.
     let small = pool.allocate(6 * KIB, STREAM).unwrap();
     assert_eq!(
         sim.calls().iter().filter(|call| matches!(call, Call::Release(_))).collect::<Vec<_>>(),

@@ -38,7 +38,8 @@ impl WindowPart {
     }
 }
 
-/// True if slabs of T are plain copies of rows in memory.
+/// True if slabs of T are filled directly from the rows of x, whose elements have the size of T and are contiguous. Other rows are
+/// first loaded into line buffers.
 fn in_place<T>(x: &Tensor) -> bool {
     x.dtype.size() == size_of::<T>() && x.strides()[3] == 1
 }

@@ -42,7 +42,7 @@ pub(crate) fn aligned_room(buffer: &mut Vec<f32>, room: usize, line: usize) -> &
     if buffer.len() < room + buffer.as_ptr().align_offset(line) {
         *buffer = Vec::with_capacity(room + line / size_of::<f32>());
         advise_huge(buffer.spare_capacity_mut());
-        buffer.resize(buffer.capacity(), 0.0);
+        buffer.resize(room + buffer.as_ptr().align_offset(line), 0.0); // touches no page beyond the part
     }
     let first = buffer.as_ptr().align_offset(line);
     &mut buffer[first..]

@@ -17,12 +17,12 @@ macro_rules! conversion {
             #[cfg(target_arch = "x86_64")]
             if crate::device::cpu::has_avx512() {
                 let ((from, $from), (to, $to)) = ($from.as_chunks(), $to.as_chunks_mut());
-                // SAFETY: the processor has the instructions.
+                // SAFETY: `has_avx512` detected AVX-512F, which implies F16C and AVX.
                 unsafe { x86::$by_16(from, to) };
                 return $rest;
             } else if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
                 let ((from, $from), (to, $to)) = ($from.as_chunks(), $to.as_chunks_mut());
-                // SAFETY: the processor has the instructions.
+                // SAFETY: the condition above detected F16C and AVX.
                 unsafe { x86::$by_8(from, to) };
                 return $rest;
             }
@@ -49,7 +49,7 @@ pub(crate) fn truncate(from: &[f32], to: &mut [i64]) {
     if crate::device::cpu::has_avx512() && is_x86_feature_detected!("avx512dq") && is_x86_feature_detected!("avx512vl")
     {
         let ((from, from_rest), (to, to_rest)) = (rest.as_chunks(), last.as_chunks_mut());
-        // SAFETY: the processor has the instructions.
+        // SAFETY: the conditions above detected AVX-512F, AVX-512DQ and AVX-512VL.
         unsafe { x86::truncate(from, to) };
         (rest, last) = (from_rest, to_rest);
     }
@@ -132,12 +132,12 @@ fn map_f16_form<F: Function<(f32, f32), f32>, P: Form>(a: &[u16], b: &[u16], num
     #[cfg(target_arch = "x86_64")]
     if crate::device::cpu::has_avx512() {
         let ((a, a_rest), (b, b_rest), (to, to_rest)) = (a.as_chunks(), b.as_chunks(), to.as_chunks_mut());
-        // SAFETY: the processor has the instructions.
+        // SAFETY: `has_avx512` detected AVX-512F, which implies F16C and AVX.
         unsafe { x86::map_16::<F, P>(a, b, number, to) };
         return map_f16_scalar::<F, P>(a_rest, b_rest, number, to_rest);
     } else if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
         let ((a, a_rest), (b, b_rest), (to, to_rest)) = (a.as_chunks(), b.as_chunks(), to.as_chunks_mut());
-        // SAFETY: the processor has the instructions.
+        // SAFETY: the condition above detected F16C and AVX.
         unsafe { x86::map_8::<F, P>(a, b, number, to) };
         return map_f16_scalar::<F, P>(a_rest, b_rest, number, to_rest);
     }
@@ -276,7 +276,7 @@ mod tests {
         if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("f16c") {
             let (mut a, mut b) = (vec![0.0f32; all.len()], vec![0.0f32; all.len()]);
             let (mut c, mut d) = (vec![f16::ONE; all.len()], vec![f16::ONE; all.len()]);
-            // SAFETY: the processor has the instructions.
+            // SAFETY: the condition above detected AVX-512F and F16C; AVX-512F implies AVX.
             unsafe {
                 x86::widen_16(all.as_chunks().0, a.as_chunks_mut().0);
                 x86::widen_8(all.as_chunks().0, b.as_chunks_mut().0);
@@ -351,7 +351,7 @@ mod tests_of_functions {
         if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("f16c") {
             let (a, b) = (halves(1), halves(7_777));
             let (mut x, mut y) = (vec![0; a.len()], vec![1; a.len()]);
-            // SAFETY: the processor has the instructions.
+            // SAFETY: the condition above detected AVX-512F and F16C; AVX-512F implies AVX.
             unsafe {
                 x86::map_16::<Less, Both>(a.as_chunks().0, b.as_chunks().0, 0.0, x.as_chunks_mut().0);
                 x86::map_8::<Less, Both>(a.as_chunks().0, b.as_chunks().0, 0.0, y.as_chunks_mut().0);

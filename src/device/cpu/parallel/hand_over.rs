@@ -58,8 +58,9 @@ impl Mailbox {
         Mailbox(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// Offers a call to an idle helper, or puts the call into a vacant mailbox and calls `enter` to start a helper. Returns false
-    /// if the helper is busy. An offered call stays in the mailbox, or with the helper, until [`withdraw`](Self::withdraw).
+    /// Offers a call to the mailbox's idle helper, or puts the call into the vacant mailbox and calls `enter` to start a helper.
+    /// Returns false if the helper is busy or another thread changed the mailbox first. The call must stay alive until
+    /// [`withdraw`](Self::withdraw) returns.
     fn offer(&self, call: *mut Call, enter: impl FnOnce()) -> bool {
         let now = self.0.load(Relaxed);
         let vacant = now.is_null();

@@ -149,6 +149,7 @@ pub(super) struct CommandBuffer {
     functions: CommandBuffers,
 }
 
+// Commands are added and buffers enqueued under the queues' lock, also where a driver's extension functions are not thread-safe.
 send_and_sync!(CommandBuffer);
 
 impl CommandBuffer {

@@ -105,6 +105,7 @@ pub(super) struct QueueRecording {
     functions: RecordableQueues,
 }
 
+// Recordings are made and enqueued under the queues' lock, also where a driver's extension functions are not thread-safe.
 send_and_sync!(QueueRecording);
 
 impl QueueRecording {

@@ -47,16 +47,16 @@ fn a_private_segment_that_reuses_a_released_number_does_not_move() {
     free_all(&allocator, [a, b]);
     let was = number(&allocator, &third);
     let pool = MemPool::new(&allocator, MemPoolOptions::default());
-    let inside = Arc::new(Mutex::new(None));
+    let block_in_pool = Arc::new(Mutex::new(None));
     // While the first segment's block moves, the third segment is released and the pool reuses the third segment's number.
     let hook = {
-        let (allocator, pool, inside) = (Arc::clone(&allocator), pool.clone(), Arc::clone(&inside));
+        let (allocator, pool, block_in_pool) = (Arc::clone(&allocator), pool.clone(), Arc::clone(&block_in_pool));
         move || {
             allocator.deallocate(third);
             allocator.empty_cache().unwrap();
             let [hole, block] = use_mem_pool(&pool, || [5 * MIB; 2].map(|bytes| take(&allocator, bytes)));
             allocator.deallocate(hole);
-            *inside.lock().unwrap() = Some((place(&block), pool.checkpoint(), block));
+            *block_in_pool.lock().unwrap() = Some((place(&block), pool.checkpoint(), block));
         }
     };
     let moves = sim.clone();
@@ -64,7 +64,7 @@ fn a_private_segment_that_reuses_a_released_number_does_not_move() {
     let in_use = second.location(); // prevents a plan that moves all three segments together
     let freed = allocator.compact(u64::MAX).unwrap();
     drop(in_use);
-    let (place_then, checkpoint, block) = inside.lock().unwrap().take().unwrap();
+    let (place_then, checkpoint, block) = block_in_pool.lock().unwrap().take().unwrap();
     assert_eq!(number(&allocator, &block), was, "the number is in use again");
     assert_eq!((place(&block), freed > 0), (place_then, true));
     let restored = pool.restore(&checkpoint, &mut vec![block]).unwrap();

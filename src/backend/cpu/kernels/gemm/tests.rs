@@ -68,11 +68,11 @@ fn products_match_f64() {
                 (p.offset as isize + i as isize * p.row + j as isize * p.col) as usize
             };
             let halves: Vec<f16> = y.iter().map(|&y| f16::from_f32(y)).collect();
-            let [brains, others] = [&x, &y].map(|x| x.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<bf16>>());
+            let [x_bf16, y_bf16] = [&x, &y].map(|x| x.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<bf16>>());
             let forms = [
                 (Floats::F32(&x), Floats::F32(&y)),
-                (Floats::BF16(&brains), Floats::F16(&halves)),
-                (Floats::BF16(&brains), Floats::BF16(&others)),
+                (Floats::BF16(&x_bf16), Floats::F16(&halves)),
+                (Floats::BF16(&x_bf16), Floats::BF16(&y_bf16)),
             ];
             for (form, (left, right)) in forms.into_iter().enumerate() {
                 let mut out = vec![f32::NAN; 7 + m * n];
@@ -132,11 +132,11 @@ fn epilogues_are_applied_once() {
     let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
     for (m, n, k) in [(8, 8, 8), (13, 33, 1030), (47, 110, 5000), (300, 49, 2500), (47, 110, 4128), (75, 49, 96)] {
         let (x, y): (Vec<f32>, Vec<f32>) = ((0..m * k).map(number).collect(), (0..k * n).map(number).collect());
-        let brains: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
-        let others: Vec<bf16> = y.iter().map(|&y| bf16::from_f32(y)).collect();
+        let x_bf16: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+        let y_bf16: Vec<bf16> = y.iter().map(|&y| bf16::from_f32(y)).collect();
         let (row, each): (Vec<f32>, Vec<f32>) = ((0..n).map(number).collect(), (3..3 + m * n).map(number).collect());
         let (a, b) = (place(0, k as isize, 1), place(0, n as isize, 1));
-        for (left, right) in [(Floats::F32(&x), Floats::F32(&y)), (Floats::BF16(&brains), Floats::BF16(&others))] {
+        for (left, right) in [(Floats::F32(&x), Floats::F32(&y)), (Floats::BF16(&x_bf16), Floats::BF16(&y_bf16))] {
             let mut plain = vec![f32::NAN; m * n];
             gemm_f32((m, n, k), &mut plain, left, right, std::iter::once([a, b, b])).unwrap();
             let finishes =
