@@ -12,8 +12,6 @@
 use crate::backend::problem::index::Indexed;
 use crate::ops::dispatch::prelude::*;
 
-pub use crate::ops::index::scatter_reduce::ScatterReduce;
-
 /// Returns the layout of `t` broadcast to `shape` with stride 0 along dim `d`, and the original stride of dim `d`.
 pub(crate) fn without_stride(t: &Tensor, d: usize, shape: &Shape) -> (Layout, isize) {
     let mut strides = Dims::from_slice(t.strides());

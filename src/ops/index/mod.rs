@@ -6,3 +6,4 @@ pub(crate) mod gather;
 pub(crate) mod nonzero;
 pub(crate) mod scatter;
 pub(crate) mod scatter_reduce;
+pub(crate) mod scatter_reduction;
