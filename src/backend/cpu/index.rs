@@ -342,7 +342,14 @@ impl ScatterJob<'_> {
     }
 
     /// Writes a range of the source's elements, in order. `to[0]` is element `origin` of the target.
-    fn scatter_range<T: Pod>(&self, x: &[T], range: Range<usize>, to: &mut [T], origin: usize, f: impl Fn(T, T) -> T) {
+    fn scatter_range<T: Pod>(
+        &self,
+        x: &[T],
+        range: Range<usize>,
+        to: &mut [T],
+        origin: usize,
+        f: impl Fn(T, T) -> T + Copy,
+    ) {
         let (g, mut tile) = (self.g, [0; INDEX_TILE_LEN]);
         let steps = [0, 1, 2].map(|k| self.strided.strides[k].last().copied().unwrap_or(0));
         self.strided.for_each_run(range.start, range.len(), |_, offsets, n| {
@@ -350,7 +357,7 @@ impl ScatterJob<'_> {
             let at = at - origin as isize;
             if steps[1] == 0 && steps[2] == 1 {
                 let start = at + g.resolve(self.indices.get(index)) as isize * g.step;
-                return combine_slice(&mut to[start as usize..][..n], x, from, steps[0], &f);
+                return combine_slice(&mut to[start as usize..][..n], x, from, steps[0], f);
             }
             self.indices.for_each_tile(&mut tile, index, steps[1], n, |done, indices| {
                 let from = from + done as isize * steps[0];
