@@ -6,6 +6,7 @@ use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use bytemuck::{AnyBitPattern, NoUninit};
 use smallvec::SmallVec;
 
+use super::absent::{self, Uncalled};
 use super::allocation::{Allocation, Backing, Storage};
 use super::allocator::find_allocator;
 use super::block::ReaderCount;
@@ -50,7 +51,9 @@ fn lock_for_writing(lock: &RwLock<ReaderCount>) -> Result<RwLockWriteGuard<'_, R
 ///
 /// Locks each allocation once, in address order, so that concurrent calls cannot deadlock; `f` must not lock storages. Empty storages are not locked.
 /// A storage may appear several times in `reads`. Returns [`Error::Invalid`] if a storage is in both lists, or twice in `writes`.
-pub(crate) fn with_host<R>(
+///
+/// In a dry run `f` is not called if any of the storages is simulated.
+pub(crate) fn with_host<R: Uncalled>(
     reads: &[&Storage],
     writes: &[&Storage],
     f: impl FnOnce(&[&[u8]], &mut [&mut [u8]]) -> R,
@@ -88,8 +91,10 @@ pub(crate) fn with_host<R>(
     }
 
     let mut read: SmallVec<[&[u8]; 8]> = SmallVec::new();
+    let mut any_absent = false;
     for s in reads {
         let (start, size) = s.allocation().host_range();
+        any_absent |= size != s.nbytes();
         // SAFETY: `start` points to `size` initialised bytes, which live as long as the borrowed storage. No other allocation
         // contains any of these bytes, and this allocation's lock is held for reading until after the slice's last use in `f`.
         read.push(unsafe { std::slice::from_raw_parts(start.as_ptr(), size) });
@@ -97,18 +102,22 @@ pub(crate) fn with_host<R>(
     let mut write: SmallVec<[&mut [u8]; 4]> = SmallVec::new();
     for s in writes {
         let (start, size) = s.allocation().host_range();
+        any_absent |= size != s.nbytes();
         // SAFETY: as above, but the lock is held for writing. The loop above returns an error if another slice belongs
         // to this allocation. (Empty slices alias nothing.)
         write.push(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
     }
-    let result = f(&read, &mut write);
+    let result = match any_absent {
+        false => Ok(f(&read, &mut write)),
+        true => absent::skip_closure(reads.iter().chain(writes).copied()),
+    };
     drop(guards);
-    Ok(result)
+    result
 }
 
 /// Like [`with_host`], for `N` storages to read and one to write. Faster, because no lists are built.
 #[inline]
-pub(crate) fn with_host_few<const N: usize, R>(
+pub(crate) fn with_host_few<const N: usize, R: Uncalled>(
     reads: [&Storage; N],
     write: &Storage,
     f: impl FnOnce([&[u8]; N], &mut [u8]) -> R,
@@ -142,10 +151,13 @@ pub(crate) fn with_host_few<const N: usize, R>(
         std::slice::from_raw_parts(start.as_ptr(), size)
     });
     let (start, size) = write.allocation().host_range();
-    // SAFETY: as for the slices above, but with the lock held for writing.
-    let result = f(slices, unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
+    let result = match size == 0 || slices.iter().any(|slice| slice.is_empty()) {
+        // SAFETY: as for the slices above, but with the lock held for writing.
+        false => Ok(f(slices, unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) })),
+        true => absent::skip_closure(reads.into_iter().chain([write])),
+    };
     drop((reading, writing));
-    Ok(result)
+    result
 }
 
 /// Records in the profiler work on `bytes` bytes of the CPU device, until the returned span is dropped.
@@ -179,6 +191,11 @@ impl Storage {
             allocator.restore(&lease.block)?;
             return self.cl();
         }
+        if let Backing::OpenCl(driver, lease) = &self.allocation().backing
+            && let Some(location) = driver.simulated_location(&lease.block)?
+        {
+            return Ok(location);
+        }
         self.allocation().check_memory()?;
         Err(Error::invalid(
             "storage",
@@ -197,6 +214,9 @@ impl Storage {
         if dst.is_empty() {
             return Ok(());
         }
+        if self.is_simulated() {
+            return self.read_simulated(range, dst);
+        }
         if self.device() == Device::Cpu {
             let _recorded = cpu_span(RecordKind::Read, "read", dst.len());
             return with_host(&[self], &[], |r, _| copy(dst, &r[0][range]));
@@ -214,7 +234,7 @@ impl Storage {
         offset: usize,
         count: usize,
     ) -> Result<Vec<T>> {
-        if self.device() == Device::Cpu && count > 0 {
+        if self.device() == Device::Cpu && count > 0 && !self.is_simulated() {
             let range = self.checked_range("read", offset, count * size_of::<T>())?;
             let _recorded = cpu_span(RecordKind::Read, "read", range.len());
             return with_host(&[self], &[], |r, _| to_vec(bytemuck::cast_slice(&r[0][range])));
@@ -222,8 +242,11 @@ impl Storage {
         let mut values: Vec<T> = bytemuck::zeroed_vec(count); // for a large vector, the system maps zero pages and writes nothing
         advise_huge(&mut values);
         let range = self.checked_range("read", offset, count * size_of::<T>())?;
-        if count == 0 || self.read_spilled(range, bytemuck::cast_slice_mut(&mut values))? {
+        if count == 0 || self.read_spilled(range.clone(), bytemuck::cast_slice_mut(&mut values))? {
             return Ok(values);
+        }
+        if self.is_simulated() {
+            return self.read_simulated(range, bytemuck::cast_slice_mut(&mut values)).map(|()| values);
         }
         let from = self.location_to_read()?;
         staging::read_into(from.device, from.at(offset), values)
@@ -261,6 +284,10 @@ impl Storage {
         if src.is_empty() {
             return Ok(());
         }
+        if self.is_simulated() {
+            self.write_simulated(range, src);
+            return Ok(());
+        }
         if self.device() == Device::Cpu {
             let _recorded = cpu_span(RecordKind::Write, "write", src.len());
             return with_host(&[], &[self], |_, w| copy(&mut w[0][range], src));
@@ -285,6 +312,9 @@ impl Storage {
         let (to, from) = (self.checked_range("copy", offset, bytes)?, src.checked_range("copy", src_offset, bytes)?);
         if bytes == 0 {
             return Ok(());
+        }
+        if self.is_simulated() || src.is_simulated() {
+            return self.copy_simulated(to, src, from);
         }
         let on_cpu = (self.device(), src.device()) == (Device::Cpu, Device::Cpu);
         let _recorded = on_cpu.then(|| cpu_span(RecordKind::Copy, "copy", bytes));
@@ -331,7 +361,8 @@ impl Storage {
             true => ((self, offset), (src, src_offset)),
             false => ((src, src_offset), (self, offset)),
         };
-        let pinned = host.0.pinned().filter(|pinned| bytes > 0 && pinned.is_for(there.device()));
+        let pinned =
+            host.0.pinned().filter(|pinned| bytes > 0 && pinned.is_for(there.device()) && !there.is_simulated());
         let (Some(pinned), Some(lock)) = (pinned, host.0.host_lock()) else { return Ok(false) };
         match written {
             true => capture::refuse_while_capturing(there.device(), "read", READ_DURING_CAPTURE)?,
@@ -353,7 +384,7 @@ impl Storage {
     /// Returns false, with nothing done, if the bytes have to be written synchronously.
     pub(crate) fn start_write(&self, offset: usize, src: &[u8]) -> Result<bool> {
         self.checked_range("write", offset, src.len())?;
-        if self.device() == Device::Cpu || src.is_empty() {
+        if self.device() == Device::Cpu || src.is_empty() || self.is_simulated() {
             return Ok(false);
         }
         capture::refuse_while_capturing(self.device(), "write", WRITE_DURING_CAPTURE)?;
@@ -371,7 +402,7 @@ impl Storage {
         if !matches!(n, 1 | 2 | 4 | 8 | 16) || !offset.is_multiple_of(n) || !bytes.is_multiple_of(n) {
             return Err(Error::invalid("fill", format!("cannot repeat {n} bytes over {bytes} bytes at {offset}")));
         }
-        if bytes == 0 {
+        if bytes == 0 || self.is_simulated() {
             return Ok(());
         }
         if self.device() == Device::Cpu {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::cache;
 use super::desc::OtherMemory;
+use crate::device::dry;
 use crate::storage::allocator::{Allocator, find_allocator};
 use crate::storage::caching::CachingAllocator;
 use crate::storage::config::Config;
@@ -14,6 +15,9 @@ use crate::{Device, Result};
 
 /// Returns the pool of a device's images, made on first use; `None` for a device without images.
 pub(in crate::storage) fn pool(device: Device) -> Result<Option<&'static PoolAllocator>> {
+    if dry::is_on() {
+        return Ok(None); // images are not simulated
+    }
     let pool = existing_image_pool(device);
     let (None, Device::OpenCL(index)) = (pool, device) else { return Ok(pool) };
     let driver = OpenCl::open(index)?;
