@@ -2,6 +2,7 @@
 
 use super::allocation::{Allocation, Storage};
 use super::driver::MemoryKind;
+use super::dry::run_simulated;
 use crate::device::dry;
 use crate::{Error, Result};
 
@@ -11,7 +12,7 @@ pub(super) enum Absent {
     Simulated,
 }
 
-/// The value that stands for the result of a closure over absent bytes, which is not called.
+/// The value that stands for the result of a closure over simulated bytes that is not called.
 pub(crate) trait Uncalled {
     fn uncalled() -> Self;
 }
@@ -48,11 +49,15 @@ impl Allocation {
     }
 }
 
-/// Returns the result of a closure over the bytes of these storages, some of which are absent. The storages' locks are held.
+/// Calls `f` with bytes of storages some of which are absent, as [`with_host`](super::with_host) does. The storages' locks are held.
 #[cold]
-pub(super) fn skip_closure<'a, R: Uncalled>(storages: impl Iterator<Item = &'a Storage>) -> Result<R> {
-    match storages.filter_map(|storage| storage.allocation().absent()).next() {
-        Some(Absent::Simulated) => Ok(R::uncalled()),
+pub(super) fn run_on_absent<R: Uncalled>(
+    reads: &[&Storage],
+    writes: &[&Storage],
+    f: impl FnOnce(&[&[u8]], &mut [&mut [u8]]) -> R,
+) -> Result<R> {
+    match reads.iter().chain(writes).find_map(|storage| storage.allocation().absent()) {
+        Some(Absent::Simulated) => Ok(run_simulated(reads, writes, f)),
         None => Err(Error::invalid("with_host", "the memory is not in the host's address space")),
     }
 }

@@ -52,7 +52,7 @@ fn lock_for_writing(lock: &RwLock<ReaderCount>) -> Result<RwLockWriteGuard<'_, R
 /// Locks each allocation once, in address order, so that concurrent calls cannot deadlock; `f` must not lock storages. Empty storages are not locked.
 /// A storage may appear several times in `reads`. Returns [`Error::Invalid`] if a storage is in both lists, or twice in `writes`.
 ///
-/// In a dry run `f` is not called if any of the storages is simulated.
+/// In a dry run `f` is not called if any of the storages is simulated, unless all are small and their values are known.
 pub(crate) fn with_host<R: Uncalled>(
     reads: &[&Storage],
     writes: &[&Storage],
@@ -109,7 +109,7 @@ pub(crate) fn with_host<R: Uncalled>(
     }
     let result = match any_absent {
         false => Ok(f(&read, &mut write)),
-        true => absent::skip_closure(reads.iter().chain(writes).copied()),
+        true => absent::run_on_absent(reads, writes, f),
     };
     drop(guards);
     result
@@ -154,7 +154,9 @@ pub(crate) fn with_host_few<const N: usize, R: Uncalled>(
     let result = match size == 0 || slices.iter().any(|slice| slice.is_empty()) {
         // SAFETY: as for the slices above, but with the lock held for writing.
         false => Ok(f(slices, unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) })),
-        true => absent::skip_closure(reads.into_iter().chain([write])),
+        true => {
+            absent::run_on_absent(&reads, &[write], |reads, writes| f(std::array::from_fn(|i| reads[i]), writes[0]))
+        }
     };
     drop((reading, writing));
     result
@@ -402,7 +404,11 @@ impl Storage {
         if !matches!(n, 1 | 2 | 4 | 8 | 16) || !offset.is_multiple_of(n) || !bytes.is_multiple_of(n) {
             return Err(Error::invalid("fill", format!("cannot repeat {n} bytes over {bytes} bytes at {offset}")));
         }
-        if bytes == 0 || self.is_simulated() {
+        if bytes == 0 {
+            return Ok(());
+        }
+        if self.is_simulated() {
+            self.write_simulated(range, pattern);
             return Ok(());
         }
         if self.device() == Device::Cpu {

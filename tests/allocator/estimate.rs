@@ -87,20 +87,21 @@ fn the_smallest_device_suffices_and_a_smaller_one_does_not() {
 fn sizes_that_depend_on_values_are_the_largest_and_named() {
     each_device(|device| {
         let step = || -> Result<[usize; 4]> {
-            let x = Tensor::randn([100, 10], device)?;
+            let x = Tensor::randn([1000, 100], device)?;
             let positive = x.gt_scalar(0)?;
             let host = Tensor::from_slice(&[2i64, 0, 3], 3, device)?;
             let repeated = Tensor::ones(3, device)?.repeat_interleave_tensor(&host, 0)?;
             let drawn = x.softmax(1)?.multinomial(2, false)?;
-            assert_eq!(drawn.shape().dims(), [100, 2]);
+            assert_eq!(drawn.shape().dims(), [1000, 2]);
             assert_eq!(host.to_vec::<i64>()?, [2, 0, 3]);
             host.add_scalar_(1)?;
-            assert_eq!(host.to_vec::<i64>()?, [0, 0, 0], "computed values are zeros");
+            let computed = if device == Device::Cpu { [3, 1, 4] } else { [0; 3] };
+            assert_eq!(host.to_vec::<i64>()?, computed, "few values are computed on the CPU, none on OpenCL");
             Ok([x.masked_select(&positive)?, positive.nonzero()?, x.unique(false, false)?.0, repeated]
                 .map(|t| t.shape().dims()[0]))
         };
         let (sizes, estimate) = storage::dry_run(None, step).unwrap();
-        assert_eq!(sizes.unwrap(), [1000, 1000, 1000, 5]);
+        assert_eq!(sizes.unwrap(), [100_000, 100_000, 100_000, 5]);
         let named = |what: &str| estimate.assumed.iter().any(|a| a.what == what && a.largest && a.site.is_some());
         assert!(named("nonzero") && named("unique"), "{estimate}");
     });

@@ -1,7 +1,8 @@
 //! Dry runs: a program runs on simulated memory, and the result is how much memory it needs.
 //!
 //! The caching allocator and the planning of kernels are those of a real run, so its requests, block sizes and segments are too.
-//! Only the last step is left out: no closure over a storage's bytes is called on the CPU, and no kernel is enqueued on OpenCL.
+//! Only the last step is left out: no kernel is enqueued on OpenCL, and on the CPU no closure over a storage's bytes is called, unless
+//! all its bytes are few and known.
 //!
 //! `CLAYSTONE_DRY_RUN` simulates a whole program, and reports on standard error when the process exits. Its value is the device
 //! memory that the report compares with: `24GiB`, or `device` for the memory of each device. `CLAYSTONE_DRY_RUN_JSON` and
@@ -31,6 +32,7 @@ pub use estimate::{Assumption, DeviceEstimate, Estimate};
 use record::EventRecorder;
 pub use record::Role;
 pub use replay::min_capacity;
+pub(super) use values::run_simulated;
 
 /// The memory that a dry run is compared with.
 #[derive(Clone, Copy)]
@@ -127,9 +129,9 @@ impl DryRun {
 ///
 /// Tensors that this thread makes inside `step` have no bytes, and operations on them compute only shapes; tensors made outside keep
 /// their memory, which is not counted. So make the model inside. An operation with at least one simulated operand computes nothing.
-/// Values that are read are zeros, except small values that the host wrote; sizes that depend on values are the largest possible. The
-/// estimate names both. A loop that ends when a computed value is small ends at once. The result may be a simulated tensor, which
-/// stays without bytes.
+/// Values that are read are zeros, except up to 64 KiB that the host wrote or the CPU device computed from such values; sizes that
+/// depend on other values are the largest possible. The estimate names both. A loop that ends when a computed value is small may end
+/// at once. The result may be a simulated tensor, which stays without bytes.
 ///
 /// Environment variable `CLAYSTONE_DRY_RUN` does the same for a whole program, with all its threads and graphs.
 ///

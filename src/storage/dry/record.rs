@@ -13,7 +13,7 @@ use super::super::history::current_line;
 use crate::device::{StreamId, lock};
 use crate::{Device, Result};
 
-/// The largest host values, in bytes, that are kept with a simulated block, such as lengths and labels.
+/// The largest size, in bytes, of a block whose values are kept, such as lengths, labels and indices.
 pub(super) const MAX_KEPT_BYTES: usize = 64 << 10;
 
 /// What a block of memory is used for.
@@ -100,7 +100,7 @@ struct State {
 struct LiveBlock {
     number: u32,
     role: Role,
-    /// Values that the host wrote to the whole block, with the storage's version at the time.
+    /// The values, if they are known, with the storage's version at the time.
     values: Option<(u64, Box<[u8]>)>,
 }
 
@@ -205,14 +205,14 @@ impl EventRecorder {
         }
     }
 
-    /// Keeps values that the host wrote to the whole block, until the storage has another version.
+    /// Keeps the values of the whole block, until the storage has another version.
     pub(super) fn keep_values(&self, block: &Block, version: u64, values: Option<&[u8]>) {
         if let Some(live) = lock(&self.state).live.get_mut(&block.slot_ptr().addr()) {
             live.values = values.map(|values| (version, values.into()));
         }
     }
 
-    /// Calls `f` with the values that the host wrote; returns `None` if they are not known.
+    /// Calls `f` with the block's values; returns `None` if they are not known.
     pub(super) fn with_values<R>(&self, block: &Block, version: u64, f: impl FnOnce(&[u8]) -> R) -> Option<R> {
         let state = lock(&self.state);
         let (of, values) = state.live.get(&block.slot_ptr().addr())?.values.as_ref()?;
