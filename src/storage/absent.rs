@@ -7,7 +7,7 @@ use crate::device::dry;
 use crate::{Error, Result};
 
 /// The reason that a block's bytes are absent.
-pub(super) enum Absent {
+enum Absent {
     /// The memory is simulated: a dry run counts the bytes, and there are none.
     Simulated,
 }
@@ -17,35 +17,25 @@ pub(crate) trait Uncalled {
     fn uncalled() -> Self;
 }
 
-/// Implements [`Uncalled`] by the type's default value.
-macro_rules! uncalled_default {
-    ($($type:ty),*) => { $(impl Uncalled for $type {
+macro_rules! uncalled {
+    ($([$($t:ident: $bound:path)?] $type:ty = $value:expr;)*) => { $(impl$(<$t: $bound>)? Uncalled for $type {
         fn uncalled() -> Self {
-            Self::default()
+            $value
         }
     })* };
 }
-uncalled_default!((), bool);
 
-impl<T> Uncalled for Vec<T> {
-    fn uncalled() -> Vec<T> {
-        Vec::new()
-    }
-}
-
-impl<T: Uncalled> Uncalled for Result<T> {
-    fn uncalled() -> Result<T> {
-        Ok(T::uncalled())
-    }
+uncalled! {
+    [] () = ();
+    [] bool = false;
+    [T: Sized] Vec<T> = Vec::new();
+    [T: Uncalled] Result<T> = Ok(T::uncalled());
 }
 
 impl Allocation {
     /// Returns why the bytes are absent; `None` if they are present. Valid while the slot's lock is held.
     fn absent(&self) -> Option<Absent> {
-        match self.block()?.segment().memory().0 {
-            MemoryKind::Sim(_) => Some(Absent::Simulated),
-            _ => None,
-        }
+        matches!(self.block()?.segment().memory().0, MemoryKind::Sim(_)).then_some(Absent::Simulated)
     }
 }
 
@@ -64,26 +54,9 @@ pub(super) fn run_on_absent<R: Uncalled>(
 
 impl Storage {
     /// True if the storage's memory is simulated, by a [dry run](super::dry_run()): the storage has a size, but no bytes.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor, storage};
-    /// let (simulated, _) = storage::dry_run(None, || {
-    ///     Ok::<_, claystone::Error>(Tensor::zeros([1 << 20, 1 << 20], Device::Cpu)?.storage().is_simulated())
-    /// })?;
-    /// assert!(simulated? && !Tensor::zeros(3, Device::Cpu)?.storage().is_simulated());
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
     #[inline]
     pub fn is_simulated(&self) -> bool {
         dry::is_on() && self.has_simulated_block()
-    }
-
-    /// Returns an error if the memory is simulated, because other code would access bytes that do not exist.
-    pub(super) fn check_not_simulated(&self, op: &'static str) -> Result<()> {
-        match self.is_simulated() {
-            true => Err(Error::invalid(op, "a dry run has no bytes that other code could access")),
-            false => Ok(()),
-        }
     }
 
     #[cold]
@@ -91,5 +64,11 @@ impl Storage {
         let Some(block) = self.allocation().block() else { return false };
         let _location = block.location(); // keeps the block's segment
         matches!(self.allocation().absent(), Some(Absent::Simulated))
+    }
+
+    /// Returns an error if the memory is simulated, because other code would access bytes that do not exist.
+    pub(super) fn check_not_simulated(&self, op: &'static str) -> Result<()> {
+        let reason = "a dry run has no bytes that other code could access";
+        if self.is_simulated() { Err(Error::invalid(op, reason)) } else { Ok(()) }
     }
 }

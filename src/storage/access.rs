@@ -217,7 +217,8 @@ impl Storage {
             return Ok(());
         }
         if self.is_simulated() {
-            return self.read_simulated(range, dst);
+            self.read_simulated(range, dst);
+            return Ok(());
         }
         if self.device() == Device::Cpu {
             let _recorded = cpu_span(RecordKind::Read, "read", dst.len());
@@ -248,7 +249,8 @@ impl Storage {
             return Ok(values);
         }
         if self.is_simulated() {
-            return self.read_simulated(range, bytemuck::cast_slice_mut(&mut values)).map(|()| values);
+            self.read_simulated(range, bytemuck::cast_slice_mut(&mut values));
+            return Ok(values);
         }
         let from = self.location_to_read()?;
         staging::read_into(from.device, from.at(offset), values)
@@ -287,7 +289,7 @@ impl Storage {
             return Ok(());
         }
         if self.is_simulated() {
-            self.write_simulated(range, src);
+            self.write_simulated(range, Some(src));
             return Ok(());
         }
         if self.device() == Device::Cpu {
@@ -316,7 +318,8 @@ impl Storage {
             return Ok(());
         }
         if self.is_simulated() || src.is_simulated() {
-            return self.copy_simulated(to, src, from);
+            self.copy_simulated(to, src, from);
+            return Ok(());
         }
         let on_cpu = (self.device(), src.device()) == (Device::Cpu, Device::Cpu);
         let _recorded = on_cpu.then(|| cpu_span(RecordKind::Copy, "copy", bytes));
@@ -408,7 +411,7 @@ impl Storage {
             return Ok(());
         }
         if self.is_simulated() {
-            self.write_simulated(range, pattern);
+            self.write_simulated(range, Some(pattern));
             return Ok(());
         }
         if self.device() == Device::Cpu {

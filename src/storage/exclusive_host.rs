@@ -8,7 +8,6 @@ use std::slice;
 
 use super::allocation::{Storage, get_mut_if_unique};
 use super::block::Block;
-use super::driver::host::HostMemory;
 use super::driver::opencl::MappedHost;
 use crate::{Device, Element, Error, Result, elements};
 
@@ -17,8 +16,6 @@ pub(crate) struct ExclusiveHost<T> {
     /// The mapping of a buffer that a device uses in place. This field is dropped before the storage.
     mapped: Option<MappedHost>,
     storage: Storage,
-    /// The zeros that stand for simulated bytes.
-    zeros: Option<HostMemory>,
     /// True if the block may move again after this access.
     could_move: bool,
     start: NonNull<T>,
@@ -43,23 +40,21 @@ impl<T: Element> ExclusiveHost<T> {
         if storage.device() != Device::Cpu && !is_host_buffer || get_mut_if_unique(&mut storage.0).is_none() {
             return Err(Error::invalid(op, format!("{storage:?} are not in host memory with a single owner")));
         }
+        if storage.is_simulated() {
+            storage = Storage::adopt(vec![0f64; storage.nbytes().div_ceil(8)]); // zeros in place of bytes that do not exist
+        }
         if let Some(pinned) = storage.allocation().pinned() {
             pinned.wait_and_check(true)?;
         }
         let could_move = storage.allocation().block().is_some_and(Block::pin);
         // From here on, dropping `exclusive` unpins the block, also when an error is returned.
-        let mut exclusive =
-            ExclusiveHost { mapped: None, storage, zeros: None, could_move, start: NonNull::dangling(), count: 0 };
+        let mut exclusive = ExclusiveHost { mapped: None, storage, could_move, start: NonNull::dangling(), count: 0 };
         if is_host_buffer {
             exclusive.mapped = Some(exclusive.storage.map_host_buffer()?);
         }
-        if exclusive.storage.is_simulated() {
-            exclusive.zeros = HostMemory::zeroed(exclusive.storage.nbytes());
-        }
-        let (start, size) = match (&exclusive.mapped, &exclusive.zeros) {
-            (_, Some(zeros)) => (zeros.start(), exclusive.storage.nbytes()),
-            (Some(mapped), None) => (mapped.start(), exclusive.storage.nbytes()),
-            (None, None) => exclusive.storage.allocation().host_range(),
+        let (start, size) = match &exclusive.mapped {
+            Some(mapped) => (mapped.start(), exclusive.storage.nbytes()),
+            None => exclusive.storage.allocation().host_range(),
         };
         let bytes = count.checked_mul(size_of::<T>());
         let Some(end) = bytes.and_then(|bytes| bytes.checked_add(offset)).filter(|&end| end <= size) else {

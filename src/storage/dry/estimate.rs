@@ -1,14 +1,16 @@
 //! The result of a dry run: how much memory the program needs, and for what.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use serde_json::{Value, json};
 
 use super::super::history::{Frame, HistoryOptions, LiveMemory, Snapshot, fmt_sites};
-use super::Simulation;
-use super::record::{Recorded, Role};
-use super::replay::{frames_of_site, min_capacity, replay, replay_events};
+use super::record::{EventRecorder, Role};
+use super::replay::{frame_of_site, min_capacity};
+use crate::device::lock;
 use crate::error::Size;
 use crate::{Device, Result};
 
@@ -28,8 +30,6 @@ pub struct Estimate {
 pub struct DeviceEstimate {
     /// The device for which kernels were planned.
     pub device: Device,
-    /// The device's name.
-    pub name: String,
     /// The peak of the blocks that the program held: `allocated_bytes.peak` of a real run's statistics.
     pub peak_allocated: u64,
     /// The peak of the segments that the allocator held: `reserved_bytes.peak` of a real run's statistics.
@@ -46,10 +46,9 @@ pub struct DeviceEstimate {
     pub failed_at: Option<Frame>,
     /// The blocks at the peak of allocated bytes by source line, the most bytes first. Sizes are those of blocks.
     pub sites: Vec<LiveMemory>,
-    /// The bytes of blocks at the peak of allocated bytes, by role. Their sum is `peak_allocated`, unless threads allocate at the
-    /// same time.
+    /// The bytes of blocks at the peak of allocated bytes, by role. Their sum is `peak_allocated` if only one thread allocates.
     pub roles: [(Role, u64); 5],
-    source: Arc<Source>,
+    recorder: Arc<EventRecorder>,
 }
 
 /// A value that a dry run does not compute.
@@ -66,45 +65,31 @@ pub struct Assumption {
     pub largest: bool,
 }
 
-/// The recorded requests, and the device on which they can be replayed.
-struct Source {
-    simulation: Simulation,
-    recorded: Recorded,
-}
-
-impl fmt::Debug for Source {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} events", self.recorded.events.len())
-    }
-}
-
 /// The maximum number of events that a snapshot contains: the latest.
 const MAX_SNAPSHOT_ENTRIES: usize = 1 << 20;
 
 impl DeviceEstimate {
-    pub(super) fn new(
-        simulation: Simulation,
-        recorded: Recorded,
-        [peak_allocated, peak_reserved, peak_requested]: [u64; 3],
-        capacity: Option<u64>,
-    ) -> Result<DeviceEstimate> {
-        let failure = |capacity| replay(&recorded, &*simulation.allocator(Some(capacity))?);
+    fn new(recorder: Arc<EventRecorder>, compares: bool) -> Result<DeviceEstimate> {
+        let [peak_allocated, peak_reserved, peak_requested] = recorder.peaks();
+        let capacity = compares.then(|| recorder.limit.load(Relaxed));
+        let recorded = lock(&recorder.recorded);
+        let failure = |capacity| recorded.replay(&*recorder.allocator(Some(capacity))?, &mut HashMap::new());
         let smallest = min_capacity(peak_requested, peak_reserved, |capacity| Ok(failure(capacity)?.is_none()))?;
         let failed = capacity.map(failure).transpose()?;
         let (sites, roles) = recorded.at_peak();
+        drop(recorded);
         Ok(DeviceEstimate {
-            device: simulation.device,
-            name: simulation.name.clone(),
+            device: recorder.device,
             peak_allocated,
             peak_reserved,
             peak_requested,
             smallest_device: smallest.unwrap_or(u64::MAX),
             capacity,
             fits: failed.map(|failed| failed.is_none()),
-            failed_at: failed.flatten().and_then(|site| frames_of_site(site).pop()),
+            failed_at: failed.flatten().and_then(frame_of_site),
             sites,
             roles,
-            source: Arc::new(Source { simulation, recorded }),
+            recorder,
         })
     }
 
@@ -114,49 +99,40 @@ impl DeviceEstimate {
     /// # Errors
     /// If the host has no memory for the history.
     pub fn snapshot(&self) -> Result<Snapshot> {
-        let Source { simulation, recorded } = &*self.source;
-        let allocator = simulation.allocator(None)?;
+        let (allocator, mut live) = (self.recorder.allocator(None)?, HashMap::new());
+        let recorded = lock(&self.recorder.recorded);
         let entries = (3 * recorded.events.len() + 1000).min(MAX_SNAPSHOT_ENTRIES);
         allocator.record_memory_history(HistoryOptions::default().stacks(false).max_entries(entries))?;
-        let mut live = Default::default();
-        replay_events(recorded, &*allocator, &mut live)?;
-        let snapshot = allocator.snapshot();
-        live.into_values().for_each(|block| allocator.deallocate(block));
-        Ok(snapshot)
+        recorded.replay(&*allocator, &mut live)?;
+        Ok(allocator.snapshot())
     }
 
     fn to_json(&self) -> Value {
-        let roles = self.roles.iter().map(|(role, bytes)| (role.name().to_owned(), json!(bytes)));
-        let site = |site: &LiveMemory| json!({ "site": site.frames.first().map(Frame::to_string), "bytes": site.bytes, "blocks": site.blocks });
+        let roles = self.roles.map(|(role, bytes)| json!({ "role": format!("{role:?}"), "bytes": bytes }));
+        let text = |frame: Option<&Frame>| frame.map(Frame::to_string);
+        let site = |s: &LiveMemory| json!({ "site": text(s.frames.first()), "bytes": s.bytes, "blocks": s.blocks });
         json!({
-            "device": self.device.to_string(),
-            "name": self.name,
-            "peak_allocated": self.peak_allocated,
-            "peak_reserved": self.peak_reserved,
-            "peak_requested": self.peak_requested,
-            "smallest_device": self.smallest_device,
-            "capacity": self.capacity,
-            "fits": self.fits,
-            "failed_at": self.failed_at.as_ref().map(Frame::to_string),
-            "roles": roles.collect::<serde_json::Map<_, _>>(),
+            "device": self.device.to_string(), "peak_allocated": self.peak_allocated, "peak_reserved": self.peak_reserved,
+            "peak_requested": self.peak_requested, "smallest_device": self.smallest_device, "capacity": self.capacity,
+            "fits": self.fits, "failed_at": text(self.failed_at.as_ref()), "roles": roles,
             "sites": self.sites.iter().map(site).collect::<Vec<_>>(),
         })
     }
 }
 
 impl Estimate {
-    /// Adds a device, and what it assumed.
-    pub(super) fn push(&mut self, device: DeviceEstimate) {
-        for (&(what, site), &(count, largest)) in &device.source.recorded.assumed {
-            let site = frames_of_site(site).pop();
-            self.assumed.push(Assumption { what, site, count, largest });
+    /// Adds a device. `compares` says whether to replay the requests with the memory that the program would have.
+    pub(super) fn push(&mut self, recorder: &Arc<EventRecorder>, compares: bool) -> Result<()> {
+        self.devices.push(DeviceEstimate::new(Arc::clone(recorder), compares)?);
+        for (&(what, site), &(count, largest)) in &lock(&recorder.recorded).assumed {
+            self.assumed.push(Assumption { what, site: frame_of_site(site), count, largest });
         }
-        self.devices.push(device);
+        Ok(())
     }
 
-    /// Returns the estimate as a JSON object, with the names of the fields. Lines are `file:line`.
+    /// Returns the estimate as a JSON object, with the names of the fields. Lines are texts `file:line`.
     pub fn to_json(&self) -> String {
-        let assumed = |a: &Assumption| json!({ "what": a.what, "site": a.site.as_ref().map(Frame::to_string), "count": a.count, "largest": a.largest });
+        let assumed = |Assumption { what, site, count, largest }: &Assumption| json!({ "what": what, "site": site.as_ref().map(Frame::to_string), "count": count, "largest": largest });
         let devices: Vec<Value> = self.devices.iter().map(DeviceEstimate::to_json).collect();
         json!({ "devices": devices, "assumed": self.assumed.iter().map(assumed).collect::<Vec<_>>() }).to_string()
     }
@@ -164,13 +140,11 @@ impl Estimate {
 
 impl fmt::Display for Estimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for device in &self.devices {
-            write!(f, "{device}")?;
-        }
-        if !self.assumed.is_empty() {
-            writeln!(f, "values that a dry run does not compute:\n{:>11} {:>8}", "times", "assumed")?;
-        }
-        for Assumption { what, site, count, largest } in &self.assumed {
+        self.devices.iter().try_for_each(|device| fmt::Display::fmt(device, f))?;
+        for (i, Assumption { what, site, count, largest }) in self.assumed.iter().enumerate() {
+            if i == 0 {
+                writeln!(f, "values that a dry run does not compute:\n{:>11} {:>8}", "times", "assumed")?;
+            }
             let site = site.as_ref().map_or("an unknown line".into(), Frame::to_string);
             writeln!(f, "{count:>11} {:>8}  {what} at {site}", if *largest { "largest" } else { "zeros" })?;
         }
@@ -180,28 +154,18 @@ impl fmt::Display for Estimate {
 
 impl fmt::Display for DeviceEstimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "dry run on {} ({}), no memory was used", self.device, self.name.trim())?;
-        let rows = [
-            ("peak allocated", self.peak_allocated),
-            ("peak reserved", self.peak_reserved),
-            ("peak requested", self.peak_requested),
-            ("smallest device", self.smallest_device),
-        ];
-        for (name, bytes) in rows {
-            writeln!(f, "{name:>16}  {:#}", Size(bytes))?;
+        let [allocated, reserved] = [self.peak_allocated, self.peak_reserved].map(Size);
+        writeln!(f, "dry run on {}: peak {allocated:#} allocated, {reserved:#} reserved", self.device)?;
+        writeln!(f, "the smallest device has {:#}", Size(self.smallest_device))?;
+        match (self.capacity.map(Size), self.fits, &self.failed_at) {
+            (Some(capacity), Some(true), _) => writeln!(f, "it fits in {capacity:#}")?,
+            (Some(capacity), _, Some(site)) => writeln!(f, "it does not fit in {capacity:#}, which ends at {site}")?,
+            (Some(capacity), ..) => writeln!(f, "it does not fit in {capacity:#}")?,
+            _ => {}
         }
-        if let (Some(capacity), Some(fits)) = (self.capacity, self.fits) {
-            let verb = if fits { "fits" } else { "does not fit" };
-            write!(f, "{verb} in {:#}", Size(capacity))?;
-            match &self.failed_at {
-                Some(site) => writeln!(f, ": memory runs out at {site}")?,
-                None => writeln!(f)?,
-            }
-        }
-        writeln!(f, "at the peak, by role:\n{:>11} {:>8}", "bytes", "share")?;
+        writeln!(f, "at the peak, by role:\n{:>11}", "bytes")?;
         for (role, bytes) in self.roles {
-            let share = 100.0 * bytes as f64 / self.peak_allocated.max(1) as f64;
-            writeln!(f, "{:>11} {share:>6.1} %  {}", Size(bytes).to_string(), role.name().replace('_', " "))?;
+            writeln!(f, "{:>11}  {role:?}", Size(bytes).to_string())?;
         }
         fmt_sites(f, "at the peak, ", &self.sites)
     }

@@ -1,4 +1,4 @@
-//! The requests of a dry run: which blocks the program allocates and frees, at which line, and what for.
+//! The simulated allocator of a dry run, which records the requests and what the program does with its blocks.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -9,12 +9,11 @@ use std::sync::{Arc, Mutex};
 
 use super::super::allocator::{Allocator, check_fraction};
 use super::super::block::Block;
-use super::super::history::current_line;
+use super::super::config::Config;
+use super::super::driver::{Sim, SimOptions, driver};
+use super::super::{registry::build_allocator, thread};
 use crate::device::{StreamId, lock};
 use crate::{Device, Result};
-
-/// The largest size, in bytes, of a block whose values are kept, such as lengths, labels and indices.
-pub(super) const MAX_KEPT_BYTES: usize = 64 << 10;
 
 /// What a block of memory is used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -36,22 +35,6 @@ pub enum Role {
 impl Role {
     /// All roles, in the order of a report.
     pub const ALL: [Role; 5] = [Role::Parameter, Role::Gradient, Role::OptimizerState, Role::Saved, Role::Temporary];
-
-    /// Returns the plural name that reports use.
-    pub fn name(self) -> &'static str {
-        match self {
-            Role::Parameter => "parameters",
-            Role::Gradient => "gradients",
-            Role::OptimizerState => "optimizer_state",
-            Role::Saved => "saved",
-            Role::Temporary => "temporaries",
-        }
-    }
-
-    /// True if the role ends before the block does.
-    fn is_passing(self) -> bool {
-        matches!(self, Role::Saved | Role::Temporary)
-    }
 }
 
 /// A line of the program; `None` if unknown.
@@ -74,43 +57,106 @@ pub(super) enum Event {
         block: u32,
         role: Role,
     },
-    EmptyCache,
-}
-
-/// The events of a device, and what the device assumed about values that a dry run does not compute.
-#[derive(Default, Clone)]
-pub(super) struct Recorded {
-    pub(super) events: Vec<Event>,
-    pub(super) sites: Vec<Site>,
-    /// For each kind of value and line: how often it was needed, and whether the largest possible number was assumed instead of zeros.
-    pub(super) assumed: BTreeMap<(&'static str, Site), (u64, bool)>,
 }
 
 #[derive(Default)]
-struct State {
-    recorded: Recorded,
+pub(super) struct Recorded {
+    pub(super) events: Vec<Event>,
+    pub(super) sites: Vec<Site>,
     site_numbers: HashMap<Site, u32>,
     blocks: u32,
     /// The live blocks by the address of their slot.
     live: HashMap<NonZeroUsize, LiveBlock>,
-    /// The highest peaks before the program reset them: allocated, reserved and requested bytes.
+    /// The highest peaks so far: allocated, reserved and requested bytes.
     peaks: [u64; 3],
+    /// The values that were needed but not computed, by operation and line: how often, and whether the largest possible number was
+    /// assumed instead of zeros.
+    pub(super) assumed: BTreeMap<(&'static str, Site), (u64, bool)>,
 }
 
 struct LiveBlock {
     number: u32,
     role: Role,
-    /// The values, if they are known, with the storage's version at the time.
-    values: Option<(u64, Box<[u8]>)>,
+    /// The bytes as words, if they are known, and the storage's version at the time.
+    values: Option<(u64, Vec<u64>)>,
 }
 
-/// An allocator over simulated memory that forwards all calls to another allocator, and records them.
+/// An allocator on a simulated device that stands for a real one and has no limit, so that every program runs to its end.
 pub(super) struct EventRecorder {
     inner: Arc<dyn Allocator>,
+    pub(super) device: Device,
+    options: SimOptions,
+    config: Config,
+    /// The memory that the program would have, in bytes, and the part of it that the program allows.
     capacity: u64,
-    /// The number of bytes that the program allows. The simulated device has no limit, so that every program runs to its end.
-    limit: AtomicU64,
-    state: Mutex<State>,
+    pub(super) limit: AtomicU64,
+    pub(super) recorded: Mutex<Recorded>,
+}
+
+impl EventRecorder {
+    /// Simulates the device. `capacity` replaces the size of its memory.
+    pub(super) fn new(device: Device, capacity: Option<u64>) -> Result<EventRecorder> {
+        let (real, config) = (driver(device)?, Config::from_env_once()?);
+        let capacity = capacity.unwrap_or(real.capacity());
+        let (largest_segment, alignment, page) = (real.largest_segment(), real.alignment(), real.page());
+        let options = SimOptions { largest_segment, alignment, page, ..SimOptions::default() };
+        let limit = AtomicU64::new(config.limit(capacity));
+        let config = Config { memory_limit: usize::MAX, per_process_memory_fraction: 1.0, ..config.clone() };
+        let inner = simulate(device, options, &config)?;
+        Ok(EventRecorder { inner, device, options, config, capacity, limit, recorded: Mutex::default() })
+    }
+
+    /// Returns another allocator on such a device, with `capacity` bytes of memory or without a limit.
+    pub(super) fn allocator(&self, capacity: Option<u64>) -> Result<Arc<dyn Allocator>> {
+        let options = SimOptions { capacity: capacity.unwrap_or(self.options.capacity), ..self.options };
+        simulate(self.device, options, &self.config)
+    }
+
+    /// Returns the peaks of allocated, reserved and requested bytes since the run began.
+    pub(super) fn peaks(&self) -> [u64; 3] {
+        let stats = self.inner.stats();
+        let now = [stats.allocated_bytes, stats.reserved_bytes, stats.requested_bytes].map(|stat| stat.peak);
+        let peaks = &mut lock(&self.recorded).peaks;
+        peaks.iter_mut().zip(now).for_each(|(peak, now)| *peak = now.max(*peak));
+        *peaks
+    }
+
+    /// Counts a value that the program needs and a dry run does not compute.
+    pub(super) fn assume(&self, what: &'static str, largest: bool) {
+        let recorded = &mut *lock(&self.recorded);
+        recorded.assumed.entry((what, thread::get(|state| &state.caller))).or_insert((0, largest)).0 += 1;
+    }
+
+    /// Gives a block a role. The roles `Saved` and `Temporary`, which end before the block does, do not replace the others.
+    pub(super) fn set_role(&self, block: &Block, role: Role) {
+        let Recorded { live, events, .. } = &mut *lock(&self.recorded);
+        let passing = |role| matches!(role, Role::Saved | Role::Temporary);
+        if let Some(live) = live.get_mut(&block.slot_ptr().addr())
+            && live.role != role
+            && (passing(live.role) || !passing(role))
+        {
+            live.role = role;
+            events.push(Event::Role { block: live.number, role });
+        }
+    }
+
+    /// Keeps the values of a block until the storage has another version.
+    pub(super) fn keep_values(&self, block: &Block, version: u64, values: Option<Vec<u64>>) {
+        if let Some(live) = lock(&self.recorded).live.get_mut(&block.slot_ptr().addr()) {
+            live.values = values.map(|values| (version, values));
+        }
+    }
+
+    /// Returns the block's values, if they are known.
+    pub(super) fn values(&self, block: &Block, version: u64) -> Option<Vec<u64>> {
+        let recorded = lock(&self.recorded);
+        let (of, values) = recorded.live.get(&block.slot_ptr().addr())?.values.as_ref()?;
+        (*of == version).then(|| values.clone())
+    }
+}
+
+fn simulate(device: Device, options: SimOptions, config: &Config) -> Result<Arc<dyn Allocator>> {
+    build_allocator(Arc::new(Sim::standing_for(Some(device), options)), config.clone())
 }
 
 impl fmt::Debug for EventRecorder {
@@ -121,21 +167,33 @@ impl fmt::Debug for EventRecorder {
 
 impl Allocator for EventRecorder {
     fn device(&self) -> Device {
-        self.inner.device()
+        self.device
     }
 
     fn inner(&self) -> Option<&Arc<dyn Allocator>> {
         Some(&self.inner)
     }
 
-    fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
-        let block = self.inner.allocate(bytes, stream)?;
-        lock(&self.state).record_allocation(&block, bytes as u64, stream);
+    fn allocate(&self, requested: usize, stream: StreamId) -> Result<Block> {
+        let block = self.inner.allocate(requested, stream)?;
+        let (line, recorded) = (thread::get(|state| &state.caller), &mut *lock(&self.recorded));
+        let site = *recorded.site_numbers.entry(line).or_insert(recorded.sites.len() as u32);
+        if site as usize == recorded.sites.len() {
+            recorded.sites.push(line);
+        }
+        let (requested, size) = (requested as u64, block.size() as u64);
+        recorded.events.push(Event::Allocate { requested, size, site, stream });
+        let live = LiveBlock { number: recorded.blocks, role: Role::Temporary, values: None };
+        recorded.live.insert(block.slot_ptr().addr(), live);
+        recorded.blocks += 1;
         Ok(block)
     }
 
     fn deallocate(&self, block: Block) {
-        lock(&self.state).record_free(&block); // before another thread can get the block
+        let recorded = &mut *lock(&self.recorded); // until the block is returned, so that no other thread gets it before the event
+        if let Some(live) = recorded.live.remove(&block.slot_ptr().addr()) {
+            recorded.events.push(Event::Free { block: live.number });
+        }
         self.inner.deallocate(block);
     }
 
@@ -148,11 +206,6 @@ impl Allocator for EventRecorder {
         self.inner.reset_peak_stats();
     }
 
-    fn empty_cache(&self) -> Result<()> {
-        lock(&self.state).recorded.events.push(Event::EmptyCache);
-        self.inner.empty_cache()
-    }
-
     fn set_memory_limit(&self, bytes: u64) -> Result<()> {
         self.limit.store(bytes, Relaxed);
         Ok(())
@@ -160,83 +213,5 @@ impl Allocator for EventRecorder {
 
     fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
         self.set_memory_limit((self.capacity as f64 * check_fraction(fraction)?) as u64)
-    }
-}
-
-impl EventRecorder {
-    /// Records the calls of `inner`, whose device has `capacity` bytes of memory, of which `limit` are allowed.
-    pub(super) fn new(inner: Arc<dyn Allocator>, capacity: u64, limit: u64) -> EventRecorder {
-        EventRecorder { inner, capacity, limit: AtomicU64::new(limit), state: Mutex::default() }
-    }
-
-    /// Returns the number of bytes that the program allows.
-    pub(super) fn limit(&self) -> u64 {
-        self.limit.load(Relaxed)
-    }
-
-    /// Returns the peaks of allocated, reserved and requested bytes since the run began.
-    pub(super) fn peaks(&self) -> [u64; 3] {
-        let stats = self.inner.stats();
-        let now = [stats.allocated_bytes, stats.reserved_bytes, stats.requested_bytes].map(|stat| stat.peak);
-        let peaks = &mut lock(&self.state).peaks;
-        peaks.iter_mut().zip(now).for_each(|(peak, now)| *peak = now.max(*peak));
-        *peaks
-    }
-
-    /// Returns a copy of the events so far.
-    pub(super) fn recorded(&self) -> Recorded {
-        lock(&self.state).recorded.clone()
-    }
-
-    /// Counts a value that the program needs on the host and a dry run does not compute.
-    pub(super) fn assume(&self, what: &'static str, largest: bool) {
-        let assumed = &mut lock(&self.state).recorded.assumed;
-        let (count, is_largest) = assumed.entry((what, current_line())).or_default();
-        (*count, *is_largest) = (*count + 1, largest);
-    }
-
-    /// Gives a block a role. The roles `Saved` and `Temporary` do not replace the others.
-    pub(super) fn set_role(&self, block: &Block, role: Role) {
-        let state = &mut *lock(&self.state);
-        let Some(live) = state.live.get_mut(&block.slot_ptr().addr()) else { return };
-        if live.role != role && (live.role.is_passing() || !role.is_passing()) {
-            live.role = role;
-            state.recorded.events.push(Event::Role { block: live.number, role });
-        }
-    }
-
-    /// Keeps the values of the whole block, until the storage has another version.
-    pub(super) fn keep_values(&self, block: &Block, version: u64, values: Option<&[u8]>) {
-        if let Some(live) = lock(&self.state).live.get_mut(&block.slot_ptr().addr()) {
-            live.values = values.map(|values| (version, values.into()));
-        }
-    }
-
-    /// Calls `f` with the block's values; returns `None` if they are not known.
-    pub(super) fn with_values<R>(&self, block: &Block, version: u64, f: impl FnOnce(&[u8]) -> R) -> Option<R> {
-        let state = lock(&self.state);
-        let (of, values) = state.live.get(&block.slot_ptr().addr())?.values.as_ref()?;
-        (*of == version).then(|| f(values))
-    }
-}
-
-impl State {
-    fn record_allocation(&mut self, block: &Block, requested: u64, stream: StreamId) {
-        let line = current_line();
-        let recorded = &mut self.recorded;
-        let site = *self.site_numbers.entry(line).or_insert_with(|| {
-            recorded.sites.push(line);
-            recorded.sites.len() as u32 - 1
-        });
-        recorded.events.push(Event::Allocate { requested, size: block.size() as u64, site, stream });
-        let live = LiveBlock { number: self.blocks, role: Role::Temporary, values: None };
-        self.live.insert(block.slot_ptr().addr(), live);
-        self.blocks += 1;
-    }
-
-    fn record_free(&mut self, block: &Block) {
-        if let Some(live) = self.live.remove(&block.slot_ptr().addr()) {
-            self.recorded.events.push(Event::Free { block: live.number });
-        }
     }
 }

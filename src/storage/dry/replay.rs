@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use super::super::allocator::Allocator;
 use super::super::block::Block;
-use super::super::history::{Frame, LiveMemory, add_caller_line, group_by_call_site, with_line};
+use super::super::history::{Frame, LiveMemory, add_caller_line, group_by_call_site};
+use super::super::thread;
 use super::record::{Event, Recorded, Role, Site};
 use crate::{Error, Result};
 
@@ -32,79 +33,33 @@ pub fn min_capacity<E>(
     enough: u64,
     mut survives: impl FnMut(u64) -> Result<bool, E>,
 ) -> Result<Option<u64>, E> {
-    let mut most = enough.max(least);
+    let mut most = enough.max(least).max(1);
     while !survives(most)? {
-        let Some(double) = most.checked_mul(2).filter(|&double| double > 0) else { return Ok(None) };
+        let Some(double) = most.checked_mul(2) else { return Ok(None) };
         most = double;
     }
     let tolerance = (least / 1000).max(1);
     let (mut fails, mut answer) = (least.saturating_sub(1), most);
-    loop {
+    'search: loop {
         while answer - fails > tolerance && answer > least {
             // Test `least` itself first, so that the answer is exact if the peak of the requested bytes suffices.
             let middle = if fails < least { least } else { fails + (answer - fails) / 2 };
-            match survives(middle)? {
-                true => answer = middle,
-                false => fails = middle,
-            }
+            if survives(middle)? { answer = middle } else { fails = middle }
         }
         // Test in descending order, so that the capacity tested before a failing one is known to survive.
-        let step = (most - answer) / PROBES;
-        let (mut above, mut gap) = (most, None);
+        let (step, mut above) = ((most - answer) / PROBES, most);
         for capacity in (1..PROBES).rev().map(|probe| answer + probe * step).filter(|_| step > 0) {
             if !survives(capacity)? {
-                gap = Some(capacity);
-                break;
+                (fails, answer) = (capacity, above);
+                continue 'search;
             }
             above = capacity;
         }
-        match gap {
-            Some(capacity) => (fails, answer) = (capacity, above),
-            None => return Ok(Some(answer)),
-        }
+        return Ok(Some(answer));
     }
-}
-
-/// Replays the events through an allocator. Returns the line of the request for which memory did not suffice; `None` if all were
-/// served.
-///
-/// # Errors
-/// Every failure other than out of memory.
-pub(super) fn replay(recorded: &Recorded, allocator: &dyn Allocator) -> Result<Option<Site>> {
-    let mut live = HashMap::new();
-    let ended = replay_events(recorded, allocator, &mut live);
-    live.into_values().for_each(|block| allocator.deallocate(block));
-    ended
-}
-
-/// Replays the events, and leaves the blocks in `live` that are not freed.
-pub(super) fn replay_events(
-    recorded: &Recorded,
-    allocator: &dyn Allocator,
-    live: &mut HashMap<u32, Block>,
-) -> Result<Option<Site>> {
-    let mut blocks = 0;
-    for event in &recorded.events {
-        match *event {
-            Event::Allocate { requested, site, stream, .. } => {
-                let line = recorded.sites[site as usize];
-                match with_line(line, || allocator.allocate(requested as usize, stream)) {
-                    Ok(block) => _ = live.insert(blocks, block),
-                    Err(Error::OutOfMemory { .. }) => return Ok(Some(line)),
-                    Err(error) => return Err(error),
-                }
-                blocks += 1;
-            }
-            Event::Free { block } => live.remove(&block).into_iter().for_each(|block| allocator.deallocate(block)),
-            Event::EmptyCache => allocator.empty_cache()?,
-            Event::Role { .. } => {}
-        }
-    }
-    Ok(None)
 }
 
 /// A live block in a replay that only counts.
-#[derive(Clone, Copy)]
 struct Counted {
     size: u64,
     site: u32,
@@ -112,6 +67,28 @@ struct Counted {
 }
 
 impl Recorded {
+    /// Replays the events through an allocator, and leaves the blocks in `live` that are not freed. Returns the line of the request for
+    /// which memory did not suffice; `None` if all were served.
+    pub(super) fn replay(&self, allocator: &dyn Allocator, live: &mut HashMap<u32, Block>) -> Result<Option<Site>> {
+        let mut blocks = 0;
+        for event in &self.events {
+            match *event {
+                Event::Allocate { requested, site, stream, .. } => {
+                    let line = self.sites[site as usize];
+                    match thread::with(|state| &state.caller, line, || allocator.allocate(requested as usize, stream)) {
+                        Ok(block) => _ = live.insert(blocks, block),
+                        Err(Error::OutOfMemory { .. }) => return Ok(Some(line)),
+                        Err(error) => return Err(error),
+                    }
+                    blocks += 1;
+                }
+                Event::Free { block } => live.remove(&block).into_iter().for_each(|block| allocator.deallocate(block)),
+                Event::Role { .. } => {}
+            }
+        }
+        Ok(None)
+    }
+
     /// Returns the blocks at the peak of allocated bytes, by source line and by role.
     pub(super) fn at_peak(&self) -> (Vec<LiveMemory>, [(Role, u64); 5]) {
         let (mut most, mut peak) = (0, 0);
@@ -121,16 +98,17 @@ impl Recorded {
             }
         });
         let live = self.count_until(peak, |_, _| {});
-        let frames: Vec<Arc<[Frame]>> = self.sites.iter().map(|&site| frames_of_site(site).into()).collect();
+        let frames: Vec<Arc<[Frame]>> =
+            self.sites.iter().map(|&site| frame_of_site(site).into_iter().collect()).collect();
         let sites = group_by_call_site(live.values().map(|block| (&frames[block.site as usize], block.size)));
         let of_role = |role| live.values().filter(|block| block.role == role).map(|block| block.size).sum();
         (sites, Role::ALL.map(|role| (role, of_role(role))))
     }
 
-    /// Replays the first `end` events. Calls `f` after each with the number of events so far and the allocated bytes. Returns the blocks
+    /// Counts the first `end` events. Calls `f` after each with the number of events so far and the allocated bytes. Returns the blocks
     /// that are live at the end.
     fn count_until(&self, end: usize, mut f: impl FnMut(usize, u64)) -> HashMap<u32, Counted> {
-        let (mut live, mut blocks, mut allocated) = (HashMap::new(), 0, 0);
+        let (mut live, mut blocks, mut allocated) = (HashMap::<u32, Counted>::new(), 0, 0);
         for (i, event) in self.events[..end].iter().enumerate() {
             match *event {
                 Event::Allocate { size, site, .. } => {
@@ -138,10 +116,7 @@ impl Recorded {
                     (blocks, allocated) = (blocks + 1, allocated + size);
                 }
                 Event::Free { block } => allocated -= live.remove(&block).map_or(0, |block| block.size),
-                Event::Role { block, role } => {
-                    live.get_mut(&block).into_iter().for_each(|block| block.role = role);
-                }
-                Event::EmptyCache => {}
+                Event::Role { block, role } => live.get_mut(&block).into_iter().for_each(|block| block.role = role),
             }
             f(i + 1, allocated);
         }
@@ -149,11 +124,11 @@ impl Recorded {
     }
 }
 
-/// Returns the frame of a line; no frame if the line is unknown.
-pub(super) fn frames_of_site(site: Site) -> Vec<Frame> {
+/// Returns the frame of a line; `None` if the line is unknown.
+pub(super) fn frame_of_site(site: Site) -> Option<Frame> {
     let mut frames = Vec::new();
-    site.into_iter().for_each(|line| add_caller_line(&mut frames, line));
-    frames
+    add_caller_line(&mut frames, site?);
+    frames.pop()
 }
 
 #[cfg(test)]

@@ -1,22 +1,24 @@
-//! Accesses to simulated storages. Small values that the host wrote or the CPU computed from such values are known. All others are
-//! zeros, and numbers that depend on them are the largest possible.
+//! Accesses to simulated storages. Small values that the host wrote, or that the CPU device computed from such values, are known, because
+//! programs depend on lengths, labels and indices. All others are zeros, and numbers that depend on them are the largest possible.
 
 use std::ops::Range;
-use std::slice;
 
 use super::super::absent::Uncalled;
-use super::super::allocation::{Allocation, Backing, Storage};
+use super::super::allocation::{Backing, Storage};
 use super::super::allocator::find_allocator;
 use super::super::block::Block;
-use super::super::driver::host::HostMemory;
-use super::record::{EventRecorder, MAX_KEPT_BYTES, Role};
+use super::record::{EventRecorder, Role};
+use crate::Device;
 use crate::device::dry;
-use crate::{Device, Result};
 
-/// Returns the recorder of the allocation's block; `None` outside a dry run.
-fn recorder_of(allocation: &Allocation) -> Option<(&EventRecorder, &Block)> {
-    let (Backing::Host(lease) | Backing::OpenCl(_, lease)) = &allocation.backing else { return None };
-    Some((find_allocator(lease.allocator())?, &lease.block))
+/// The largest size, in bytes, of a storage whose values are kept.
+const MAX_KEPT_BYTES: usize = 64 << 10;
+
+/// Returns bytes as whole words, so that elements of all types are aligned.
+fn words_of(bytes: &[u8]) -> Vec<u64> {
+    let mut words = vec![0; bytes.len().div_ceil(8)];
+    bytemuck::cast_slice_mut(&mut words)[..bytes.len()].copy_from_slice(bytes);
+    words
 }
 
 impl Storage {
@@ -35,133 +37,108 @@ impl Storage {
     #[inline]
     pub fn set_role(&self, role: Role) {
         if dry::is_on() {
-            recorder_of(self.allocation()).into_iter().for_each(|(recorder, block)| recorder.set_role(block, role));
+            self.recorder().into_iter().for_each(|(recorder, block)| recorder.set_role(block, role));
         }
+    }
+
+    /// Returns the recorder of the storage's block; `None` if the storage is not simulated.
+    fn recorder(&self) -> Option<(&EventRecorder, &Block)> {
+        let (Backing::Host(lease) | Backing::OpenCl(_, lease)) = &self.allocation().backing else { return None };
+        Some((find_allocator(lease.allocator())?, &lease.block))
+    }
+
+    fn assume(&self, what: &'static str, largest: bool) {
+        self.recorder().into_iter().for_each(|(recorder, _)| recorder.assume(what, largest));
     }
 
     /// Returns `largest` in place of a number that depends on values of a simulated storage that are not known. The report names `what`.
     pub(crate) fn simulated_count(&self, what: &'static str, largest: usize) -> Option<usize> {
-        (self.is_simulated() && self.with_values(|_| ()).is_none()).then(|| {
-            self.assume(what, true);
-            largest
-        })
+        let unknown = self.is_simulated() && self.values().is_none();
+        unknown.then(|| self.assume(what, true)).map(|()| largest)
     }
 
-    fn assume(&self, what: &'static str, largest: bool) {
-        recorder_of(self.allocation()).into_iter().for_each(|(recorder, _)| recorder.assume(what, largest));
-    }
-
-    /// Returns the version that kept values must have. On the CPU every write passes through this module, so there is none.
+    /// Returns the version that known values have. On the CPU every write passes through this module, so there is only one.
     fn values_version(&self) -> u64 {
         if self.device() == Device::Cpu { 0 } else { self.version() }
     }
 
-    /// Calls `f` with the bytes of a simulated storage, if they are known: small values that the host wrote or the CPU computed.
-    fn with_values<R>(&self, f: impl FnOnce(&[u8]) -> R) -> Option<R> {
-        let (recorder, block) = recorder_of(self.allocation())?;
-        recorder.with_values(block, self.values_version(), f)
+    /// Returns the values of a simulated storage as words, if they are known.
+    fn values(&self) -> Option<Vec<u64>> {
+        self.recorder().and_then(|(recorder, block)| recorder.values(block, self.values_version()))
     }
 
-    /// Makes these the known bytes of a simulated storage; `None` if its bytes are not known, or too many.
-    fn set_values(&self, values: Option<&[u8]>) {
-        if let Some((recorder, block)) = recorder_of(self.allocation()) {
-            let small = values.filter(|values| values.len() <= MAX_KEPT_BYTES);
-            recorder.keep_values(block, self.values_version(), small);
+    fn set_values(&self, values: Option<Vec<u64>>) {
+        if let Some((recorder, block)) = self.recorder() {
+            recorder.keep_values(block, self.values_version(), values);
         }
     }
 
-    /// Reads known bytes. Others are zeros, which the report counts.
-    pub(in crate::storage) fn read_simulated(&self, range: Range<usize>, dst: &mut [u8]) -> Result<()> {
-        if self.with_values(|values| dst.copy_from_slice(&values[range])).is_none() {
-            dst.fill(0);
-            self.assume(if dst.len() <= 8 { "item" } else { "to_vec" }, false);
+    /// Reads known values. Others are zeros, which the report counts.
+    pub(in crate::storage) fn read_simulated(&self, range: Range<usize>, dst: &mut [u8]) {
+        match self.values() {
+            Some(values) => dst.copy_from_slice(&bytemuck::cast_slice(&values)[range]),
+            None => {
+                dst.fill(0);
+                self.assume(if dst.len() <= 8 { "item" } else { "to_vec" }, false);
+            }
         }
-        Ok(())
     }
 
-    /// Repeats `src` over the range. Keeps small values, because programs depend on lengths, labels and indices.
-    pub(in crate::storage) fn write_simulated(&self, range: Range<usize>, src: &[u8]) {
-        let is_whole = range == (0..self.nbytes());
-        let mut values = match self.nbytes() <= MAX_KEPT_BYTES {
-            true if is_whole => Some(vec![0; range.len()]),
-            true => self.with_values(<[u8]>::to_vec),
-            false => None,
+    /// Writes `src`, repeated over the range; `None` for unknown values.
+    pub(in crate::storage) fn write_simulated(&self, range: Range<usize>, src: Option<&[u8]>) {
+        let new = || (range.len() == self.nbytes()).then(|| vec![0; self.nbytes().div_ceil(8)]);
+        let mut values = src.filter(|_| self.nbytes() <= MAX_KEPT_BYTES).and_then(|_| self.values().or_else(new));
+        if let (Some(values), Some(src)) = (&mut values, src) {
+            bytemuck::cast_slice_mut(values)[range].chunks_mut(src.len()).for_each(|to| to.copy_from_slice(src));
+        }
+        self.set_values(values);
+    }
+
+    /// Copies known values between storages of which at least one is simulated. Values of a real storage are not changed.
+    pub(in crate::storage) fn copy_simulated(&self, to: Range<usize>, src: &Storage, from: Range<usize>) {
+        let values = match src.recorder() {
+            Some(_) => src.values().map(|values| bytemuck::cast_slice(&values)[from].to_vec()),
+            None if from.len() > MAX_KEPT_BYTES => None,
+            None => src.read_vec(from.start, from.len()).ok(),
         };
-        if let Some(values) = &mut values {
-            values[range].chunks_mut(src.len()).for_each(|to| to.copy_from_slice(src));
-        }
-        self.set_values(values.as_deref());
-    }
-
-    /// Copies known bytes. The others stay unknown.
-    pub(in crate::storage) fn copy_simulated(&self, to: Range<usize>, src: &Storage, from: Range<usize>) -> Result<()> {
-        let mut values = vec![0; if from.len() <= MAX_KEPT_BYTES { from.len() } else { 0 }];
-        let known = !values.is_empty()
-            && match src.is_simulated() {
-                true => src.with_values(|all| values.copy_from_slice(&all[from])).is_some(),
-                false => src.read(from.start, &mut values).is_ok(),
-            };
-        match known {
-            true => self.write(to.start, &values)?,
-            false if self.is_simulated() => self.set_values(None),
-            false => {}
-        }
-        Ok(())
+        self.write_simulated(to, values.as_deref());
     }
 }
 
-/// A copy of a small storage's bytes, as aligned as a block.
-struct AlignedCopy(HostMemory, usize);
-
-impl AlignedCopy {
-    /// Copies the bytes, which are zeros if they are not known. Returns `None` for many bytes, or if there is no memory.
-    fn new(len: usize, bytes: Option<&[u8]>) -> Option<AlignedCopy> {
-        let memory = HostMemory::zeroed(len).filter(|_| len <= MAX_KEPT_BYTES)?;
-        let mut copy = AlignedCopy(memory, len);
-        bytes.into_iter().for_each(|bytes| copy.bytes_mut().copy_from_slice(bytes));
-        Some(copy)
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: `zeroed` made `self.1` initialised bytes, which only this value uses, and `self` is borrowed exclusively.
-        unsafe { slice::from_raw_parts_mut(self.0.start().as_ptr(), self.1) }
-    }
-}
-
-/// Calls `f` with copies of the bytes of `reads` and `writes`, and keeps what `f` writes, if all bytes of `reads` are known and few.
-/// Otherwise does not call `f`, and the bytes of `writes` are no longer known. The storages' locks are held.
+/// Calls `f` with copies of the bytes of `reads` and `writes`, and keeps what `f` writes, if all values of `reads` are known and there
+/// are few. Otherwise does not call `f`, and the values of `writes` are unknown. The storages' locks are held.
 pub(in crate::storage) fn run_simulated<R: Uncalled>(
     reads: &[&Storage],
     writes: &[&Storage],
     f: impl FnOnce(&[&[u8]], &mut [&mut [u8]]) -> R,
 ) -> R {
-    let Some([mut from, mut to]) = copy_operands(reads, writes) else {
+    let Some([from, mut to]) = copy_operands(reads, writes) else {
         writes.iter().for_each(|storage| storage.set_values(None));
         return R::uncalled();
     };
-    let from: Vec<&[u8]> = from.iter_mut().map(|copy| &*copy.bytes_mut()).collect();
-    let result = f(&from, &mut to.iter_mut().map(AlignedCopy::bytes_mut).collect::<Vec<_>>());
-    writes.iter().zip(&mut to).for_each(|(storage, copy)| storage.set_values(Some(copy.bytes_mut())));
+    let from: Vec<&[u8]> =
+        from.iter().zip(reads).map(|(words, s)| &bytemuck::cast_slice(words)[..s.nbytes()]).collect();
+    let both = to.iter_mut().zip(writes);
+    let mut into: Vec<&mut [u8]> = both.map(|(words, s)| &mut bytemuck::cast_slice_mut(words)[..s.nbytes()]).collect();
+    let result = f(&from, &mut into);
+    writes.iter().zip(to).for_each(|(storage, words)| storage.set_values(Some(words)));
     result
 }
 
-fn copy_operands(reads: &[&Storage], writes: &[&Storage]) -> Option<[Vec<AlignedCopy>; 2]> {
-    let copy_of_read = |storage: &&Storage| match storage.allocation().host_range() {
-        (_, 0) if storage.nbytes() > 0 => {
-            storage.with_values(|values| AlignedCopy::new(storage.nbytes(), Some(values)))?
-        }
+fn copy_operands(reads: &[&Storage], writes: &[&Storage]) -> Option<[Vec<Vec<u64>>; 2]> {
+    let is_small = |s: &&&Storage| s.nbytes() <= MAX_KEPT_BYTES;
+    let read = |storage: &&Storage| match storage.allocation().host_range() {
+        (_, 0) if storage.nbytes() > 0 => storage.values(),
         // SAFETY: as in `with_host`, whose caller holds the lock.
-        (start, len) => AlignedCopy::new(len, Some(unsafe { slice::from_raw_parts(start.as_ptr(), len) })),
+        (start, len) => Some(words_of(unsafe { std::slice::from_raw_parts(start.as_ptr(), len) })),
     };
-    let copy_of_write = |storage: &&Storage| match storage.allocation().host_range() {
-        (_, 0) => {
-            let known = storage.with_values(|values| AlignedCopy::new(storage.nbytes(), Some(values)));
-            known.unwrap_or_else(|| AlignedCopy::new(storage.nbytes(), None))
-        }
-        _ => None, // bytes that exist are not changed
+    // Bytes that exist are not changed.
+    let write = |storage: &&Storage| match storage.allocation().host_range() {
+        (_, 0) => Some(storage.values().unwrap_or_else(|| vec![0; storage.nbytes().div_ceil(8)])),
+        _ => None,
     };
-    Some([
-        reads.iter().map(copy_of_read).collect::<Option<_>>()?,
-        writes.iter().map(copy_of_write).collect::<Option<_>>()?,
-    ])
+    if reads.iter().chain(writes).filter(is_small).count() < reads.len() + writes.len() {
+        return None;
+    }
+    Some([reads.iter().map(read).collect::<Option<_>>()?, writes.iter().map(write).collect::<Option<_>>()?])
 }

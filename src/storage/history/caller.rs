@@ -64,15 +64,6 @@ fn restore_line(outer: Option<&'static Location<'static>>) {
     thread::replace(|state| &state.caller, outer);
 }
 
-/// Runs `f` with this thread's allocations attributed to `line`.
-pub(in crate::storage) fn with_line<R>(line: Option<&'static Location<'static>>, f: impl FnOnce() -> R) -> R {
-    thread::with(|state| &state.caller, line, f)
-}
-
-pub(in crate::storage) fn current_line() -> Option<&'static Location<'static>> {
-    thread::get(|state| &state.caller)
-}
-
 /// Adds the line to a stack's frames: as the line of the innermost frame if debug information gave none, or as a new frame if there
 /// are no frames.
 pub(in crate::storage) fn add_caller_line(frames: &mut Vec<Frame>, location: &Location<'_>) {

@@ -30,7 +30,7 @@ use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 pub use caller::Caller;
-pub(super) use caller::{add_caller_line, current_line, with_line};
+pub(super) use caller::add_caller_line;
 pub(crate) use collect::SegmentWithContexts;
 use context::FrameCache;
 pub(super) use context::count_recording;

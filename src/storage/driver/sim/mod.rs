@@ -127,15 +127,11 @@ impl fmt::Debug for Sim {
 impl Sim {
     /// Makes a simulated device.
     pub fn new(options: SimOptions) -> Sim {
-        Sim::with_device(options, None)
+        Sim::standing_for(None, options)
     }
 
     /// Makes a device that stands for a real one in a dry run.
-    pub(in crate::storage) fn standing_for(device: Device, options: SimOptions) -> Sim {
-        Sim::with_device(options, Some(device))
-    }
-
-    fn with_device(options: SimOptions, stands_for: Option<Device>) -> Sim {
+    pub(in crate::storage) fn standing_for(stands_for: Option<Device>, options: SimOptions) -> Sim {
         let mut state = State::default();
         state.order.checks = options.check_order;
         Sim(Arc::new(SimShared { options, stands_for, count: AtomicU64::new(0), state: Mutex::new(state) }))
