@@ -1,6 +1,5 @@
 //! The result of a dry run: how much memory the program needs, and for what.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -73,7 +72,7 @@ impl DeviceEstimate {
         let [peak_allocated, peak_reserved, peak_requested] = recorder.peaks();
         let capacity = compares.then(|| recorder.limit.load(Relaxed));
         let recorded = lock(&recorder.recorded);
-        let failure = |capacity| recorded.replay(&*recorder.allocator(Some(capacity))?, &mut HashMap::new());
+        let failure = |capacity| recorded.replay(&*recorder.allocator(Some(capacity))?, || {});
         let smallest = min_capacity(peak_requested, peak_reserved, |capacity| Ok(failure(capacity)?.is_none()))?;
         let failed = capacity.map(failure).transpose()?;
         let (sites, roles) = recorded.at_peak();
@@ -99,12 +98,12 @@ impl DeviceEstimate {
     /// # Errors
     /// If the host has no memory for the history.
     pub fn snapshot(&self) -> Result<Snapshot> {
-        let (allocator, mut live) = (self.recorder.allocator(None)?, HashMap::new());
+        let (allocator, mut snapshot) = (self.recorder.allocator(None)?, Snapshot::default());
         let recorded = lock(&self.recorder.recorded);
         let entries = (3 * recorded.events.len() + 1000).min(MAX_SNAPSHOT_ENTRIES);
         allocator.record_memory_history(HistoryOptions::default().stacks(false).max_entries(entries))?;
-        recorded.replay(&*allocator, &mut live)?;
-        Ok(allocator.snapshot())
+        recorded.replay(&*allocator, || snapshot = allocator.snapshot())?;
+        Ok(snapshot)
     }
 
     fn to_json(&self) -> Value {

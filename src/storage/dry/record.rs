@@ -15,7 +15,7 @@ use super::super::{registry::build_allocator, thread};
 use crate::device::{StreamId, lock};
 use crate::{Device, Result};
 
-/// What a block of memory is used for.
+/// The purpose of a block of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Role {

@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::super::allocator::Allocator;
-use super::super::block::Block;
 use super::super::history::{Frame, LiveMemory, add_caller_line, group_by_call_site};
 use super::super::thread;
 use super::record::{Event, Recorded, Role, Site};
@@ -67,18 +66,21 @@ struct Counted {
 }
 
 impl Recorded {
-    /// Replays the events through an allocator, and leaves the blocks in `live` that are not freed. Returns the line of the request for
-    /// which memory did not suffice; `None` if all were served.
-    pub(super) fn replay(&self, allocator: &dyn Allocator, live: &mut HashMap<u32, Block>) -> Result<Option<Site>> {
-        let mut blocks = 0;
+    /// Replays the events through an allocator, calls `at_end`, and frees the remaining blocks. Returns the line of the request for which
+    /// memory did not suffice; `None` if all were served.
+    pub(super) fn replay(&self, allocator: &dyn Allocator, at_end: impl FnOnce()) -> Result<Option<Site>> {
+        let (mut live, mut blocks, mut ended) = (HashMap::new(), 0, Ok(None));
         for event in &self.events {
             match *event {
                 Event::Allocate { requested, site, stream, .. } => {
                     let line = self.sites[site as usize];
                     match thread::with(|state| &state.caller, line, || allocator.allocate(requested as usize, stream)) {
                         Ok(block) => _ = live.insert(blocks, block),
-                        Err(Error::OutOfMemory { .. }) => return Ok(Some(line)),
-                        Err(error) => return Err(error),
+                        Err(error) => {
+                            ended =
+                                if matches!(error, Error::OutOfMemory { .. }) { Ok(Some(line)) } else { Err(error) };
+                            break;
+                        }
                     }
                     blocks += 1;
                 }
@@ -86,7 +88,9 @@ impl Recorded {
                 Event::Role { .. } => {}
             }
         }
-        Ok(None)
+        at_end();
+        live.into_values().for_each(|block| allocator.deallocate(block));
+        ended
     }
 
     /// Returns the blocks at the peak of allocated bytes, by source line and by role.
