@@ -2,7 +2,7 @@
 
 use super::allocation::{Allocation, Storage};
 use super::driver::MemoryKind;
-use super::dry::run_simulated;
+use super::dry::values::run_simulated;
 use crate::device::dry;
 use crate::{Error, Result};
 

@@ -7,7 +7,7 @@
 mod estimate;
 mod record;
 mod replay;
-mod values;
+pub(super) mod values;
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -21,7 +21,6 @@ pub use estimate::{Assumption, DeviceEstimate, Estimate};
 use record::EventRecorder;
 pub use record::Role;
 pub use replay::min_capacity;
-pub(super) use values::run_simulated;
 
 /// A dry run in progress.
 pub(super) struct DryRun {

@@ -22,7 +22,7 @@ fn words_of(bytes: &[u8]) -> Vec<u64> {
 }
 
 impl Storage {
-    /// Sets the role of the bytes in the [`Estimate`](super::Estimate) of a dry run; does nothing in other runs. Optimisers and autograd
+    /// Sets the role of the bytes in the [`Estimate`](super::estimate::Estimate) of a dry run; does nothing in other runs. Optimisers and autograd
     /// call this method for their own memory. [`Role::Saved`] and [`Role::Temporary`] do not replace the other roles.
     ///
     /// ```
