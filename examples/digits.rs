@@ -17,7 +17,7 @@ use common::{Curve, phase};
 
 /// Classifies handwritten digits: an MLP 64-128-64-10 trained on 1,437 images, tested on 360 others.
 #[derive(Parser)]
-struct Args {
+pub struct Args {
     /// Images per step, on every rank
     #[arg(long, default_value_t = 32)]
     batch: usize,
@@ -35,8 +35,7 @@ struct Args {
 /// The number of pixels of an image.
 const PIXELS: usize = 64;
 
-fn main() -> common::Outcome {
-    let mut args = Args::parse();
+pub fn run(mut args: Args) -> common::Outcome {
     let group = args.ranks.join(&mut args.run)?;
     let epochs = args.training.epochs;
     let watching = args.run.start()?;
@@ -122,4 +121,8 @@ fn main() -> common::Outcome {
     args.run.print(format_args!("test accuracy {accuracy:.3}"));
     watching.finish()?;
     Ok(())
+}
+
+fn main() -> common::Outcome {
+    run(Args::parse())
 }

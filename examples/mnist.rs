@@ -18,7 +18,7 @@ use common::images::{self, accuracy};
 
 /// Classifies digits with a small convolutional network.
 #[derive(Parser)]
-struct Args {
+pub struct Args {
     /// A folder with the four IDX files of MNIST, gzipped or not [default: the digits of this repository]
     #[arg(long)]
     data: Option<PathBuf>,
@@ -56,8 +56,7 @@ fn network(rows: usize, columns: usize, options: (DType, Device)) -> claystone::
         .push(Linear::new(32 * (rows / 4) * (columns / 4), 10, options)?))
 }
 
-fn main() -> common::Outcome {
-    let mut args = Args::parse();
+pub fn run(mut args: Args) -> common::Outcome {
     let group = args.ranks.join(&mut args.run)?;
     let watching = args.run.start()?;
     let (train, test) = match &args.data {
@@ -118,4 +117,8 @@ fn main() -> common::Outcome {
     args.run.print(format_args!("test accuracy {accuracy:.3}"));
     watching.finish()?;
     Ok(())
+}
+
+fn main() -> common::Outcome {
+    run(Args::parse())
 }

@@ -232,6 +232,28 @@ impl Display for Size {
     }
 }
 
+/// Parses a number of bytes: `700`, or a whole number with `KiB`, `MiB` or `GiB`, as `24GiB`.
+///
+/// ```
+/// assert_eq!(claystone::storage::parse_bytes("3 MiB"), Ok(3 << 20));
+/// ```
+///
+/// # Errors
+/// What is wrong with the text.
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let unit = match unit.trim() {
+        "" | "B" => 1,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        _ => return Err("write bytes, or a whole number with KiB, MiB or GiB".to_owned()),
+    };
+    let number: u64 = number.parse().map_err(|_| "it does not begin with a number".to_owned())?;
+    number.checked_mul(unit).ok_or_else(|| "no device has that much memory".to_owned())
+}
+
 /// Reasons longer than this number of bytes are shortened: a parser's error message may quote a whole file.
 const MAX_REASON_BYTES: usize = 2000;
 
@@ -308,6 +330,18 @@ macro_rules! no_gradient {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_are_parsed_with_units() {
+        assert_eq!(parse_bytes("700"), Ok(700));
+        assert_eq!(
+            (parse_bytes("3KiB"), parse_bytes("3 MiB"), parse_bytes("2GiB")),
+            (Ok(3 << 10), Ok(3 << 20), Ok(2 << 30))
+        );
+        for bad in ["", "MiB", "-1", "1.5MiB", "1MB", "99999999999999999999", "99999999999GiB"] {
+            assert!(parse_bytes(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn sizes_print_with_a_unit_and_exactly() {

@@ -2,9 +2,9 @@
 
 mod cache;
 mod devices;
+mod estimate;
 mod info;
 mod measure;
-mod min_capacity;
 mod plan;
 mod profile;
 mod replay;
@@ -26,6 +26,7 @@ use clap::{Parser, Subcommand};
     after_help = "Examples:
   claystone replay step.trace                  replay a trace through the default allocator
   claystone replay --help                      supported formats, and the printed columns
+  claystone estimate -- program args           how much device memory a program needs, without using it
   claystone snapshot memory.pickle             summarise the memory in use in a snapshot
   claystone profile trace.json                 print a table of times: see CLAYSTONE_PROFILE
   claystone view memory.pickle                 write a page that shows it in a browser
@@ -41,6 +42,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Replay(Box<replay::Args>),
+    Estimate(estimate::Args),
     Snapshot(snapshot::Args),
     Profile(profile::Args),
     View(view::Args),
@@ -56,6 +58,7 @@ enum Command {
 fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Replay(args) => replay::run(&args, &mut io::stdout()),
+        Command::Estimate(args) => estimate::run(&args, &mut io::stdout()),
         Command::Snapshot(args) => snapshot::run(&args, &mut io::stdout()),
         Command::Profile(args) => profile::run(&args, &mut io::stdout()),
         Command::View(args) => view::run(&args, &mut io::stdout()),

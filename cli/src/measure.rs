@@ -64,12 +64,7 @@ pub fn ns_per_pair(setup: &Setup, trace: &Trace, passes: u32) -> Result<Option<f
 ///
 /// # Errors
 /// Every failure other than out of memory.
-pub fn peak_with_capacity(
-    setup: &Setup,
-    trace: &Trace,
-    passes: u32,
-    capacity: Option<u64>,
-) -> Result<Option<u64>, String> {
+fn peak_with_capacity(setup: &Setup, trace: &Trace, passes: u32, capacity: Option<u64>) -> Result<Option<u64>, String> {
     let setup = Setup { config: setup.config.clone(), capacity, ..*setup };
     let mut run = Replay::new(&setup, trace).map_err(|error| error.to_string())?;
     match run.run_passes(passes) {
@@ -77,6 +72,14 @@ pub fn peak_with_capacity(
         Err(Failed { error: Error::OutOfMemory { .. }, .. }) => Ok(None),
         Err(failed) => Err(failed.to_string()),
     }
+}
+
+/// Returns the smallest capacity of a simulated device that survives `passes` passes, to within 0.1 % of the requested peak.
+pub fn min_capacity(setup: &Setup, trace: &Trace, passes: u32) -> Result<u64, String> {
+    let survives = |capacity| Ok::<bool, String>(peak_with_capacity(setup, trace, passes, Some(capacity))?.is_some());
+    let too_small = || "no device is large enough".to_owned();
+    let enough = peak_with_capacity(setup, trace, passes, None)?.ok_or_else(too_small)?;
+    storage::min_capacity(trace.peak_requested, enough, survives)?.ok_or_else(too_small)
 }
 
 /// Returns the peak of reserved bytes while passes are served from the plan of a recorded first pass.

@@ -7,11 +7,10 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use claystone::Device;
-use claystone::storage::{Backend, Config};
+use claystone::storage::{Backend, Config, parse_bytes};
 use rayon::prelude::*;
 
-use crate::measure::{Setup, measure, ns_per_pair, peak_when_planned};
-use crate::min_capacity::min_capacity;
+use crate::measure::{Setup, measure, min_capacity, ns_per_pair, peak_when_planned};
 use crate::plan::arena;
 use crate::report::{self, Planned, Row};
 use crate::trace::Trace;
@@ -126,21 +125,6 @@ impl FromStr for Driver {
     }
 }
 
-/// Parses a number of bytes, KiB, MiB or GiB.
-fn parse_bytes(text: &str) -> Result<u64, String> {
-    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at(split);
-    let unit = match unit.trim() {
-        "" | "B" => 1,
-        "KiB" => 1 << 10,
-        "MiB" => 1 << 20,
-        "GiB" => 1 << 30,
-        _ => return Err("write bytes, or a whole number with KiB, MiB or GiB".to_owned()),
-    };
-    let number: u64 = number.parse().map_err(|_| "it does not begin with a number".to_owned())?;
-    number.checked_mul(unit).ok_or_else(|| "no device has that much memory".to_owned())
-}
-
 fn parse_alignment(text: &str) -> Result<usize, String> {
     let number = text.parse().ok().filter(|n: &usize| n.is_power_of_two() && *n <= 1 << 30);
     number.ok_or_else(|| "it must be a power of two of at most 1 GiB".to_owned())
@@ -252,18 +236,6 @@ impl Args {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sizes_have_units() {
-        assert_eq!(parse_bytes("700"), Ok(700));
-        assert_eq!(
-            (parse_bytes("3KiB"), parse_bytes("3 MiB"), parse_bytes("2GiB")),
-            (Ok(3 << 10), Ok(3 << 20), Ok(2 << 30))
-        );
-        for bad in ["", "MiB", "-1", "1.5MiB", "1MB", "99999999999999999999", "99999999999GiB"] {
-            assert!(parse_bytes(bad).is_err(), "{bad}");
-        }
-    }
 
     #[test]
     fn alignments_are_powers_of_two() {

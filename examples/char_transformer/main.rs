@@ -24,7 +24,7 @@ use model::{Gpt, Sizes, Text, windows};
 
 /// Trains a small GPT on text and generates text; f16 and bf16 use autocast.
 #[derive(Parser)]
-struct Args {
+pub struct Args {
     /// Text files, and folders of Rust sources [default: this crate's own sources]
     text: Vec<PathBuf>,
     /// Training steps
@@ -93,8 +93,7 @@ fn write(gpt: &Gpt, numbers: &[i64], count: usize, device: Device) -> Result<Vec
     Ok(numbers.split_off(start))
 }
 
-fn main() -> Outcome {
-    let mut args = Args::parse();
+pub fn run(mut args: Args) -> Outcome {
     let group = args.ranks.join(&mut args.run)?;
     let watching = args.run.start()?;
     let mut text = String::new();
@@ -196,4 +195,8 @@ fn main() -> Outcome {
     args.run.print(written.iter().map(|&n| text.characters[n as usize]).collect::<String>());
     watching.finish()?;
     Ok(())
+}
+
+fn main() -> Outcome {
+    run(Args::parse())
 }

@@ -14,7 +14,7 @@ use model::{Batch, Classifier, SYMBOLS};
 
 /// Trains on random sequences, new ones in each step, and prints the accuracy on other sequences.
 #[derive(Parser)]
-struct Args {
+pub struct Args {
     /// Training steps
     #[arg(long, default_value_t = 400)]
     steps: usize,
@@ -28,8 +28,7 @@ struct Args {
 /// The maximum length of a sequence, in symbols.
 const MAX_LENGTH: usize = 20;
 
-fn main() -> common::Outcome {
-    let args = Args::parse();
+pub fn run(args: &Args) -> common::Outcome {
     let watching = args.run.start()?;
     let mut net = Classifier::new(32, args.run.options())?;
     let mut adam = AdamW::new(net.parameters_mut(), AdamWConfig { lr: 1e-2, ..Default::default() })?;
@@ -56,4 +55,8 @@ fn main() -> common::Outcome {
     println!("accuracy {right:.3}");
     watching.finish()?;
     Ok(())
+}
+
+fn main() -> common::Outcome {
+    run(&Args::parse())
 }

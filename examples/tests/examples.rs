@@ -2,6 +2,12 @@
 #![allow(clippy::duplicate_mod)] // each example program includes the common module
 
 #[allow(dead_code)]
+#[path = "../char_transformer/main.rs"]
+mod char_transformer;
+#[allow(dead_code)]
+#[path = "../digits.rs"]
+mod digits;
+#[allow(dead_code)]
 #[path = "../gpt2/main.rs"]
 mod gpt2;
 #[allow(dead_code)]
@@ -11,9 +17,14 @@ mod lora;
 #[path = "../minilm/main.rs"]
 mod minilm;
 #[allow(dead_code)]
+#[path = "../mnist.rs"]
+mod mnist;
+#[allow(dead_code)]
 #[path = "../resnet.rs"]
 mod resnet;
-
+#[allow(dead_code)]
+#[path = "../rnn/main.rs"]
+mod rnn;
 #[allow(dead_code)]
 #[path = "../super_resolution.rs"]
 mod super_resolution;
@@ -31,7 +42,7 @@ use std::path::Path;
 
 use clap::Parser;
 use claystone::nn::{Forward, Module, Sequential};
-use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
+use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig, clip_grad_norm_};
 use claystone::storage::{MemoryMode, with_memory_mode};
 use claystone::{DType, Device, Error, Generator, Graph, Tensor, TensorOptions, io, no_grad, with_generator};
 
@@ -287,4 +298,81 @@ fn gpt2_tokenizes_and_decodes_text() {
         words("It's  12 o'clock,\n ok? "),
         ["It", "'s", " ", " 12", " o", "'", "clock", ",", "\n", " ok", "?", " "]
     );
+}
+
+/// The programs whose estimates must equal real runs, with the arguments that make them short.
+const ESTIMATED: [(&str, &str); 7] = [
+    ("digits", "--epochs 2"),
+    ("mnist", "--epochs 1"),
+    ("resnet", ""),
+    ("vae", "--epochs 1 --every 1"),
+    ("rnn", "--steps 4"),
+    ("char_transformer", "--steps 3 --layers 1 --width 64 --sample 4"),
+    ("gpt2", "--layers 2 --width 64 --tokens 4"),
+];
+
+/// Three training steps of the network of `resnet`. The program itself loads its images with threads, whose allocations are in no
+/// fixed order.
+fn resnet_steps(device: Device) -> claystone::Result<()> {
+    let mut net = resnet::resnet18(8, 10, device.into())?;
+    let mut sgd = Sgd::new(net.parameters_mut(), SgdConfig { momentum: 0.9, ..Default::default() })?;
+    for _ in 0..3 {
+        let images = Tensor::randn([20, 3, 32, 32], device)?;
+        let labels = Tensor::randint(0, 10, 20, (DType::I64, device))?;
+        net.forward(&images)?.cross_entropy(&labels)?.backward()?;
+        sgd.step()?;
+        sgd.zero_grad();
+    }
+    Ok(())
+}
+
+/// The body of the child processes of the test below: runs a program and prints the peaks of its device's memory.
+#[test]
+fn estimated_program() {
+    let Ok(program) = std::env::var("ESTIMATED_PROGRAM") else { return };
+    let (_, words) = ESTIMATED.into_iter().find(|(name, _)| *name == program).unwrap();
+    let text = std::env::var("ESTIMATED_DEVICE").unwrap();
+    let (device, more): (Device, _) = (text.parse().unwrap(), ["--device", &text]);
+    let folder = tempfile::tempdir().unwrap();
+    let pictures = ["--device", &text, "--pictures", folder.path().to_str().unwrap()];
+    match &program[..] {
+        "digits" => digits::run(args(words, &more)).unwrap(),
+        "mnist" => mnist::run(args(words, &more)).unwrap(),
+        "resnet" => resnet_steps(device).unwrap(),
+        "vae" => drop(vae::train(&args(words, &pictures)).unwrap()),
+        "rnn" => rnn::run(&args(words, &more)).unwrap(),
+        "char_transformer" => char_transformer::run(args(words, &more)).unwrap(),
+        _ => drop(gpt2::write(&args(words, &more)).unwrap()),
+    }
+    let stats = device.memory_stats().unwrap();
+    println!("peaks: {} {}", stats.allocated_bytes.peak, stats.reserved_bytes.peak);
+}
+
+#[test]
+fn estimates_equal_real_runs() {
+    let all = devices();
+    for device in [Device::Cpu].into_iter().chain(all.into_iter().find(|&device| device != Device::Cpu)) {
+        for (program, _) in ESTIMATED {
+            let report = tempfile::NamedTempFile::new().unwrap();
+            let peaks = |variables: &[(&str, &str)]| {
+                let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+                child.args(["estimated_program", "--exact", "--nocapture"]).envs(variables.iter().copied());
+                child.env("ESTIMATED_PROGRAM", program).env("ESTIMATED_DEVICE", device.to_string());
+                let output = child.env("CLAYSTONE_ALLOC_CONF", "decay_ms:0").output().unwrap();
+                let said = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
+                let line = said.lines().find_map(|line| line.strip_prefix("peaks: "));
+                line.unwrap_or_else(|| panic!("{program} on {device}: {said}")).to_owned()
+            };
+            let real = peaks(&[]);
+            let file = report.path().to_str().unwrap();
+            let dry = peaks(&[("CLAYSTONE_DRY_RUN", "device"), ("CLAYSTONE_DRY_RUN_JSON", file)]);
+            assert_eq!(dry, real, "{program} on {device}");
+            let report: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+            let of =
+                report["devices"].as_array().unwrap().iter().find(|of| of["device"] == device.to_string()).unwrap();
+            assert_eq!(format!("{} {}", of["peak_allocated"], of["peak_reserved"]), real, "{program} on {device}");
+            assert_eq!(of["fits"], true, "{program} on {device}");
+            println!("{program} on {device}: {real}, smallest device {}", of["smallest_device"]);
+        }
+    }
 }

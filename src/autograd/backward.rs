@@ -13,7 +13,7 @@ use super::modes::{self, SCOPES};
 use super::node::{Gradients, Leaf, Node, Operation, State};
 use super::{autocast, enable_grad, no_grad};
 use crate::device::profiler::{self, RecordKind};
-use crate::storage::{MemoryMode, with_memory_mode};
+use crate::storage::{MemoryMode, Role, with_memory_mode};
 use crate::sync::OnDrop;
 use crate::{Result, Tensor};
 
@@ -202,7 +202,9 @@ impl Engine {
         if let State::Leaf(leaf) = &mut *state {
             if self.wanted.is_none() {
                 let in_slot = grad.in_slot();
-                leaf.grad = Some(accumulate(leaf, grad)?);
+                let total = accumulate(leaf, grad)?;
+                total.storage.set_role(Role::Gradient);
+                leaf.grad = Some(total);
                 leaf.lent &= !in_slot;
                 self.has_accumulated.set(true);
                 if !leaf.post_accumulate_hooks.is_empty() {

@@ -33,6 +33,7 @@ mod record;
 
 use smallvec::SmallVec;
 
+use crate::storage::Role;
 use crate::{Result, Tensor};
 use hooks::Retained;
 use node::State;
@@ -74,6 +75,9 @@ impl Tensor {
             }
             None if requires_grad => self.dtype.check_float(op)?,
             _ => {}
+        }
+        if requires_grad {
+            self.storage.set_role(Role::Parameter);
         }
         let leaf = || Node::new("leaf", SmallVec::new(), State::Leaf(Box::default()));
         Ok(Tensor { made_by: requires_grad.then(leaf), ..self })

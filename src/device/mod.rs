@@ -29,6 +29,7 @@
 mod capabilities;
 pub(crate) mod capture;
 pub(crate) mod cpu;
+pub(crate) mod dry;
 mod hints;
 mod info;
 pub(crate) mod log;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use smallvec::SmallVec;
 
 use crate::internal::{same_device, same_dtype};
-use crate::storage::Storage;
+use crate::storage::{Role, Storage};
 use crate::{DType, Device, Graph, MemoryFormat, Result, Shape, Tensor, no_grad};
 
 /// The parameters of a group and their gradients. The parameters are moved into one flat buffer and the gradients into a second.
@@ -173,6 +173,8 @@ impl FlatParameters {
         let moves: Vec<bool> = (0..parameters.len()).map(moves).collect();
         let mut values = FlatBuffer::new(&parameters, |i| moves[i], dtype, device)?;
         let mut grads = FlatBuffer::new(&parameters, |i| slots[i].is_none(), dtype, device)?;
+        values.buffer.storage().set_role(Role::Parameter);
+        grads.buffer.storage().set_role(Role::Gradient);
         // All operations that can fail come first, so that after an error the model still has its old parameters.
         let mut made: Vec<Parameter> = Vec::with_capacity(parameters.len());
         for ((p, slot), &moves) in parameters.iter().zip(slots).zip(&moves) {
@@ -207,7 +209,8 @@ impl FlatParameters {
                     flat.buffers.push(p.leaf.storage().clone());
                 }
             }
-            flat.master = Some(Tensor::empty(flat.numel(), (DType::F32, device))?);
+            let master = flat.master.insert(Tensor::empty(flat.numel(), (DType::F32, device))?);
+            master.storage().set_role(Role::OptimizerState);
             flat.refresh_master()?;
             flat.note_update();
         }
@@ -234,7 +237,9 @@ impl FlatParameters {
 
     /// Creates a flat buffer for one state of the optimiser, with all elements equal to `start`.
     pub(super) fn state(&self, start: f64) -> Result<Tensor> {
-        Tensor::full(self.numel(), start, (self.state_dtype(), self.device))
+        let state = Tensor::full(self.numel(), start, (self.state_dtype(), self.device))?;
+        state.storage().set_role(Role::OptimizerState);
+        Ok(state)
     }
 
     /// Returns the dtype of the state and of a step's computations: f32 for half-precision parameters.

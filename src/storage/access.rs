@@ -6,6 +6,7 @@ use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use bytemuck::{AnyBitPattern, NoUninit};
 use smallvec::SmallVec;
 
+use super::absent::{self, Uncalled};
 use super::allocation::{Allocation, Backing, Storage};
 use super::allocator::find_allocator;
 use super::block::ReaderCount;
@@ -50,7 +51,9 @@ fn lock_for_writing(lock: &RwLock<ReaderCount>) -> Result<RwLockWriteGuard<'_, R
 ///
 /// Locks each allocation once, in address order, so that concurrent calls cannot deadlock; `f` must not lock storages. Empty storages are not locked.
 /// A storage may appear several times in `reads`. Returns [`Error::Invalid`] if a storage is in both lists, or twice in `writes`.
-pub(crate) fn with_host<R>(
+///
+/// In a dry run `f` is not called if any of the storages is simulated, unless all are small and their values are known.
+pub(crate) fn with_host<R: Uncalled>(
     reads: &[&Storage],
     writes: &[&Storage],
     f: impl FnOnce(&[&[u8]], &mut [&mut [u8]]) -> R,
@@ -88,8 +91,10 @@ pub(crate) fn with_host<R>(
     }
 
     let mut read: SmallVec<[&[u8]; 8]> = SmallVec::new();
+    let mut any_absent = false;
     for s in reads {
         let (start, size) = s.allocation().host_range();
+        any_absent |= size != s.nbytes();
         // SAFETY: `start` points to `size` initialised bytes, which live as long as the borrowed storage. No other allocation
         // contains any of these bytes, and this allocation's lock is held for reading until after the slice's last use in `f`.
         read.push(unsafe { std::slice::from_raw_parts(start.as_ptr(), size) });
@@ -97,18 +102,22 @@ pub(crate) fn with_host<R>(
     let mut write: SmallVec<[&mut [u8]; 4]> = SmallVec::new();
     for s in writes {
         let (start, size) = s.allocation().host_range();
+        any_absent |= size != s.nbytes();
         // SAFETY: as above, but the lock is held for writing. The loop above returns an error if another slice belongs
         // to this allocation. (Empty slices alias nothing.)
         write.push(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
     }
-    let result = f(&read, &mut write);
+    let result = match any_absent {
+        false => Ok(f(&read, &mut write)),
+        true => absent::run_on_absent(reads, writes, f),
+    };
     drop(guards);
-    Ok(result)
+    result
 }
 
 /// Like [`with_host`], for `N` storages to read and one to write. Faster, because no lists are built.
 #[inline]
-pub(crate) fn with_host_few<const N: usize, R>(
+pub(crate) fn with_host_few<const N: usize, R: Uncalled>(
     reads: [&Storage; N],
     write: &Storage,
     f: impl FnOnce([&[u8]; N], &mut [u8]) -> R,
@@ -142,10 +151,15 @@ pub(crate) fn with_host_few<const N: usize, R>(
         std::slice::from_raw_parts(start.as_ptr(), size)
     });
     let (start, size) = write.allocation().host_range();
-    // SAFETY: as for the slices above, but with the lock held for writing.
-    let result = f(slices, unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
+    let result = match size == 0 || slices.iter().any(|slice| slice.is_empty()) {
+        // SAFETY: as for the slices above, but with the lock held for writing.
+        false => Ok(f(slices, unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) })),
+        true => {
+            absent::run_on_absent(&reads, &[write], |reads, writes| f(std::array::from_fn(|i| reads[i]), writes[0]))
+        }
+    };
     drop((reading, writing));
-    Ok(result)
+    result
 }
 
 /// Records in the profiler work on `bytes` bytes of the CPU device, until the returned span is dropped.
@@ -179,6 +193,11 @@ impl Storage {
             allocator.restore(&lease.block)?;
             return self.cl();
         }
+        if let Backing::OpenCl(driver, lease) = &self.allocation().backing
+            && let Some(location) = driver.simulated_location(&lease.block)?
+        {
+            return Ok(location);
+        }
         self.allocation().check_memory()?;
         Err(Error::invalid(
             "storage",
@@ -195,6 +214,10 @@ impl Storage {
     fn read_with_pinned(&self, offset: usize, dst: &mut [u8], pinned: Option<&PinnedBytes>) -> Result<()> {
         let range = self.checked_range("read", offset, dst.len())?;
         if dst.is_empty() {
+            return Ok(());
+        }
+        if self.is_simulated() {
+            self.read_simulated(range, dst);
             return Ok(());
         }
         if self.device() == Device::Cpu {
@@ -214,7 +237,7 @@ impl Storage {
         offset: usize,
         count: usize,
     ) -> Result<Vec<T>> {
-        if self.device() == Device::Cpu && count > 0 {
+        if self.device() == Device::Cpu && count > 0 && !self.is_simulated() {
             let range = self.checked_range("read", offset, count * size_of::<T>())?;
             let _recorded = cpu_span(RecordKind::Read, "read", range.len());
             return with_host(&[self], &[], |r, _| to_vec(bytemuck::cast_slice(&r[0][range])));
@@ -222,7 +245,11 @@ impl Storage {
         let mut values: Vec<T> = bytemuck::zeroed_vec(count); // for a large vector, the system maps zero pages and writes nothing
         advise_huge(&mut values);
         let range = self.checked_range("read", offset, count * size_of::<T>())?;
-        if count == 0 || self.read_spilled(range, bytemuck::cast_slice_mut(&mut values))? {
+        if count == 0 || self.read_spilled(range.clone(), bytemuck::cast_slice_mut(&mut values))? {
+            return Ok(values);
+        }
+        if self.is_simulated() {
+            self.read_simulated(range, bytemuck::cast_slice_mut(&mut values));
             return Ok(values);
         }
         let from = self.location_to_read()?;
@@ -261,6 +288,10 @@ impl Storage {
         if src.is_empty() {
             return Ok(());
         }
+        if self.is_simulated() {
+            self.write_simulated(range, Some(src));
+            return Ok(());
+        }
         if self.device() == Device::Cpu {
             let _recorded = cpu_span(RecordKind::Write, "write", src.len());
             return with_host(&[], &[self], |_, w| copy(&mut w[0][range], src));
@@ -284,6 +315,10 @@ impl Storage {
     ) -> Result<()> {
         let (to, from) = (self.checked_range("copy", offset, bytes)?, src.checked_range("copy", src_offset, bytes)?);
         if bytes == 0 {
+            return Ok(());
+        }
+        if self.is_simulated() || src.is_simulated() {
+            self.copy_simulated(to, src, from);
             return Ok(());
         }
         let on_cpu = (self.device(), src.device()) == (Device::Cpu, Device::Cpu);
@@ -331,7 +366,8 @@ impl Storage {
             true => ((self, offset), (src, src_offset)),
             false => ((src, src_offset), (self, offset)),
         };
-        let pinned = host.0.pinned().filter(|pinned| bytes > 0 && pinned.is_for(there.device()));
+        let pinned =
+            host.0.pinned().filter(|pinned| bytes > 0 && pinned.is_for(there.device()) && !there.is_simulated());
         let (Some(pinned), Some(lock)) = (pinned, host.0.host_lock()) else { return Ok(false) };
         match written {
             true => capture::refuse_while_capturing(there.device(), "read", READ_DURING_CAPTURE)?,
@@ -353,7 +389,7 @@ impl Storage {
     /// Returns false, with nothing done, if the bytes have to be written synchronously.
     pub(crate) fn start_write(&self, offset: usize, src: &[u8]) -> Result<bool> {
         self.checked_range("write", offset, src.len())?;
-        if self.device() == Device::Cpu || src.is_empty() {
+        if self.device() == Device::Cpu || src.is_empty() || self.is_simulated() {
             return Ok(false);
         }
         capture::refuse_while_capturing(self.device(), "write", WRITE_DURING_CAPTURE)?;
@@ -372,6 +408,10 @@ impl Storage {
             return Err(Error::invalid("fill", format!("cannot repeat {n} bytes over {bytes} bytes at {offset}")));
         }
         if bytes == 0 {
+            return Ok(());
+        }
+        if self.is_simulated() {
+            self.write_simulated(range, Some(pattern));
             return Ok(());
         }
         if self.device() == Device::Cpu {

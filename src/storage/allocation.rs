@@ -20,7 +20,7 @@ use super::pool::with_images;
 use super::registry::{self, DeviceEntry};
 use super::sidecar::{self, SideCar};
 use super::{captured, scope};
-use crate::device::{Stream, capture, profiler};
+use crate::device::{Stream, capture, dry, profiler};
 use crate::{Device, Element, Error, Result};
 
 /// A reference-counted handle on bytes of one device. Cloning makes another handle on the same bytes.
@@ -142,6 +142,7 @@ impl Storage {
     /// # Errors
     /// [`Error::Invalid`] on the CPU and for zero bytes: such a storage has no `cl_mem`.
     pub fn export_cl(&self) -> Result<(*mut c_void, usize)> {
+        self.check_not_simulated("export_cl")?;
         let location = self.cl()?;
         if let Some(block) = self.0.block() {
             block.export();
@@ -473,10 +474,11 @@ fn satisfies_request(block: &Block, device: Device, bytes: usize) -> bool {
     block.requested() >= bytes
         && block.size() >= bytes.next_multiple_of(16)
         && location.offset().is_multiple_of(ALIGNMENT)
-        && matches!(
-            (device, &location.segment().memory().0),
-            (Device::Cpu, MemoryKind::Host(_)) | (Device::OpenCL(_), MemoryKind::OpenCl(_))
-        )
+        && match (device, &location.segment().memory().0) {
+            (Device::Cpu, MemoryKind::Host(_)) | (Device::OpenCL(_), MemoryKind::OpenCl(_)) => true,
+            (_, MemoryKind::Sim(_)) => dry::is_on(),
+            _ => false,
+        }
 }
 
 impl Drop for Lease {

@@ -45,6 +45,7 @@ impl Storage {
             return fail(format!("DLPack has no {dtype}"));
         };
         self.allocation().check_memory()?;
+        self.check_not_simulated("to_dlpack")?;
         if let Some(block) = self.allocation().block() {
             block.export();
         }

@@ -30,6 +30,10 @@ impl Storage {
         if range.is_empty() {
             return Ok(f(&[]));
         }
+        if self.is_simulated() {
+            let bits = self.read_vec::<T::Bits>(offset, count)?;
+            return elements::<T>(op, bytemuck::cast_slice(&bits)).map(f);
+        }
         let allocation = self.allocation();
         allocation.check_memory()?;
         let elsewhere = || Error::invalid(op, format!("{self:?} are not in memory of the host"));

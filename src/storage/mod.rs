@@ -12,6 +12,7 @@
 //! - `registry` holds one allocator per device.
 //! - `allocation` defines the handles, and `access` gives the rest of the crate access to the bytes.
 
+mod absent;
 mod access;
 mod allocation;
 mod allocator;
@@ -25,6 +26,7 @@ mod direct;
 #[cfg(feature = "dlpack")]
 mod dlpack;
 pub(crate) mod driver;
+mod dry;
 mod exclusive_host;
 mod guard;
 mod history;
@@ -51,6 +53,7 @@ mod tests;
 mod thread;
 mod uninit;
 
+pub use crate::error::parse_bytes;
 pub(crate) use access::{with_host, with_host_few};
 pub use allocation::{Allocation, Storage};
 pub use allocator::Allocator;
@@ -66,6 +69,7 @@ pub use driver::pinned::{DurationStat, PinnedStats};
 pub use driver::{
     At, Call, Driver, Failure, ImageDesc, ImageFormat, Marker, Memory, Progress, Sim, SimOptions, driver,
 };
+pub use dry::{Assumption, DeviceEstimate, Estimate, Role, dry_run, min_capacity};
 pub(crate) use exclusive_host::ExclusiveHost;
 pub use guard::GuardAllocator;
 pub use history::{

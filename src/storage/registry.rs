@@ -10,6 +10,7 @@ use super::config::{Backend, Config};
 use super::direct::DirectAllocator;
 use super::driver::opencl::OpenCl;
 use super::driver::{Driver, driver};
+use super::dry;
 use super::guard::GuardAllocator;
 use super::history::device_number;
 use super::{per_device, pool::PoolAllocator};
@@ -148,7 +149,10 @@ fn find_or_create(device: Device) -> Result<&'static DeviceEntry> {
         return Ok(current);
     }
     profiler::begin_from_environment();
-    let made = build_allocator(driver(device)?, Config::from_env_once()?.clone())?;
+    let made = match dry::of_environment()? {
+        Some(run) => run.allocator(device)?,
+        None => build_allocator(driver(device)?, Config::from_env_once()?.clone())?,
+    };
     let current = DeviceEntry::new(device, made, true)?;
     profiler::measure_at_first_use(device);
     Ok(insert(device, current, false))

@@ -49,21 +49,29 @@ pub(super) fn find_innermost<T, R>(list: &'static LocalKey<ScopeList<T>>, find: 
     None
 }
 
+/// Returns the allocator that replaces a device's own, if any.
+type AllocatorOf = dyn Fn(Device) -> Option<Arc<dyn Allocator>>;
+
 thread_local! {
     /// The allocators in scope on this thread.
-    static ALLOCATORS: ScopeList<(Device, Arc<dyn Allocator>)> = const { ScopeList::new() };
+    static ALLOCATORS: ScopeList<Box<AllocatorOf>> = const { ScopeList::new() };
 }
 
 /// Returns the innermost allocator in scope on this thread for the device.
 #[inline]
 pub(super) fn allocator(device: Device) -> Option<Arc<dyn Allocator>> {
-    find_innermost(&ALLOCATORS, |(of, allocator)| (*of == device).then(|| Arc::clone(allocator)))
+    find_innermost(&ALLOCATORS, |allocator_of| allocator_of(device))
 }
 
 /// Runs `f` with `allocator` in place of `device`'s allocator for this thread's storages, whose blocks are returned to
 /// `allocator` even if they are dropped later or on another thread.
 pub(super) fn with_allocator<R>(device: Device, allocator: Arc<dyn Allocator>, f: impl FnOnce() -> R) -> R {
-    with_innermost(&ALLOCATORS, (device, allocator), f)
+    with_allocators(Box::new(move |of| (of == device).then(|| Arc::clone(&allocator))), f)
+}
+
+/// Like [`with_allocator`], for all devices for which `allocator_of` returns an allocator.
+pub(super) fn with_allocators<R>(allocator_of: Box<AllocatorOf>, f: impl FnOnce() -> R) -> R {
+    with_innermost(&ALLOCATORS, allocator_of, f)
 }
 
 /// Returns the stream of new storages of this thread. Host memory has no stream, because work on the CPU is done when an operation returns.

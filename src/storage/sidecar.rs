@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use super::allocation::{Allocation, Storage};
 use super::captured::{self, Replays};
+use super::dry::Role;
 use crate::device::lock;
 
 type AttachedValue = Arc<dyn Any + Send + Sync>;
@@ -163,11 +164,15 @@ impl Storage {
 
     /// Counts a handle as saved, until [`Storage::remove_saved_handle`].
     pub(crate) fn add_saved_handle(&self) {
-        self.0.sidecar.saved.fetch_add(1, Ordering::AcqRel);
+        if self.0.sidecar.saved.fetch_add(1, Ordering::AcqRel) == 0 {
+            self.set_role(Role::Saved);
+        }
     }
 
     /// Stops counting a saved handle, which is about to be dropped.
     pub(crate) fn remove_saved_handle(&self) {
-        self.0.sidecar.saved.fetch_sub(1, Ordering::AcqRel);
+        if self.0.sidecar.saved.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.set_role(Role::Temporary);
+        }
     }
 }

@@ -227,7 +227,7 @@ fn slices_are_exact_aligned_and_refused_when_they_would_alias() {
 fn a_panic_inside_leaves_the_storage_usable() {
     let s = Storage::alloc_zeroed(Device::Cpu, 8).unwrap();
     let caught = std::panic::catch_unwind(|| {
-        with_host(&[], &[&s], |_, w| {
+        with_host::<()>(&[], &[&s], |_, w| {
             w[0][0] = 1;
             panic!("inside")
         })

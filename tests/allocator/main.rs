@@ -9,6 +9,7 @@ mod common;
 mod allocators;
 mod callers;
 mod custom_driver;
+mod estimate;
 mod host;
 mod oversubscribe;
 mod plans;

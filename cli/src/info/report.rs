@@ -222,7 +222,7 @@ impl DeviceReport {
 }
 
 /// The environment variables of this crate.
-pub const VARIABLES: [&str; 12] = [
+pub const VARIABLES: [&str; 15] = [
     "CLAYSTONE_ALLOC_CONF",
     "CLAYSTONE_CACHE_DIR",
     "CLAYSTONE_CACHE_MAXSIZE",
@@ -230,6 +230,9 @@ pub const VARIABLES: [&str; 12] = [
     "CLAYSTONE_DISTRIBUTED_DEBUG",
     "CLAYSTONE_DISTRIBUTED_SHARED_MEMORY",
     "CLAYSTONE_DISTRIBUTED_TIMEOUT",
+    "CLAYSTONE_DRY_RUN",
+    "CLAYSTONE_DRY_RUN_JSON",
+    "CLAYSTONE_DRY_RUN_SNAPSHOT",
     "CLAYSTONE_GRAPH_REPLAY",
     "CLAYSTONE_KERNELS",
     "CLAYSTONE_NO_CACHING",

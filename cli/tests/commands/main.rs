@@ -6,6 +6,7 @@ mod common;
 mod stand_in;
 
 mod cache;
+mod estimate;
 mod info;
 mod replay;
 mod tune;

@@ -21,7 +21,8 @@ pub(crate) fn nonzero_indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
     let counts = with_host(&[&mask.storage], &[], |reads, _| {
         parallel::map(numel.div_ceil(BLOCK_LEN), 4, |i| count_true(&reads[0][block(i)]))
     })?;
-    let out = Tensor::empty_with_shape([counts.iter().sum(), rank], DType::I64, mask.device())?;
+    let count = mask.storage.simulated_count("nonzero", numel).unwrap_or_else(|| counts.iter().sum());
+    let out = Tensor::empty_with_shape([count, rank], DType::I64, mask.device())?;
     if out.numel() > 0 {
         with_host(&[&mask.storage], &[&out.storage], |reads, writes| {
             let mut rest: &mut [i64] = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..out.numel()];

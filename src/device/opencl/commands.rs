@@ -23,6 +23,7 @@ use super::tuning::{
 };
 use crate::device::capture::is_capturing;
 use crate::device::cpu::copy::copy as copy_bytes;
+use crate::device::dry;
 use crate::device::profiler::{self, RecordKind};
 use crate::device::stream_id::StreamId;
 use crate::device::{DeviceKind, count_launch};
@@ -80,7 +81,8 @@ impl ClDevice {
             "the kernel takes {} arguments, not {}", kernel.arg_count(), args.len());
         invalid!(name if local.iter().product::<usize>() > kernel.max_work_group(),
             "groups of {local:?} exceed the kernel's {} work-items", kernel.max_work_group());
-        if global.contains(&0) {
+        let is_dry = |arg: &Arg| matches!(arg, Arg::Buffer(buffer) if buffer.is_dry());
+        if global.contains(&0) || dry::is_on() && args.iter().any(is_dry) {
             return Ok(());
         }
         let mut whole = [1usize; 3];
@@ -531,7 +533,7 @@ impl ClDevice {
         let done =
             launched.as_ref().map_or(Ok(()), |_| self.drain_stream(stream).and_then(|()| self.take_failed(stream)));
         let micros = if launched.is_ok() && done.is_ok() { from.elapsed().as_secs_f64() * 1e6 } else { f64::INFINITY };
-        if self.tuning().choices.record_time(timed, micros) {
+        if !dry::is_on() && self.tuning().choices.record_time(timed, micros) {
             self.tuning().store_new_choices();
         }
         done?;

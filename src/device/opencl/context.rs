@@ -53,6 +53,7 @@ pub(crate) struct ClDevice {
     tuning: OnceLock<Tuning>,
     image_limits: OnceLock<Option<[usize; 2]>>,
     arrival_counters: OnceLock<ClBuffer>,
+    dry_buffer: OnceLock<ClBuffer>,
     /// `fill` and `copy` of `kernels/memory.cl`, then both with [wide offsets](Self::has_wide_offsets).
     pub(super) memory_kernels: [Probed<Option<ClKernel>>; 4],
     wide_offsets: AtomicBool,
@@ -103,6 +104,7 @@ impl ClDevice {
             tuning: OnceLock::new(),
             image_limits: OnceLock::new(),
             arrival_counters: OnceLock::new(),
+            dry_buffer: OnceLock::new(),
             memory_kernels: Default::default(),
             wide_offsets: AtomicBool::new(false),
             lost: OnceLock::new(),
@@ -344,6 +346,15 @@ impl ClDevice {
         let buffer = self.create_buffer(zeros.len()).map_err(|e| self.error(e))?;
         self.write(&zeros, (&buffer, 0))?;
         Ok(self.arrival_counters.get_or_init(|| buffer))
+    }
+
+    /// Returns the buffer that stands for all simulated memory. Launches with this buffer as an argument do nothing.
+    pub(crate) fn dry_buffer(&self) -> Result<&ClBuffer> {
+        if let Some(buffer) = self.dry_buffer.get() {
+            return Ok(buffer);
+        }
+        let buffer = self.create_buffer(VECTOR_BYTES).map_err(|e| self.error(e))?;
+        Ok(self.dry_buffer.get_or_init(|| buffer.into_dry()))
     }
 
     /// True if the device has faulted: every call except drops then gives [`Error::DeviceLost`].

@@ -140,6 +140,16 @@ impl ClBuffer {
         call!(clRetainMemObject(self.mem)).map(|()| ClBuffer::new(self.mem, self.bytes))
     }
 
+    /// Makes the buffer stand for simulated memory of any size.
+    pub(super) fn into_dry(mut self) -> ClBuffer {
+        self.bytes = usize::MAX;
+        self
+    }
+
+    pub(super) fn is_dry(&self) -> bool {
+        self.bytes == usize::MAX
+    }
+
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }

@@ -407,7 +407,11 @@ impl Tensor {
         same_dtype(op, &[self, source])?;
         unsupported!(op if mask.dtype != DType::Bool, mask.dtype, "a bool mask");
         let mask = mask.detach().expand(self.shape()).with_op(op)?;
-        let count = mask.count_nonzero((), false)?.item::<i64>()? as usize;
+        let counted = mask.count_nonzero((), false)?;
+        let count = match counted.storage.simulated_count("masked_scatter", mask.numel().min(source.numel())) {
+            Some(largest) => largest,
+            None => counted.item::<i64>()? as usize,
+        };
         invalid!(op if source.numel() < count,
             "{count} elements are true in the mask, and the source has {}", source.numel());
         if count == 0 {

@@ -171,7 +171,11 @@ fn split_into_runs(t: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
         first.narrow(0, 1, n - 1)?.copy_(&t.narrow(0, 1, n - 1)?.ne(&t.narrow(0, 0, n - 1)?)?)?;
     }
     let running = first.cumsum(0)?;
-    let count = if n == 0 { 0 } else { running.select(0, -1)?.item::<i64>()? };
+    let count = match running.storage.simulated_count("unique", n) {
+        _ if n == 0 => 0,
+        Some(largest) => largest as i64,
+        None => running.select(0, -1)?.item::<i64>()?,
+    };
     let starts = running.searchsorted(&index_range(1, count + 2, t)?, false)?;
     let values = t.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
     Ok((values, running, starts))

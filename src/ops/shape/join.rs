@@ -61,6 +61,8 @@ operations! {
         let counts = repeats.to_dtype(DType::I64)?.to_vec::<i64>()?;
         invalid!(op if let Some(n) = counts.iter().find(|&&n| n < 0),
             "the number of repetitions is {n}, it must not be negative");
+        invalid!(op if repeats.storage.is_simulated() && size > 0 && counts.iter().all(|&n| n == 0),
+            "a dry run does not compute the repetitions: make them from values of the host");
         let total = counts.iter().fold(0usize, |sum, &n| sum.saturating_add(n as usize));
         let mut indices: Vec<i64> = Vec::new();
         let too_many = |_| Error::invalid(op, format!("{total} indices do not fit in memory"));

@@ -77,6 +77,17 @@ impl OpenCl {
         }
     }
 
+    /// Returns a location for the block if its memory is simulated. Commands that use the location are not enqueued.
+    pub(crate) fn simulated_location(self, block: &Block) -> Result<Option<ClBlockLocation<'_>>> {
+        let location = block.location();
+        match &block.segment().memory().0 {
+            MemoryKind::Sim(_) => {
+                Ok(Some(ClBlockLocation { device: self.device, buffer: self.device.dry_buffer()?, location }))
+            }
+            _ => Ok(None),
+        }
+    }
+
     pub(crate) fn image_of_block(block: &Block) -> Option<&ClImage> {
         match &block.segment().memory().0 {
             MemoryKind::Image(image) => Some(image),

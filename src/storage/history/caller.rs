@@ -66,7 +66,7 @@ fn restore_line(outer: Option<&'static Location<'static>>) {
 
 /// Adds the line to a stack's frames: as the line of the innermost frame if debug information gave none, or as a new frame if there
 /// are no frames.
-pub(super) fn add_caller_line(frames: &mut Vec<Frame>, location: &Location<'_>) {
+pub(in crate::storage) fn add_caller_line(frames: &mut Vec<Frame>, location: &Location<'_>) {
     let (filename, line) = (location.file().to_owned(), location.line());
     match frames.first_mut() {
         Some(frame) if frame.filename.is_empty() => (frame.filename, frame.line) = (filename, line),

@@ -160,7 +160,7 @@ static SPANS: Mutex<VecDeque<(String, Stage, u64)>> = Mutex::new(VecDeque::new()
 const MAX_SPANS: usize = 100_000;
 
 /// Counts how many histories are recording: adds one if `on`, else subtracts one.
-pub(super) fn count_recording(on: bool) {
+pub(in crate::storage) fn count_recording(on: bool) {
     if on {
         RECORDING.fetch_add(1, Ordering::Relaxed);
     } else {

@@ -144,7 +144,9 @@ impl Snapshot {
 
 /// Groups blocks by the innermost frame that allocated them, groups with the most bytes first. Each block is given by its stack and
 /// its size in bytes.
-pub(super) fn group_by_call_site<'a>(blocks: impl Iterator<Item = (&'a Arc<[Frame]>, u64)>) -> Vec<LiveMemory> {
+pub(in crate::storage) fn group_by_call_site<'a>(
+    blocks: impl Iterator<Item = (&'a Arc<[Frame]>, u64)>,
+) -> Vec<LiveMemory> {
     let mut stacks: HashMap<&Arc<[Frame]>, (u64, u64)> = HashMap::new();
     for (frames, size) in blocks {
         let (bytes, blocks) = stacks.entry(frames).or_default();
@@ -169,7 +171,7 @@ pub(super) fn group_by_call_site<'a>(blocks: impl Iterator<Item = (&'a Arc<[Fram
 }
 
 /// Writes a table of call sites, if any frames are known, with `head` in front of its heading.
-pub(super) fn fmt_sites(f: &mut fmt::Formatter<'_>, head: &str, sites: &[LiveMemory]) -> fmt::Result {
+pub(in crate::storage) fn fmt_sites(f: &mut fmt::Formatter<'_>, head: &str, sites: &[LiveMemory]) -> fmt::Result {
     if sites.iter().all(|site| site.frames.is_empty()) {
         return Ok(());
     }

@@ -30,11 +30,14 @@ use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 pub use caller::Caller;
+pub(super) use caller::add_caller_line;
 pub(crate) use collect::SegmentWithContexts;
 use context::FrameCache;
+pub(super) use context::count_recording;
 pub use context::{Context, annotate, annotations, with_context};
 pub use csv::{CsvAction, CsvEvent, CsvLog};
 pub use live::{LiveBlock, LiveMemory};
+pub(super) use live::{fmt_sites, group_by_call_site};
 pub use peak::PeakMemory;
 pub use setting::Setting;
 pub(super) use snapshot::device_number;

@@ -8,12 +8,16 @@ use crate::storage::allocator::{Allocator, find_allocator};
 use crate::storage::caching::CachingAllocator;
 use crate::storage::config::Config;
 use crate::storage::driver::opencl::OpenCl;
+use crate::storage::dry;
 use crate::storage::pool::{PoolAllocator, existing_image_pool};
 use crate::storage::{per_device, registry};
 use crate::{Device, Result};
 
 /// Returns the pool of a device's images, made on first use; `None` for a device without images.
 pub(in crate::storage) fn pool(device: Device) -> Result<Option<&'static PoolAllocator>> {
+    if dry::is_simulating(device) {
+        return Ok(None); // images are not simulated
+    }
     let pool = existing_image_pool(device);
     let (None, Device::OpenCL(index)) = (pool, device) else { return Ok(pool) };
     let driver = OpenCl::open(index)?;

@@ -77,7 +77,8 @@ impl Plan {
     /// # Errors
     /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist; the step is not run.
     pub fn record<R>(device: Device, step: impl FnOnce() -> R) -> Result<(R, Plan)> {
-        let allocator = registry::allocator(device)?;
+        let of_device = registry::allocator(device)?;
+        let allocator = scope::allocator(device).unwrap_or(of_device);
         let planned = |recorder: &Arc<dyn Allocator>| scope::with_allocator(device, Arc::clone(recorder), step);
         Ok(Plan::record_on(allocator, scope::home_stream(device), planned))
     }

@@ -96,6 +96,8 @@ pub struct Sim(Arc<SimShared>);
 /// The shared state behind all handles.
 struct SimShared {
     options: SimOptions,
+    /// The device that this device stands for in a dry run. It creates segments of any size, as real devices may.
+    stands_for: Option<Device>,
     count: AtomicU64,
     state: Mutex<State>,
 }
@@ -125,9 +127,14 @@ impl fmt::Debug for Sim {
 impl Sim {
     /// Makes a simulated device.
     pub fn new(options: SimOptions) -> Sim {
+        Sim::standing_for(None, options)
+    }
+
+    /// Makes a device that stands for a real one in a dry run.
+    pub(in crate::storage) fn standing_for(stands_for: Option<Device>, options: SimOptions) -> Sim {
         let mut state = State::default();
         state.order.checks = options.check_order;
-        Sim(Arc::new(SimShared { options, count: AtomicU64::new(0), state: Mutex::new(state) }))
+        Sim(Arc::new(SimShared { options, stands_for, count: AtomicU64::new(0), state: Mutex::new(state) }))
     }
 
     /// Returns the number of driver calls: every kind in [`Call`].
@@ -239,7 +246,7 @@ impl Sim {
             if let Some(failure) = s.failures.create.pop_front() {
                 return Err(failure);
             }
-            if bytes > self.0.options.largest_segment {
+            if bytes > self.0.options.largest_segment && self.0.stands_for.is_none() {
                 return Err(Failure::TooBig);
             }
             Ok(self.make_memory(s, bytes, false))
@@ -453,7 +460,7 @@ impl Sim {
 // SAFETY: segments have the requested size and are used by no other code. They have no bytes, only tags.
 unsafe impl Driver for Sim {
     fn device(&self) -> Device {
-        Device::OpenCL(99)
+        self.0.stands_for.unwrap_or(Device::OpenCL(99))
     }
 
     fn capacity(&self) -> u64 {
