@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use claystone::storage::{CsvAction, CsvLog, Snapshot, TraceAction, TraceEntry};
+use claystone::storage::{BlockInfo, BlockState, CsvAction, CsvLog, SegmentInfo, Snapshot, TraceAction, TraceEntry};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -378,7 +378,20 @@ fn snapshots_are_summarised() {
     let output = run_command(&["snapshot", file.to_str().unwrap()]);
     assert!(output.status.success());
     assert!(text(&output.stdout).contains("a.pickle:") && text(&output.stdout).contains("reserved"));
+
+    let block = BlockInfo::new(1 << 20, 4096, BlockState::ActiveAllocated);
+    let later = folder.path().join("b.json");
+    Snapshot::new(vec![SegmentInfo::new(vec![block])], vec![]).save(&later).unwrap();
+    let [file_name, later_name] = [&file, &later].map(|path| path.to_str().unwrap());
+    let output = run_command(&["snapshot", later_name, "--since", file_name]);
+    assert!(output.status.success());
+    assert!(text(&output.stdout).contains("4096 bytes in 1 blocks"), "{}", text(&output.stdout));
+    let output = run_command(&["snapshot", later_name, "--since", later_name]);
+    assert!(text(&output.stdout).contains("0 bytes in 0 blocks"), "{}", text(&output.stdout));
+
     std::fs::write(&file, "none").unwrap();
+    let output = run_command(&["snapshot", later_name, "--since", file_name]);
+    assert!(output.status.code() == Some(1) && text(&output.stderr).contains("snapshot"));
     let output = run_command(&["snapshot", file.to_str().unwrap()]);
     assert!(output.status.code() == Some(1) && text(&output.stderr).contains("snapshot"));
 }

@@ -101,7 +101,7 @@ impl Memory {
     /// Changes the state after `entry` into the state before `entry`.
     fn undo(&mut self, entry: &TraceEntry) -> Result<(), String> {
         let TraceEntry { addr, size, stream, .. } = *entry;
-        if !matches!(entry.action, TraceAction::Snapshot | TraceAction::Oom)
+        if !matches!(entry.action, TraceAction::Snapshot | TraceAction::Oom | TraceAction::Other)
             && (size == 0 || addr.checked_add(size).is_none_or(|end| end > MAX_ADDRESS))
         {
             return Err("it is empty, or ends past 2^53".into());
@@ -130,7 +130,7 @@ impl Memory {
             TraceAction::SegmentFree => self.add_segment(addr, Segment { size, stream }),
             TraceAction::SegmentMap => self.take_pages(addr, size),
             TraceAction::SegmentUnmap => self.add_segment(addr, Segment { size, stream }).map(|()| self.merge(addr)),
-            TraceAction::Snapshot | TraceAction::Oom => Ok(()),
+            TraceAction::Snapshot | TraceAction::Oom | TraceAction::Other => Ok(()),
         }
     }
 

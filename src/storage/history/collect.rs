@@ -46,7 +46,8 @@ impl Snapshot {
         // The index of a trace is the number of its device.
         let mut device_traces = vec![Vec::new(); device as usize];
         device_traces.push(recorded.events.into_iter().map(|event| event.entry(&mut frames)).collect());
-        Snapshot { segments, device_traces, allocator_settings: settings, external_annotations: annotations(device) }
+        let external_annotations = annotations(device);
+        Snapshot { allocator_settings: settings, external_annotations, ..Snapshot::new(segments, device_traces) }
     }
 
     /// Adds the segments and events of the same device's images, whose segments get pool (1, 0).

@@ -1,12 +1,12 @@
 //! Live memory by call site, by context, by age, and block by block.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::snapshot::{BlockState, Frame, Snapshot, TraceAction};
+use super::snapshot::{BlockInfo, BlockState, Frame, Snapshot, TraceAction};
 use crate::error::Size;
 
 /// The blocks in use that were allocated at one call site: at a line of a function or, if no line is known, under a
@@ -69,9 +69,8 @@ impl Snapshot {
                 }
             }
         }
-        let blocks = self.segments.iter().flat_map(|s| s.blocks.iter().map(move |b| (s.device, b)));
-        let mut blocks: Vec<LiveBlock> = blocks
-            .filter(|(_, block)| block.state != BlockState::Inactive)
+        let mut blocks: Vec<LiveBlock> = self
+            .blocks_in_use()
             .map(|(device, block)| LiveBlock {
                 device,
                 address: block.address,
@@ -137,8 +136,44 @@ impl Snapshot {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn live_memory(&self) -> Vec<LiveMemory> {
-        let blocks = self.segments.iter().flat_map(|s| &s.blocks).filter(|b| b.state != BlockState::Inactive);
-        group_by_call_site(blocks.map(|block| (&block.frames, block.requested_size)))
+        group_by_call_site(self.blocks_in_use().map(|(_, block)| (&block.frames, block.requested_size)))
+    }
+
+    /// Returns the blocks in use that were not yet in use in an `earlier` snapshot of the same process, grouped as
+    /// [`live_memory`](Snapshot::live_memory) does. What grows from one step to the next is a leak.
+    ///
+    /// A block that was freed and allocated again at the same address counts as new if the trace contains the allocation.
+    ///
+    /// ```
+    /// use claystone::storage::HistoryOptions;
+    /// use claystone::{Device, Tensor};
+    /// let device = Device::Cpu;
+    /// device.record_memory_history(HistoryOptions::default())?;
+    /// let weights = Tensor::zeros(1000, device)?;
+    /// let before = device.memory_snapshot()?;
+    /// let leaked = Tensor::zeros(&[1 << 20], device)?; // 4 MiB
+    /// let new = device.memory_snapshot()?.live_since(&before);
+    /// assert_eq!((new.len(), new[0].bytes), (1, 4 << 20));
+    /// # drop((weights, leaked));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn live_since(&self, earlier: &Snapshot) -> Vec<LiveMemory> {
+        let key = |(device, block): (u32, &BlockInfo)| (device, block.address, block.size, Arc::clone(&block.frames));
+        let mut known: HashSet<_> = earlier.blocks_in_use().map(key).collect();
+        for (device, (trace, before)) in (0u32..).zip(self.device_traces.iter().zip(&earlier.device_traces)) {
+            let end = before.last().map_or(0, |entry| entry.time_us);
+            let new = trace.iter().filter(|entry| entry.action == TraceAction::Alloc && entry.time_us > end);
+            let new: HashSet<u64> = new.map(|entry| entry.addr).collect();
+            known.retain(|block| block.0 != device || !new.contains(&block.1));
+        }
+        let new = self.blocks_in_use().filter(|block| !known.contains(&key(*block)));
+        group_by_call_site(new.map(|(_, block)| (&block.frames, block.requested_size)))
+    }
+
+    /// Iterates over the blocks in use, each with its device's number.
+    fn blocks_in_use(&self) -> impl Iterator<Item = (u32, &BlockInfo)> {
+        let blocks = self.segments.iter().flat_map(|s| s.blocks.iter().map(move |block| (s.device, block)));
+        blocks.filter(|(_, block)| block.state != BlockState::Inactive)
     }
 }
 

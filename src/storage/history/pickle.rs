@@ -9,15 +9,21 @@
 //! By sharing, a short pickle can describe any amount of data. So frames, which many events share, are made once, and
 //! the uses of other values are limited to about the number of bytes in the file.
 
+mod stream;
+
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::fmt;
+use std::io::Read;
 use std::sync::Arc;
 
 use serde::de::value::{Error, MapDeserializer, SeqDeserializer};
 use serde::de::{Deserialize, Deserializer, Error as _, IntoDeserializer, Visitor};
 use serde::forward_to_deserialize_any;
 use serde_json::Value;
+
+pub(super) use stream::read_file;
+use stream::{Input, NO_CONTAINER, Stream};
 
 use super::snapshot::{Frame, PyValue, Snapshot};
 
@@ -180,24 +186,30 @@ pub(super) fn deserialize_frames<'de, D: Deserializer<'de>>(deserializer: D) -> 
 
 /// Returns the snapshot in the pickle. Only the instructions that PyTorch's viewer supports are accepted.
 pub(super) fn read(bytes: &[u8]) -> Result<Snapshot, Error> {
-    let most_values = BASE_VALUE_LIMIT + bytes.len() / BYTES_PER_EXTRA_VALUE;
+    read_input(Input::Memory(bytes), bytes.len(), None)
+}
+
+/// Returns the snapshot in the `len` bytes of `input`. With a `stream`, the traces hold only the events that the stream keeps.
+fn read_input<'a>(input: Input<'a>, len: usize, stream: Option<Stream<'a>>) -> Result<Snapshot, Error> {
+    let most_values = BASE_VALUE_LIMIT + len / BYTES_PER_EXTRA_VALUE;
     let mut reader = Reader {
-        bytes,
+        input,
         values: most_values,
         lists: Vec::new(),
         stack: Vec::new(),
         marks: Vec::new(),
         memo: HashMap::new(),
+        memoized: 0,
+        stream,
     };
     let root = reader.run_instructions().map_err(Error::custom)?;
     let pickle = Pickle {
         lists: &reader.lists,
         values: Cell::new(most_values),
-        frame_bytes: Cell::new(
-            BASE_FRAME_BYTES_LIMIT.saturating_add(bytes.len().saturating_mul(FRAME_BYTES_PER_FILE_BYTE)),
-        ),
+        frame_bytes: Cell::new(BASE_FRAME_BYTES_LIMIT.saturating_add(len.saturating_mul(FRAME_BYTES_PER_FILE_BYTE))),
         frames: RefCell::default(),
         stacks: RefCell::default(),
+        stream: reader.stream.as_ref(),
     };
     let root = PickleValue { pickle: &pickle, item: root, depth: MAX_DEPTH };
     let mut snapshot = Snapshot::deserialize(root)?;
@@ -207,6 +219,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<Snapshot, Error> {
             *frames = root.stack(placeholder.line)?;
         }
     }
+    root.add_kept_events(&mut snapshot)?;
     Ok(snapshot)
 }
 
@@ -236,24 +249,34 @@ enum Item<'a> {
     List(u32),
     /// The index of the list in which the dict's keys and values alternate.
     Dict(u32),
+    /// A frame, by its number in the [`Stream`].
+    Frame(u32),
+    /// A call stack, by its number in the [`Stream`].
+    Stack(u32),
+    /// An event of a trace, which the [`Stream`] has taken.
+    Event,
 }
 
 /// The state of the code that reads a pickle. A pickle is a program for a stack machine.
 struct Reader<'a> {
-    bytes: &'a [u8],
+    input: Input<'a>,
     /// The number of values that the pickle may still make before it exceeds the limit.
     values: usize,
     lists: Vec<Vec<Item<'a>>>,
     stack: Vec<Item<'a>>,
     marks: Vec<usize>,
     memo: HashMap<u32, Item<'a>>,
+    /// The number of different keys that were stored in `memo`.
+    memoized: u32,
+    /// Takes the events while the pickle is read, if the pickle may be larger than the memory.
+    stream: Option<Stream<'a>>,
 }
 
 impl<'a> Reader<'a> {
     /// Runs the pickle's instructions and returns the value on top of the stack at the end.
     fn run_instructions(&mut self) -> Result<Item<'a>, String> {
         loop {
-            let opcode = self.take(1)?[0];
+            let [opcode] = self.input.array()?;
             let items = match opcode {
                 b'l' | b't' | b'd' | b'e' | b'u' => self.take_marked_items()?,
                 0x85..=0x87 => self.take_last(usize::from(opcode - 0x84))?,
@@ -262,14 +285,14 @@ impl<'a> Reader<'a> {
                 _ => Vec::new(),
             };
             let number = match opcode {
-                0x8a | b'q' | b'h' => self.size(1)?,
-                b'r' | b'j' => self.size(4)?,
-                _ => self.memo.len() as u32,
+                0x8a | b'q' | b'h' => self.input.size(1)?,
+                b'r' | b'j' => self.input.size(4)?,
+                _ => self.memoized,
             };
             match opcode {
                 b'.' => return self.pop(),
-                0x80 => _ = self.take(1)?, // the instruction PROTO
-                0x95 => _ = self.take(8)?, // the instruction FRAME
+                0x80 => _ = self.input.array::<1>()?, // the instruction PROTO
+                0x95 => _ = self.input.array::<8>()?, // the instruction FRAME
                 b'(' => {
                     self.count_value()?;
                     self.marks.push(self.stack.len());
@@ -282,8 +305,8 @@ impl<'a> Reader<'a> {
                 b'M' => self.int(2, false)?,
                 0x8a => self.int(number as usize, true)?,
                 b'G' => {
-                    let float = self.take(8)?.try_into().map_err(|_| "cut short")?;
-                    self.push(Item::Float(u64::from_be_bytes(float)))?;
+                    let float = u64::from_be_bytes(self.input.array()?);
+                    self.push(Item::Float(float))?;
                 }
                 b'X' => self.text(4)?,
                 0x8c => self.text(1)?,
@@ -297,29 +320,21 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn take(&mut self, n: usize) -> Result<&'a [u8], String> {
-        let (head, tail) = self.bytes.split_at_checked(n).ok_or("it is cut short")?;
-        self.bytes = tail;
-        Ok(head)
-    }
-
-    /// Reads a little-endian number of up to four bytes.
-    fn size(&mut self, n: usize) -> Result<u32, String> {
-        Ok(self.take(n)?.iter().rev().fold(0, |size, byte| size << 8 | u32::from(*byte)))
-    }
-
+    /// Reads a little-endian integer. Integers from 2^63 to 2^64 - 1, such as addresses, become their two's complement.
     fn int(&mut self, n: usize, signed: bool) -> Result<(), String> {
-        let bytes = self.take(n)?;
-        let negative = signed && bytes.last().is_some_and(|b| *b >= 0x80);
-        let mut wide = [if negative { 0xff } else { 0 }; 16];
-        wide.get_mut(..n).ok_or("an integer has more than 16 bytes")?.copy_from_slice(bytes);
-        let value = i64::try_from(i128::from_le_bytes(wide)).map_err(|_| "an integer does not fit in 64 bits")?;
-        self.push(Item::Int(value))
+        let mut wide = [0; 16];
+        self.input.fill(wide.get_mut(..n).ok_or("an integer has more than 16 bytes")?)?;
+        if signed && n > 0 && wide[n - 1] >= 0x80 {
+            wide[n..].fill(0xff);
+        }
+        let value = i128::from_le_bytes(wide);
+        let fits = i64::try_from(value).or(u64::try_from(value).map(u64::cast_signed));
+        self.push(Item::Int(fits.map_err(|_| "an integer does not fit in 64 bits")?))
     }
 
     fn text(&mut self, n: usize) -> Result<(), String> {
-        let n = self.size(n)?;
-        let text = std::str::from_utf8(self.take(n as usize)?).map_err(|e| e.to_string())?;
+        let n = self.input.size(n)?;
+        let text = self.input.text(n as usize)?;
         self.push(Item::Text(text))
     }
 
@@ -335,9 +350,16 @@ impl<'a> Reader<'a> {
     }
 
     fn list(&mut self, items: Vec<Item<'a>>, kind: fn(u32) -> Item<'a>) -> Result<(), String> {
-        let id = u32::try_from(self.lists.len()).map_err(|_| TOO_MANY)?;
-        self.lists.push(items);
-        self.push(kind(id))
+        let id = match self.stream.as_mut().and_then(Stream::reuse_list) {
+            Some(id) => id,
+            None => {
+                let id = u32::try_from(self.lists.len()).ok().filter(|id| *id < STREAMED).ok_or(TOO_MANY)?;
+                self.lists.push(Vec::new());
+                id
+            }
+        };
+        self.push(kind(id))?;
+        self.extend(items)
     }
 
     fn pop(&mut self) -> Result<Item<'a>, String> {
@@ -357,9 +379,10 @@ impl<'a> Reader<'a> {
 
     /// Appends to the list or dict on top of the stack.
     fn extend(&mut self, items: Vec<Item<'a>>) -> Result<(), String> {
-        match self.stack.last() {
-            Some(Item::List(id) | Item::Dict(id)) => self.lists[*id as usize].extend(items),
-            _ => return Err("an instruction appends to a value that is neither a list nor a dict".into()),
+        match (self.stack.last_mut(), &mut self.stream) {
+            (Some(top), Some(stream)) => *top = stream.extend(*top, items, &mut self.lists, &mut self.memo)?,
+            (Some(Item::List(id) | Item::Dict(id)), None) => self.lists[*id as usize].extend(items),
+            _ => return Err(NO_CONTAINER.into()),
         }
         Ok(())
     }
@@ -367,12 +390,17 @@ impl<'a> Reader<'a> {
     fn memoize(&mut self, key: u32) -> Result<(), String> {
         self.count_value()?;
         let top = *self.stack.last().ok_or("an instruction finds nothing on the stack")?;
-        self.memo.insert(key, top);
+        let is_used = self.stream.as_mut().is_none_or(|stream| stream.is_recalled(key, top));
+        let is_new = !is_used || self.memo.insert(key, top).is_none();
+        self.memoized += u32::from(is_new);
         Ok(())
     }
 
     fn recall(&mut self, key: u32) -> Result<(), String> {
         let item = *self.memo.get(&key).ok_or("a shared value is used before it is stored")?;
+        if self.stream.as_mut().is_some_and(|stream| stream.is_last_recall(key)) {
+            self.memo.remove(&key);
+        }
         self.push(item)
     }
 }
@@ -389,7 +417,11 @@ struct Pickle<'r, 'a> {
     frames: RefCell<HashMap<&'r [Item<'a>], Arc<[Frame]>>>,
     /// The same stacks by the id of their list, because a list may be used any number of times.
     stacks: RefCell<HashMap<u32, Arc<[Frame]>>>,
+    stream: Option<&'r Stream<'a>>,
 }
+
+/// Added to the number of a call stack of the [`Stream`], to tell the number from the id of a list.
+const STREAMED: u32 = 1 << 31;
 
 /// Subtracts `n` values from a budget, or returns an error if fewer are left.
 fn count_values(budget: &Cell<usize>, n: usize) -> Result<(), Error> {
@@ -419,7 +451,7 @@ impl<'r, 'a> PickleValue<'r, 'a> {
             Item::Float(bits) => f64::from_bits(bits).to_string(),
             Item::Bool(is) => is.to_string(),
             Item::Null => "null".to_owned(),
-            Item::List(_) | Item::Dict(_) => return Err(Error::custom("a dict has a list or a dict as a key")),
+            _ => return Err(Error::custom("a dict has a list or a dict as a key")),
         };
         count_values(&self.pickle.values, 1 + key.len() / TEXT_BYTES_PER_VALUE)?;
         Ok(key)
@@ -431,7 +463,10 @@ impl<'r, 'a> PickleValue<'r, 'a> {
         if let Some(known) = self.pickle.stacks.borrow().get(&id) {
             return Ok(Arc::clone(known));
         }
-        let frames = self.frames(id)?;
+        let frames = match self.pickle.stream.filter(|_| id >= STREAMED) {
+            Some(stream) => stream.frames(id - STREAMED),
+            None => self.frames(id)?,
+        };
         self.pickle.stacks.borrow_mut().insert(id, Arc::clone(&frames));
         Ok(frames)
     }
@@ -477,7 +512,7 @@ impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {
         let text = if let Item::Text(text) = self.item { text.len() } else { 0 };
         count_values(&self.pickle.values, 1 + text / TEXT_BYTES_PER_VALUE)?;
         match self.item {
-            Item::Null => visitor.visit_unit(),
+            Item::Null | Item::Frame(_) | Item::Stack(_) | Item::Event => visitor.visit_unit(),
             Item::Bool(is) => visitor.visit_bool(is),
             Item::Int(int) => visitor.visit_i64(int),
             Item::Float(bits) if f64::from_bits(bits).is_finite() => visitor.visit_f64(f64::from_bits(bits)),
@@ -535,6 +570,7 @@ impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {
         }
         match self.item {
             Item::List(list) => visitor.visit_u32(list),
+            Item::Stack(stack) => visitor.visit_u32(STREAMED + stack),
             _ => Err(Error::custom("the frames are not a list")),
         }
     }

@@ -37,6 +37,12 @@ pub struct Snapshot {
     /// Starts and ends of the spans given to [`annotate`](super::annotate).
     #[serde(default)]
     pub external_annotations: Vec<Annotation>,
+    /// Segments of host memory, as in PyTorch 2.15. Their device is -1 in files, and `u32::MAX` here.
+    #[serde(default)]
+    pub host_segments: Vec<SegmentInfo>,
+    /// The events recorded on pinned host memory, oldest first.
+    #[serde(default)]
+    pub host_traces: Vec<TraceEntry>,
 }
 
 impl Snapshot {
@@ -145,8 +151,9 @@ impl SegmentInfo {
 pub enum SegmentType {
     /// The segment serves requests of up to 1 MiB.
     Small,
-    /// The segment serves requests of more than 1 MiB.
+    /// The segment serves requests of more than 1 MiB, or has a type that this version does not know.
     #[default]
+    #[serde(other)]
     Large,
 }
 
@@ -210,7 +217,8 @@ pub enum BlockState {
     /// Freed, but another stream may still use the block.
     #[serde(alias = "active_awaiting_free")]
     ActivePendingFree,
-    /// Free.
+    /// Free, or in a state that this version does not know.
+    #[serde(other)]
     Inactive,
 }
 
@@ -245,7 +253,7 @@ impl TraceEntry {
 }
 
 /// PyTorch's text for a missing compile context.
-const NO_CONTEXT: &str = "N/A";
+pub(super) const NO_CONTEXT: &str = "N/A";
 
 /// The fields of a trace entry in a file. An entry has an address or, if memory ran out, the number of free bytes instead.
 #[derive(Deserialize)]
@@ -255,7 +263,7 @@ struct TraceEntryFields {
     addr: u64,
     #[serde(default, with = "int")]
     device_free: u64,
-    #[serde(with = "int")]
+    #[serde(default, with = "int")]
     size: u64,
     #[serde(default, with = "int")]
     stream: u64,
@@ -320,6 +328,9 @@ pub enum TraceAction {
     Snapshot,
     /// An allocation failed for lack of memory.
     Oom,
+    /// An event that this version does not know, such as PyTorch's `annotate`.
+    #[serde(other)]
+    Other,
 }
 
 /// A frame of a call stack: a location in a program.
@@ -392,6 +403,11 @@ impl Snapshot {
         serde_json::from_str(text).map(Snapshot::complete).map_err(|e| unreadable_error("JSON", &e))
     }
 
+    /// Checks that the name of a file has an ending that [`save`](Snapshot::save) accepts.
+    pub(in crate::storage) fn check_name(op: &'static str, path: &Path) -> Result<()> {
+        Format::from_path(op, path).map(drop)
+    }
+
     /// Writes a file: a pickle if its name ends in `.pickle` or `.pkl`, JSON if in `.json`.
     ///
     /// # Errors
@@ -403,6 +419,35 @@ impl Snapshot {
             Format::Json => self.to_json()?.into_bytes(),
         };
         crate::file::replace(path, &bytes).map_err(|e| Error::invalid("save", format!("{}: {e}", path.display())))
+    }
+
+    /// Reads a file as [`load`](Snapshot::load) does, but keeps only a part of the traces of a pickle: the allocations and frees of blocks
+    /// in use at the end or at the peak of each trace. A history of 10 GB takes less than 1 GiB of memory.
+    ///
+    /// The results of [`live_blocks`](Snapshot::live_blocks), [`live_memory`](Snapshot::live_memory) and
+    /// [`peak_memory`](Snapshot::peak_memory) are the same. `allocator_settings["trace_events_read"]` lists the number of events that
+    /// each device's trace has in the file.
+    ///
+    /// ```
+    /// use claystone::{Device, storage::Snapshot};
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("memory.pickle");
+    /// let snapshot = Device::Cpu.memory_snapshot()?;
+    /// snapshot.save(&path)?;
+    /// assert_eq!(Snapshot::load_in_use(&path)?.live_memory(), snapshot.live_memory());
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`load`](Snapshot::load), and for a pipe.
+    pub fn load_in_use(path: impl AsRef<Path>) -> Result<Snapshot> {
+        let path = path.as_ref();
+        match Format::from_path("load_in_use", path)? {
+            Format::Json => Snapshot::load(path),
+            Format::Pickle => pickle::read_file(path)
+                .map(Snapshot::complete)
+                .map_err(|e| Error::invalid("load_in_use", format!("{}: {e}", path.display()))),
+        }
     }
 
     /// Reads a file written by [`save`](Snapshot::save) or PyTorch's `_dump_snapshot`, in the format that the ending of its name selects.
@@ -423,20 +468,27 @@ impl Snapshot {
     fn value(&self) -> PyValue<'_> {
         let traces = self.device_traces.iter();
         let traces = traces.map(|trace| PyValue::List(trace.iter().map(TraceEntry::value).collect()));
-        PyValue::dict([
+        let mut entries = vec![
             ("segments", PyValue::List(self.segments.iter().map(SegmentInfo::value).collect())),
             ("device_traces", PyValue::List(traces.collect())),
             ("allocator_settings", PyValue::of(&self.allocator_settings)),
             ("external_annotations", PyValue::of(&self.external_annotations)),
-        ])
+        ];
+        if !self.host_segments.is_empty() || !self.host_traces.is_empty() {
+            let segments = self.host_segments.iter().map(SegmentInfo::value).collect();
+            let trace = self.host_traces.iter().map(TraceEntry::value).collect();
+            entries.extend([("host_segments", PyValue::List(segments)), ("host_traces", PyValue::List(trace))]);
+        }
+        PyValue::Dict(entries)
     }
 
     /// Iterates over the frames of all segments, blocks and events.
     pub(super) fn frames_mut(&mut self) -> impl Iterator<Item = &mut Arc<[Frame]>> {
-        let segments = self.segments.iter_mut();
+        let segments = self.segments.iter_mut().chain(&mut self.host_segments);
         let segments =
             segments.flat_map(|s| std::iter::once(&mut s.frames).chain(s.blocks.iter_mut().map(|b| &mut b.frames)));
-        segments.chain(self.device_traces.iter_mut().flatten().map(|entry| &mut entry.frames))
+        let entries = self.device_traces.iter_mut().flatten().chain(&mut self.host_traces);
+        segments.chain(entries.map(|entry| &mut entry.frames))
     }
 
     /// Computes the addresses of blocks, which files of old PyTorch versions do not have.
@@ -453,6 +505,9 @@ impl Snapshot {
         self
     }
 }
+
+/// The setting with the number of events that each trace has in the file, if a part of them was kept.
+pub(super) const EVENTS_READ: &str = "trace_events_read";
 
 /// The format of a snapshot file.
 enum Format {
@@ -531,7 +586,7 @@ macro_rules! serialize_as_value {
 
 serialize_as_value! { Snapshot SegmentInfo BlockInfo TraceEntry }
 
-/// Reads and writes unsigned integers as i64.
+/// Reads and writes unsigned integers as i64. Integers of 2^63 and more, which other writers may use, are read as well.
 mod int {
     use super::*;
 
@@ -542,8 +597,10 @@ mod int {
         serializer.serialize_i64(value)
     }
 
-    pub fn deserialize<'de, T: TryFrom<i64>, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
-        let value = i64::deserialize(deserializer)?;
-        T::try_from(value).map_err(|_| serde::de::Error::custom(format_args!("{value} is out of range")))
+    pub fn deserialize<'de, T: TryFrom<i128>, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
+        let value = i128::deserialize(deserializer)?;
+        // Negative numbers are in two's complement, with 64 bits or, as the device -1, with 32.
+        let wrapped = |bits: u32| T::try_from(value + if value < 0 { 1 << bits } else { 0 });
+        wrapped(64).or(wrapped(32)).map_err(|_| serde::de::Error::custom(format_args!("{value} is out of range")))
     }
 }

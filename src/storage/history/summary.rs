@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use super::live::{fmt_sites, format_size};
-use super::snapshot::{BlockState, SegmentInfo, SegmentType, Snapshot};
+use super::setting::Setting;
+use super::snapshot::{BlockState, EVENTS_READ, SegmentInfo, SegmentType, Snapshot};
 
 /// Fragmentation of a snapshot's free memory, for all segments and for the segments of each type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -120,8 +121,17 @@ impl fmt::Display for Snapshot {
         fmt_sites(f, "", &self.live_memory())?;
         self.fmt_live_blocks(f)?;
         self.fmt_peak_memory(f)?;
+        let read = match self.allocator_settings.get(EVENTS_READ) {
+            Some(Setting::List(read)) => Some(read),
+            _ => None,
+        };
         for (device, trace) in self.device_traces.iter().enumerate().filter(|(_, t)| !t.is_empty()) {
-            writeln!(f, "{} events recorded on device {device}", trace.len())?;
+            match read.map(|read| read.get(device)) {
+                Some(Some(Setting::Int(events))) => {
+                    writeln!(f, "{} of {events} events of device {device} kept", trace.len().saturating_sub(2))?
+                }
+                _ => writeln!(f, "{} events recorded on device {device}", trace.len())?,
+            }
         }
         Ok(())
     }

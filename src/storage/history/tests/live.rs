@@ -109,3 +109,27 @@ the largest blocks in use:
     assert!(!bare.to_string().contains("by age") && !bare.to_string().contains("by context"), "{bare}");
     Ok(())
 }
+
+/// A block that keeps its address is new if the trace says that it was allocated again, and otherwise not.
+#[test]
+fn live_since_finds_new_blocks() -> Result<()> {
+    let mut toy = Toy::new(1000)?;
+    let sizes = |snapshot: &Snapshot, earlier: &Snapshot| {
+        let sites = snapshot.live_since(earlier);
+        (sites.iter().map(|site| site.bytes).sum::<u64>(), sites.iter().map(|site| site.blocks).sum::<u64>())
+    };
+    (0..3).for_each(|_| toy.alloc(1000, 0));
+    let first = toy.snapshot();
+    assert_eq!(sizes(&first, &first), (0, 0));
+    assert_eq!(sizes(&first, &Snapshot::default()), (3000, 3));
+    std::thread::sleep(Duration::from_millis(1)); // so that later events have later times
+    toy.free(0, true);
+    toy.alloc(1000, 0); // at the same address
+    toy.alloc(2000, 0);
+    let second = toy.snapshot();
+    assert_eq!(sizes(&second, &first), (3000, 2));
+    let mut untraced = second.clone();
+    untraced.device_traces.clear();
+    assert_eq!(sizes(&untraced, &first), if cfg!(miri) { (2000, 1) } else { (3000, 2) }, "the lines differ");
+    Ok(())
+}

@@ -4,6 +4,7 @@ mod caller;
 mod check;
 mod live;
 mod pickle;
+mod stream;
 mod toy;
 
 use std::collections::BTreeMap;

@@ -8,6 +8,8 @@ use serde_json::{Map, Value, json};
 use super::*;
 use crate::storage::history::pickle::ITEMS_EXAMINED;
 
+pub const PYTORCH_2_15: &[u8] = include_bytes!("pytorch-2.15.pickle");
+
 /// Reads a pickle as PyTorch's `MemoryViz.js` does. Panics on every instruction that `MemoryViz.js` lacks, on integers
 /// of more than 8 bytes, and on batches larger than the arguments that a call may have.
 fn unpickle(mut bytes: &[u8]) -> Value {
@@ -233,4 +235,47 @@ proptest::proptest! {
         bytes.truncate(cut);
         _ = Snapshot::from_pickle(&bytes).map(|s| (s.check(), s.to_string(), s.to_pickle()));
     }
+}
+
+/// A snapshot of PyTorch 2.15, written by Python's pickle: `annotate` events, metadata and pools of events, host memory of device -1.
+#[test]
+fn reads_pytorch_2_15_pickles() -> Result<()> {
+    let snapshot = Snapshot::from_pickle(PYTORCH_2_15)?;
+    snapshot.check()?;
+    let actions: Vec<_> = snapshot.device_traces[0].iter().map(|entry| entry.action).collect();
+    use TraceAction::{Alloc, FreeCompleted, FreeRequested, Oom, Other, SegmentAlloc};
+    let expected = [SegmentAlloc, Alloc, Other, Alloc, FreeRequested, FreeCompleted, Alloc, FreeRequested, Oom];
+    assert_eq!(actions[..9], expected);
+    let [host] = &snapshot.host_segments[..] else { panic!("{:?}", snapshot.host_segments) };
+    assert_eq!((host.device, host.total_size, host.blocks[0].frames[0].line), (u32::MAX, 4096, 7));
+    assert_eq!(snapshot.host_traces.iter().map(|entry| entry.addr).collect::<Vec<_>>(), [host.address; 2]);
+    assert_eq!(snapshot.allocator_settings["graph_capture_record_stream_reuse"], Setting::Bool(false));
+    assert_eq!(snapshot.peak_memory()[0].bytes, 5000);
+    assert_eq!(Snapshot::from_pickle(&snapshot.to_pickle()?)?, snapshot, "host memory and unknown events are kept");
+    assert_eq!(Snapshot::from_json(&snapshot.to_json()?)?, snapshot);
+    Ok(())
+}
+
+/// Names that a later version of PyTorch may add are read as the names that the viewers treat in the same way.
+#[test]
+fn unknown_names_and_large_integers_are_read() -> Result<()> {
+    let text = r#"{"segments": [{"device": 0, "address": 18446744073709551104, "total_size": 512, "stream": 9223372036854775808,
+        "segment_type": "huge", "new": [1, {"a": 2}], "blocks":
+        [{"address": 18446744073709551104, "size": 512, "requested_size": 1, "state": "lent", "new": null}]}],
+        "device_traces": [[{"action": "moved", "new": 1}]], "new": {"b": []}}"#;
+    let snapshot = Snapshot::from_json(text)?;
+    let segment = &snapshot.segments[0];
+    assert_eq!((segment.address, segment.stream), (u64::MAX - 511, 1 << 63));
+    assert_eq!((segment.segment_type, segment.blocks[0].state), (SegmentType::Large, BlockState::Inactive));
+    assert_eq!(snapshot.device_traces[0][0], TraceEntry::new(TraceAction::Other, 0, 0));
+    _ = snapshot.to_string();
+    let address = |long: &[u8]| {
+        let text = |text: &str| [&[0x8c, text.len() as u8], text.as_bytes()].concat();
+        let entry = [&b"}("[..], &text("action"), &text("alloc"), &text("addr"), &[0x8a, long.len() as u8], long, b"u"];
+        let traces = [&text("device_traces")[..], b"](](", &entry.concat(), b"ee"].concat();
+        Snapshot::from_pickle(&[&b"\x80\x04}("[..], &text("segments"), b"]", &traces, b"u."].concat())
+    };
+    assert_eq!(address(&[0, 0, 0, 0, 0, 0, 0, 0xff, 0])?.device_traces[0][0].addr, 0xff << 56);
+    assert!(address(&[0, 0, 0, 0, 0, 0, 0, 0, 1]).is_err(), "2^64");
+    Ok(())
 }

@@ -173,6 +173,7 @@ impl Toy {
             device_traces: vec![self.history.entries()],
             allocator_settings: settings.map(|(key, value)| (key.to_owned(), value)).into(),
             external_annotations: annotations(0),
+            ..Snapshot::default()
         }
     }
 }
