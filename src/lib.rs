@@ -118,6 +118,7 @@ doctest_pages! {
     GuideStreamsAndGraphs "../docs/guide/streams-and-graphs.md"
     GuideDistributed "../docs/guide/distributed.md"
     GuideMemory "../docs/guide/memory.md"
+    GuideWhenItDoesNotFit "../docs/guide/when-it-does-not-fit.md"
     GuideProfiling "../docs/guide/profiling.md"
     GuideTuning "../docs/guide/tuning.md"
     GuideInterop "../docs/guide/interop.md"

@@ -69,6 +69,11 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         self.inner().into_iter().for_each(|inner| inner.reset_peak_stats());
     }
 
+    /// Raises the peak of every statistic to at least the peak in `to`. [`peak`](super::peak) undoes a reset with it.
+    fn raise_peaks(&self, to: &DeviceStats) {
+        self.inner().into_iter().for_each(|inner| inner.raise_peaks(to));
+    }
+
     /// Resets the accumulated sums and event counts to zero.
     fn reset_accumulated_stats(&self) {
         self.inner().into_iter().for_each(|inner| inner.reset_accumulated_stats());

@@ -172,12 +172,26 @@ impl PoolCounters {
         }
     }
 
+    /// Iterates over the peaks, in the order of [`peaks_of`].
+    fn peaks(&mut self) -> impl Iterator<Item = &mut i64> {
+        let flows = self.live.iter_mut().chain(&mut self.split).chain(&mut self.segment);
+        flows.map(|flow| &mut flow.peak).chain(self.pending.iter_mut().map(|pending| &mut pending.active_peak))
+    }
+
     fn reset_accumulated(&mut self) {
         self.flows().for_each(FlowCounter::reset_accumulated);
         for pending in &mut self.pending {
             (pending.retaken, pending.base) = (0, pending.current);
         }
     }
+}
+
+/// Returns the peaks of allocated blocks, free parts of split segments, segments and active blocks.
+fn peaks_of(s: &PoolStats) -> [i64; 9] {
+    let [live, split] = [[s.allocated_bytes, s.requested_bytes], [s.inactive_split, s.inactive_split_bytes]];
+    let stats =
+        [s.allocation, live[0], live[1], split[0], split[1], s.segment, s.reserved_bytes, s.active, s.active_bytes];
+    stats.map(|stat| stat.peak as i64)
 }
 
 /// All counters of an allocator. The allocator sets `max_split_size` after construction.
@@ -381,6 +395,17 @@ impl Counters {
         for stat in [&mut self.oversize_allocations, &mut self.oversize_segments] {
             stat.peak = stat.current;
         }
+    }
+
+    pub(super) fn raise_peaks(&mut self, to: &DeviceStats) {
+        let Peaks { live, split, segment, active } = &mut self.peaks;
+        let total = live.iter_mut().chain(split).chain(segment).chain(active);
+        total.zip(peaks_of(&to.total)).for_each(|(peak, to)| raise_peak(peak, to));
+        for (pool, to) in self.pools.iter_mut().zip([&to.small_pool, &to.large_pool]) {
+            pool.peaks().zip(peaks_of(to)).for_each(|(peak, to)| raise_peak(peak, to));
+        }
+        self.oversize_allocations.peak = self.oversize_allocations.peak.max(to.oversize_allocations.peak);
+        self.oversize_segments.peak = self.oversize_segments.peak.max(to.oversize_segments.peak);
     }
 
     pub(super) fn reset_accumulated(&mut self) {

@@ -1,5 +1,7 @@
 //! The memory of a [`Device`]: statistics, limits, snapshots.
 
+use std::path::PathBuf;
+
 use super::allocator::{Allocator, find_allocator};
 use super::caching::CachingAllocator;
 use super::driver::pinned::PinnedStats;
@@ -8,7 +10,8 @@ use super::guard::guard_violations;
 use super::history::{HistoryOptions, Snapshot};
 use super::hooks::{FreeMemory, OomObserver, Registration};
 use super::images::pool as image_pool;
-use super::pool::{PoolAllocator, existing_image_pool, with_images};
+use super::pool::{PoolAllocator, existing_image_pool, snapshot_with_images, with_images};
+use super::snapshot_on_oom;
 use super::stats::DeviceStats;
 use super::{per_device, registry};
 use crate::{Device, Error, Result};
@@ -79,11 +82,7 @@ impl Device {
     /// # Errors
     /// [`Error::NoDevice`](crate::Error::NoDevice) if the device does not exist.
     pub fn memory_snapshot(&self) -> Result<Snapshot> {
-        let snapshot = registry::device_allocator(*self)?.snapshot();
-        Ok(match existing_image_pool(*self) {
-            Some(images) => snapshot.with_images(images.snapshot()),
-            None => snapshot,
-        })
+        Ok(snapshot_with_images(&**registry::device_allocator(*self)?))
     }
 
     /// Starts or stops recording the allocator's actions (`torch.cuda.memory._record_memory_history`). Stopping deletes
@@ -190,6 +189,33 @@ impl Device {
     /// allocators do.
     pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Result<Registration> {
         Ok(self.caching_allocator("add_oom_observer")?.add_oom_observer(observe))
+    }
+
+    /// Saves a snapshot of the device's memory when an allocation fails for lack of memory, before the error is returned. A later
+    /// failure replaces the file. Ends when the returned value is dropped.
+    ///
+    /// Records the memory history from now on, with call stacks, unless the history is recorded already. The file is a pickle if
+    /// `path` ends in `.pickle` or `.pkl`, JSON if in `.json`. A snapshot that cannot be saved is an event of `tracing`, and the error
+    /// stays as it is. `CLAYSTONE_SNAPSHOT_ON_OOM=memory.pickle` does the same for every device and the whole program.
+    ///
+    /// ```
+    /// use claystone::storage::{Snapshot, TraceAction};
+    /// use claystone::{Device, Tensor};
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("memory.pickle");
+    /// let device = Device::Cpu;
+    /// let _kept = device.snapshot_on_oom(&path)?;
+    /// device.set_memory_limit(1 << 20)?;
+    /// assert!(Tensor::zeros(&[1 << 20], device).is_err());
+    /// let snapshot = Snapshot::load(&path)?;
+    /// assert!(snapshot.device_traces[0].iter().any(|entry| entry.action == TraceAction::Oom));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the path has another ending, or the device's allocator is not a caching one.
+    pub fn snapshot_on_oom(&self, path: impl Into<PathBuf>) -> Result<Registration> {
+        snapshot_on_oom::register(registry::device_allocator(*self)?, path.into())
     }
 
     /// Returns the caching allocator of the device, which may be wrapped in other allocators.

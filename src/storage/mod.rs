@@ -38,6 +38,7 @@ mod import;
 mod logging;
 mod mapped;
 mod memory_mode;
+mod peak;
 mod per_device;
 pub mod plan;
 mod pool;
@@ -47,6 +48,7 @@ mod segment;
 #[cfg(feature = "mpi")]
 mod shared_memory;
 mod sidecar;
+mod snapshot_on_oom;
 mod stats;
 #[cfg(test)]
 mod tests;
@@ -85,6 +87,7 @@ pub use logging::{AllocationLog, LoggingAllocator};
 pub use mapped::MappedFile;
 pub(crate) use memory_mode::memory_mode;
 pub use memory_mode::with_memory_mode;
+pub use peak::{PeakScope, ScopePeak, peak};
 pub use pool::{PoolAllocator, StorageType};
 pub use registry::{allocator, build_allocator, set_allocator};
 pub use segment::Segment;

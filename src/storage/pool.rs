@@ -402,6 +402,10 @@ impl Allocator for PoolAllocator {
         lock(&self.state).stats.reset_peak();
     }
 
+    fn raise_peaks(&self, to: &DeviceStats) {
+        lock(&self.state).stats.raise_peaks(to);
+    }
+
     fn reset_accumulated_stats(&self) {
         lock(&self.state).stats.reset_accumulated();
     }
@@ -641,6 +645,14 @@ pub(super) fn too_large_error(driver: &dyn Driver, requested: usize, promised: u
 /// Returns the pool of a device's images, if it was made already.
 pub(super) fn existing_image_pool(device: Device) -> Option<&'static PoolAllocator> {
     per_device::get(device)
+}
+
+/// Returns the snapshot of an allocator including the images of its device.
+pub(super) fn snapshot_with_images(allocator: &dyn Allocator) -> Snapshot {
+    match existing_image_pool(allocator.device()) {
+        Some(images) => allocator.snapshot().with_images(images.snapshot()),
+        None => allocator.snapshot(),
+    }
 }
 
 /// Returns an allocator's statistics including the images of its device.

@@ -13,7 +13,7 @@ use super::driver::{Driver, driver};
 use super::dry;
 use super::guard::GuardAllocator;
 use super::history::device_number;
-use super::{per_device, pool::PoolAllocator};
+use super::{per_device, pool::PoolAllocator, snapshot_on_oom};
 use crate::{Device, Error, Result, profiler};
 
 /// A device's current allocator.
@@ -155,5 +155,7 @@ fn find_or_create(device: Device) -> Result<&'static DeviceEntry> {
     };
     let current = DeviceEntry::new(device, made, true)?;
     profiler::measure_at_first_use(device);
-    Ok(insert(device, current, false))
+    let current = insert(device, current, false);
+    snapshot_on_oom::register_from_environment(&current.allocator);
+    Ok(current)
 }

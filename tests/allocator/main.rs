@@ -11,6 +11,7 @@ mod callers;
 mod custom_driver;
 mod estimate;
 mod host;
+mod out_of_memory;
 mod oversubscribe;
 mod plans;
 mod snapshot;

@@ -152,6 +152,9 @@ typedef struct ClaystoneEvent ClaystoneEvent;
 // take a generator use the process's default generator for null.
 typedef struct ClaystoneGenerator ClaystoneGenerator;
 
+// A scope whose most memory in use is measured.
+typedef struct ClaystonePeakScope ClaystonePeakScope;
+
 // A handle on a finished recording.
 typedef struct ClaystoneProfile ClaystoneProfile;
 
@@ -227,6 +230,17 @@ typedef struct {
     // The number of bytes.
     size_t length;
 } ClaystoneBytes;
+
+// The most bytes of a device in use at once within a scope: of blocks, of segments held from the driver, and as requested. The three
+// peaks may have been at different times.
+typedef struct {
+    // The bytes of blocks: requests rounded up.
+    uint64_t allocated;
+    // The bytes of segments held from the driver.
+    uint64_t reserved;
+    // The bytes requested.
+    uint64_t requested;
+} ClaystonePeak;
 
 // A list of tensors.
 typedef struct {
@@ -461,6 +475,23 @@ ClaystoneStatus claystone_memory_set_fraction(int32_t number, double fraction);
 ClaystoneStatus claystone_memory_record_history(int32_t number,
                                                 size_t max_entries,
                                                 bool stacks);
+
+// Begins a scope; claystone_peak_scope_release ends it. Of two scopes of a device, the inner must end first. Peaks of outer scopes and
+// of claystone_memory_stats are as without the scope.
+ClaystoneStatus claystone_peak_scope_begin(int32_t number,
+                                           ClaystonePeakScope **scope);
+
+// The peaks since the scope began.
+ClaystoneStatus claystone_peak_scope_read(const ClaystonePeakScope *scope, ClaystonePeak *peak);
+
+// Ends a scope; null is none.
+void claystone_peak_scope_release(ClaystonePeakScope *scope);
+
+// Saves a snapshot to `path` when an allocation of the device fails for lack of memory, before the error is returned. The name ends in
+// .pickle, .pkl or .json. Records the history with call stacks from now on, unless it is recorded already. Replaces an earlier path of
+// the device; with null, no snapshots are saved any more.
+ClaystoneStatus claystone_memory_snapshot_on_oom(int32_t number,
+                                                 const char *path);
 
 // A snapshot of a device's allocator: every block, and the recorded events, in a ClaystoneSnapshotFormat. The caller owns the
 // bytes.

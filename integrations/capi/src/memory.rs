@@ -1,11 +1,14 @@
 //! Device memory: statistics, limits and snapshots.
 
+use std::collections::BTreeMap;
+use std::ffi::c_char;
 use std::fmt::Write as _;
+use std::sync::{Mutex, PoisonError};
 
-use claystone::storage::{DeviceStats, HistoryOptions, PoolStats, Recording, Stat};
+use claystone::storage::{DeviceStats, HistoryOptions, PeakScope, PoolStats, Recording, Registration, ScopePeak, Stat};
 
 use crate::device::device;
-use crate::pointers::output;
+use crate::pointers::{borrow, handle, output, release, text};
 use crate::status::{ClaystoneStatus, Fault, guard};
 
 /// Bytes that claystone allocated and the caller owns; `claystone_bytes_free` frees them. A zero byte, which `length` does not count,
@@ -133,6 +136,81 @@ pub extern "C" fn claystone_memory_record_history(number: i32, max_entries: usiz
             _ => HistoryOptions::default().max_entries(max_entries).stacks(stacks),
         };
         Ok(device(number)?.record_memory_history(options)?)
+    })
+}
+
+/// A scope whose most memory in use is measured.
+pub struct ClaystonePeakScope(PeakScope);
+
+/// The most bytes of a device in use at once within a scope: of blocks, of segments held from the driver, and as requested. The three
+/// peaks may have been at different times.
+#[repr(C)]
+#[derive(Debug)]
+pub struct ClaystonePeak {
+    /// The bytes of blocks: requests rounded up.
+    pub allocated: u64,
+    /// The bytes of segments held from the driver.
+    pub reserved: u64,
+    /// The bytes requested.
+    pub requested: u64,
+}
+
+/// Begins a scope; claystone_peak_scope_release ends it. Of two scopes of a device, the inner must end first. Peaks of outer scopes and
+/// of claystone_memory_stats are as without the scope.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_peak_scope_begin(
+    number: i32,
+    scope: *mut *mut ClaystonePeakScope,
+) -> ClaystoneStatus {
+    guard("claystone_peak_scope_begin", || {
+        // SAFETY: the caller promises a pointer that is null or valid for writing.
+        let scope = unsafe { output(scope, "scope")? };
+        scope.write(handle(ClaystonePeakScope(PeakScope::begin(device(number)?)?)));
+        Ok(())
+    })
+}
+
+/// The peaks since the scope began.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_peak_scope_read(
+    scope: *const ClaystonePeakScope,
+    peak: *mut ClaystonePeak,
+) -> ClaystoneStatus {
+    guard("claystone_peak_scope_read", || {
+        // SAFETY: the caller promises a handle or null, and a pointer that is null or valid for writing.
+        let (scope, output) = unsafe { (borrow(scope, "scope")?, output(peak, "peak")?) };
+        let ScopePeak { allocated, reserved, requested, .. } = scope.0.peak()?;
+        output.write(ClaystonePeak { allocated, reserved, requested });
+        Ok(())
+    })
+}
+
+/// Ends a scope; null is none.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_peak_scope_release(scope: *mut ClaystonePeakScope) {
+    // SAFETY: the caller promises an unreleased handle.
+    unsafe { release("claystone_peak_scope_release", scope) }
+}
+
+/// The devices whose failed allocations save a snapshot.
+static ON_OOM: Mutex<BTreeMap<i32, Registration>> = Mutex::new(BTreeMap::new());
+
+/// Saves a snapshot to `path` when an allocation of the device fails for lack of memory, before the error is returned. The name ends in
+/// .pickle, .pkl or .json. Records the history with call stacks from now on, unless it is recorded already. Replaces an earlier path of
+/// the device; with null, no snapshots are saved any more.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_memory_snapshot_on_oom(number: i32, path: *const c_char) -> ClaystoneStatus {
+    guard("claystone_memory_snapshot_on_oom", || {
+        let device = device(number)?;
+        let registration = match path.is_null() {
+            true => None,
+            // SAFETY: the caller promises a string.
+            false => Some(device.snapshot_on_oom(unsafe { text(path, "path")? })?),
+        };
+        let mut devices = ON_OOM.lock().unwrap_or_else(PoisonError::into_inner);
+        devices.remove(&number);
+        devices.extend(registration.map(|registration| (number, registration)));
+        Ok(())
     })
 }
 

@@ -408,6 +408,27 @@ static void memory(void) {
     claystone_storage_release(storage);
     CHECK(stat("requested_bytes.all.current") == before && stat("requested_bytes.all.peak") == before + (3 << 20));
     OK(claystone_memory_empty_cache(device));
+
+    ClaystonePeakScope *scope;
+    ClaystonePeak peak;
+    OK(claystone_peak_scope_begin(device, &scope));
+    OK(claystone_peak_scope_read(scope, &peak));
+    CHECK(peak.requested == before && peak.allocated <= peak.reserved);
+    OK(claystone_storage_new(device, 1 << 20, &storage));
+    claystone_storage_release(storage);
+    OK(claystone_peak_scope_read(scope, &peak));
+    CHECK(peak.requested == before + (1 << 20));
+    claystone_peak_scope_release(scope);
+    claystone_peak_scope_release(NULL);
+    CHECK(claystone_peak_scope_begin(1000, &scope) == CLAYSTONE_STATUS_NO_DEVICE);
+    CHECK(stat("requested_bytes.all.peak") == before + (3 << 20));
+
+    CHECK(claystone_memory_snapshot_on_oom(device, "memory.txt") == CLAYSTONE_STATUS_INVALID);
+    OK(claystone_memory_snapshot_on_oom(device, "/no/such/folder/memory.pickle"));
+    OK(claystone_memory_set_fraction(device, 1e-9));
+    CHECK(claystone_storage_new(device, 3 << 20, &none) == CLAYSTONE_STATUS_OUT_OF_MEMORY && none == NULL);
+    OK(claystone_memory_snapshot_on_oom(device, NULL));
+    OK(claystone_memory_record_history(device, 0, false));
     OK(claystone_memory_set_fraction(device, 1e-9));
     CHECK(claystone_storage_new(device, 3 << 20, &none) == CLAYSTONE_STATUS_OUT_OF_MEMORY && none == NULL);
     CHECK(stat("num_ooms") >= 1);

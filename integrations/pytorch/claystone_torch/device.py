@@ -229,6 +229,34 @@ def _record_memory_history(enabled="all", max_entries=100000, stacks=False, devi
     _C.memory_record_history(_index(device), max_entries if enabled else 0, stacks)
 
 
+class PeakMemory:
+    """The most memory of a device in use within a `with` statement, in bytes: `allocated`, `reserved` and `requested`. Outer statements
+    and max_memory_allocated are as without the statement.
+
+        with torch.claystone.PeakMemory() as peak:
+            loss = step()
+        print(peak.allocated)
+    """
+
+    allocated = reserved = requested = None
+
+    def __init__(self, device=None):
+        self._device = device
+
+    def __enter__(self):
+        self._scope = _C.PeakScope(_index(self._device))
+        return self
+
+    def __exit__(self, *_):
+        self.allocated, self.reserved, self.requested = self._scope.read()
+        self._scope.end()
+
+
+def _snapshot_on_oom(filename="memory.pickle", device=None):
+    """Saves a snapshot with call stacks when an allocation fails for lack of memory, before the error is raised. None ends this."""
+    _C.memory_snapshot_on_oom(_index(device), None if filename is None else str(filename))
+
+
 def _dump_snapshot(filename="dump_snapshot.pickle", device=None):
     """Writes a snapshot for PyTorch's memory viewer, https://pytorch.org/memory_viz."""
     with open(filename, "wb") as file:

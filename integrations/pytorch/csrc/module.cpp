@@ -10,6 +10,21 @@
 namespace py = pybind11;
 using namespace claystone_torch;
 
+namespace {
+
+// A scope whose most memory in use is measured.
+struct PeakScope {
+    explicit PeakScope(int index) { check(claystone_peak_scope_begin(claystone_device(index), &handle)); }
+    PeakScope(const PeakScope&) = delete;
+    PeakScope& operator=(const PeakScope&) = delete;
+    ~PeakScope() { end(); }
+    void end() { claystone_peak_scope_release(std::exchange(handle, nullptr)); }
+
+    ClaystonePeakScope* handle = nullptr;
+};
+
+} // namespace
+
 PYBIND11_MODULE(_C, module) {
     module.def("add_row", [](const std::string& name, const std::vector<std::tuple<std::string, std::string, bool, bool>>& alternatives) {
         std::vector<RowText> texts;
@@ -60,6 +75,17 @@ PYBIND11_MODULE(_C, module) {
         check(claystone_memory_snapshot(claystone_device(index), format, &snapshot));
         return py::bytes(take(snapshot));
     });
+    module.def("memory_snapshot_on_oom", [](int index, const std::optional<std::string>& path) {
+        check(claystone_memory_snapshot_on_oom(claystone_device(index), path ? path->c_str() : nullptr));
+    });
+    py::class_<PeakScope>(module, "PeakScope")
+        .def(py::init<int>())
+        .def("read", [](const PeakScope& scope) {
+            ClaystonePeak peak;
+            check(claystone_peak_scope_read(scope.handle, &peak));
+            return std::tuple(peak.allocated, peak.reserved, peak.requested);
+        })
+        .def("end", &PeakScope::end);
     module.def("memory_record_history", [](int index, size_t entries, bool stacks) {
         check(claystone_memory_record_history(claystone_device(index), entries, stacks));
     });

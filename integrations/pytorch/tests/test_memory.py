@@ -83,6 +83,31 @@ class Memory(unittest.TestCase):
         self.assertIn("<script", viewer.trace_plot(snapshot))
         self.assertIn("<script", viewer.segment_plot(snapshot))
 
+    def test_peak_of_a_scope(self):
+        with torch.claystone.PeakMemory() as outer:
+            kept = torch.ones(1 << 18, device="claystone")
+            with torch.claystone.PeakMemory() as inner:
+                pass
+            (torch.ones(1 << 20, device="claystone") + 1).sum().item()
+        self.assertGreaterEqual(outer.requested - inner.requested, 8 << 20)
+        self.assertLessEqual(outer.allocated, outer.reserved)
+        self.assertGreaterEqual(torch.claystone.max_memory_allocated(), outer.allocated)
+        del kept
+
+    def test_snapshot_when_memory_runs_out(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "snapshot.pickle"
+            torch.claystone._snapshot_on_oom(path)
+            torch.claystone.empty_cache()
+            torch.claystone.set_per_process_memory_fraction(1e-9)
+            with self.assertRaises(torch.OutOfMemoryError):
+                torch.ones(1 << 24, device="claystone")
+            torch.claystone.set_per_process_memory_fraction(1.0)
+            torch.claystone._snapshot_on_oom(None)
+            torch.claystone._record_memory_history(None)
+            snapshot = pickle.loads(path.read_bytes())
+        self.assertIn("oom", {entry["action"] for trace in snapshot["device_traces"] for entry in trace})
+
     def test_memory_profile(self):
         program = Program()
         program.step()

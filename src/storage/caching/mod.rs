@@ -596,6 +596,10 @@ impl Allocator for CachingAllocator {
         self.drain_caches().heap.stats.reset_peak();
     }
 
+    fn raise_peaks(&self, to: &DeviceStats) {
+        self.drain_caches().heap.stats.raise_peaks(to);
+    }
+
     fn reset_accumulated_stats(&self) {
         self.drain_caches().heap.stats.reset_accumulated();
     }
@@ -656,6 +660,12 @@ impl Allocator for CachingAllocator {
             }
             Ok(())
         })
+    }
+}
+
+impl CachingAllocator {
+    pub(in crate::storage) fn records_history(&self) -> bool {
+        self.lock().heap.history.is_on()
     }
 }
 
