@@ -74,7 +74,7 @@ impl OpContext {
     /// Saves tensors for backward, after any tensors saved before (PyTorch's `save_for_backward`). They can be inputs, the
     /// result, or any other tensors. If a saved tensor is changed in place before backward, backward fails.
     pub fn save_for_backward(&mut self, tensors: &[&Tensor]) {
-        self.saved.extend(tensors.iter().map(|t| (Saved::new(t), false)));
+        self.saved.extend(tensors.iter().map(|t| (Saved::without_hooks(t), false)));
     }
 
     /// Returns the saved tensors in the order in which they were saved (PyTorch's `saved_tensors`). Fails with
@@ -115,18 +115,19 @@ impl Tensor {
         let out = if inputs.iter().any(|t| t.shares_storage(&out)) { out.deep_copy(true)? } else { out.detach() };
         for (saved, is_result) in &mut kept.saved {
             *is_result = saved.is_same_tensor(&out);
+            saved.pack();
         }
         let twice = custom.differentiable_twice();
         let shapes: Vec<_> = inputs.iter().map(|t| (t.shape().clone(), t.dtype, t.device())).collect();
         let (custom, kept) = (Arc::new(custom), Arc::new(kept));
-        let result = kept.saved.iter().any(|(_, is_result)| *is_result).then(|| Saved::new(&out));
         let backward = move |ctx: &mut Context| -> Result<Gradients> {
+            let result = kept.saved.iter().find(|(_, is_result)| *is_result && ctx.create_graph());
             let again = OpContext {
                 saved: kept.saved.iter().map(|(saved, is_result)| (saved.another_handle(), *is_result)).collect(),
                 needs: (0..ctx.num_inputs()).map(|i| ctx.needs_gradient(i)).collect(),
                 slots: (0..ctx.num_inputs()).map(|i| ctx.slot(i)).collect(),
                 name,
-                result: result.as_ref().filter(|_| ctx.create_graph()).map(|r| ctx.unpack_result(r)).transpose()?,
+                result: result.map(|(saved, _)| ctx.unpack_result(saved)).transpose()?,
             };
             let gradients: Gradients = custom.backward(&again, &ctx.grad()?)?.into_iter().collect();
             no_gradient!(name if gradients.len() != shapes.len(),

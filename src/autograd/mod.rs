@@ -30,6 +30,7 @@ mod leaf;
 mod modes;
 mod node;
 mod record;
+mod saved;
 
 use smallvec::SmallVec;
 
@@ -54,6 +55,7 @@ pub(crate) use node::{DetachedGroup, Factor, Gradients, Node, Saved};
 pub(crate) use record::{
     is_tracked, record, record_differentiable, record_unary_differentiable, record_view, record_with_factor,
 };
+pub use saved::{disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks};
 
 impl Tensor {
     /// Makes this tensor a leaf that accumulates its gradient (`true`), or removes it from the graph (`false`). The result has the same

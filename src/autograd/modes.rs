@@ -10,7 +10,7 @@ use crate::{DType, Result, Tensor};
 
 /// The modes of a thread.
 #[derive(Clone, Copy)]
-struct Modes {
+pub(super) struct Modes {
     /// Whether operations on tracked tensors are recorded.
     grad_enabled: bool,
     /// Whether backward checks gradients for NaN ([`detect_anomaly`]).
@@ -19,6 +19,8 @@ struct Modes {
     dependencies_only: bool,
     /// Whether operations may leave a result uncomputed if gradients do not depend on it.
     gradients_only: bool,
+    /// Whether hooks pack the tensors that operations save.
+    pub(super) saved_hooks: bool,
     /// The dtype of the innermost [`autocast`] scope.
     autocast_dtype: Option<DType>,
     /// The number of nested [`autocast`] scopes.
@@ -66,6 +68,7 @@ thread_local! {
             anomaly: false,
             dependencies_only: false,
             gradients_only: false,
+            saved_hooks: false,
             autocast_dtype: None,
             autocast_depth: 0,
         })
@@ -156,9 +159,16 @@ pub(crate) fn is_gradients_only() -> bool {
     MODES.get().gradients_only
 }
 
+/// True if hooks pack what a recorded operation saves.
+#[inline]
+pub(super) fn packs_saved_tensors() -> bool {
+    let modes = MODES.get();
+    modes.saved_hooks && modes.grad_enabled && !modes.dependencies_only
+}
+
 /// Runs `f` with a flag of this thread set, and restores the flag even if `f` panics.
 #[inline]
-fn with_flag<R>(flag: impl Fn(&mut Modes) -> &mut bool, value: bool, f: impl FnOnce() -> R) -> R {
+pub(super) fn with_flag<R>(flag: impl Fn(&mut Modes) -> &mut bool, value: bool, f: impl FnOnce() -> R) -> R {
     let before = change_modes(|modes| std::mem::replace(flag(modes), value));
     let _restore = OnDrop(|| change_modes(|modes| *flag(modes) = before));
     f()

@@ -180,25 +180,27 @@ pub(crate) struct DetachedGroup(pub(super) u32);
 /// them. An operation's own result has no node yet when it is saved; [`Context::unpack_result`] adds the node. A saved tensor does not
 /// keep its storage's record of in-place changes alive: that record may hold the saved tensor, and the two would never be freed.
 pub(crate) struct Saved {
-    tensor: Tensor,
+    /// The saved tensor. If hooks have packed it, a tensor like it with a storage of no bytes.
+    pub(super) tensor: Tensor,
     version: u64,
     /// The storage's replay count. None if saved during a graph capture: backward after a replay uses the values that the replay wrote.
     replays: Option<u64>,
+    packed: Option<Arc<Packed>>,
 }
 
 impl Saved {
-    pub(crate) fn new(tensor: &Tensor) -> Saved {
+    pub(crate) fn without_hooks(tensor: &Tensor) -> Saved {
         let replays = (!is_capturing(tensor.device())).then(|| tensor.storage.replays());
-        Saved::of(Tensor { made_by: tensor.node(), ..tensor.detach() }, tensor.storage.version(), replays)
+        Saved::of(Tensor { made_by: tensor.node(), ..tensor.detach() }, tensor.storage.version(), replays, None)
     }
 
     pub(super) fn another_handle(&self) -> Saved {
-        Saved::of(self.tensor.shallow_clone(), self.version, self.replays)
+        Saved::of(self.tensor.shallow_clone(), self.version, self.replays, self.packed.clone())
     }
 
-    fn of(tensor: Tensor, version: u64, replays: Option<u64>) -> Saved {
+    pub(super) fn of(tensor: Tensor, version: u64, replays: Option<u64>, packed: Option<Arc<Packed>>) -> Saved {
         tensor.storage.add_saved_handle();
-        Saved { tensor, version, replays }
+        Saved { tensor, version, replays, packed }
     }
 
     /// True if `tensor` views the same elements of the same storage as the saved tensor.
@@ -206,13 +208,16 @@ impl Saved {
         self.tensor.shares_storage(tensor) && self.tensor.layout == tensor.layout
     }
 
-    /// Returns another handle on the saved tensor. Fails if its storage was changed in place after saving.
+    /// Returns another handle on the saved tensor. Fails as [`get`](Saved::get) does.
     pub(crate) fn unpack(&self, op: &'static str) -> Result<Tensor> {
         self.get(op).map(Tensor::shallow_clone)
     }
 
-    /// Returns the saved tensor. Fails if its storage was changed in place after saving.
+    /// Returns the saved tensor. Fails if its storage was changed in place after saving, and returns the errors of hooks.
     pub(crate) fn get(&self, op: &'static str) -> Result<&Tensor> {
+        if let Some(packed) = &self.packed {
+            return packed.get(op, &self.tensor);
+        }
         let storage = &self.tensor.storage;
         let is_replayed = || self.replays.is_some_and(|replays| replays != storage.replays());
         no_gradient!(op if storage.version() != self.version || is_replayed(),
@@ -225,5 +230,33 @@ impl Saved {
 impl Drop for Saved {
     fn drop(&mut self) {
         self.tensor.storage.remove_saved_handle();
+    }
+}
+
+/// A packed value, inside the closure that unpacks it.
+pub(super) struct Packed {
+    unpack: Box<dyn Fn() -> Result<Tensor> + Send + Sync>,
+    unpacked: OnceLock<Saved>,
+}
+
+impl Packed {
+    pub(super) fn new(unpack: impl Fn() -> Result<Tensor> + Send + Sync + 'static) -> Packed {
+        Packed { unpack: Box::new(unpack), unpacked: OnceLock::new() }
+    }
+
+    /// Returns the unpacked tensor with the node of `saved`, which it replaces.
+    #[cold]
+    fn get(&self, op: &'static str, saved: &Tensor) -> Result<&Tensor> {
+        if let Some(known) = self.unpacked.get() {
+            return Ok(&known.tensor);
+        }
+        let mut made = (self.unpack)()?.detach();
+        no_gradient!(op if !made.is_like(saved),
+            "the unpack hook gave a tensor of shape {}, in place of one of shape {}", made.describe(), saved.describe());
+        if made.strides() != saved.strides() {
+            made = made.to_memory_format(saved.memory_format())?.detach();
+        }
+        made.made_by = saved.made_by.clone();
+        Ok(&self.unpacked.get_or_init(|| Saved::of(made, 0, None, None)).tensor)
     }
 }

@@ -9,6 +9,7 @@ mod data;
 mod foreach;
 mod graphs;
 mod handles;
+mod hooks;
 mod layers;
 mod memory_formats;
 mod modules;

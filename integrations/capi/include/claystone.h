@@ -242,6 +242,19 @@ typedef struct {
     uint64_t requested;
 } ClaystonePeak;
 
+// Hooks on saved tensors. Any thread may call `unpack` and `release`. No hook may be left by an exception or a jump.
+typedef struct {
+    // Stores a copy of a tensor, for instance on another device, and sets `*packed` to a value from which `unpack` finds the copy. The
+    // handle is borrowed.
+    ClaystoneStatus (*pack)(void *data, const ClaystoneTensor *tensor, void **packed);
+    // Sets `*tensor` to a new handle, which claystone releases, on a tensor of the shape, dtype and device of the packed tensor.
+    ClaystoneStatus (*unpack)(void *data, void *packed, ClaystoneTensor **tensor);
+    // Frees a packed value. Called once for each value; may be null.
+    void (*release)(void *data, void *packed);
+    // Passed to the hooks. Valid until all packed values are released.
+    void *data;
+} ClaystoneSavedTensorsHooks;
+
 // A list of tensors.
 typedef struct {
     // Handles, none of them null.
@@ -450,6 +463,27 @@ void claystone_report_faults_to_any_thread(void);
 
 // Waits until all work submitted to a device so far, on every stream, is complete. Returns errors that kernels reported meanwhile.
 ClaystoneStatus claystone_device_synchronize(int32_t number);
+
+// Calls `run(data)`. The hooks store the tensors that `claystone_recurrent` and `claystone_call_backward` save meanwhile for gradients
+// (PyTorch's `torch.autograd.graph.saved_tensors_hooks`). The hooks of the innermost scope are used. If a hook fails, the call that
+// computes gradients fails with CLAYSTONE_STATUS_AUTOGRAD. `run` must return: leaving it by an exception or a jump is undefined
+// behaviour.
+ClaystoneStatus claystone_saved_tensors_hooks(const ClaystoneSavedTensorsHooks *hooks,
+                                              void (*run)(void*),
+                                              void *data);
+
+// Calls `run(data)`. The tensors that `claystone_recurrent` and `claystone_call_backward` save meanwhile wait in host memory, pinned if
+// `pin_memory` is true (PyTorch's `torch.autograd.graph.save_on_cpu`). `run` must return, as for `claystone_saved_tensors_hooks`.
+ClaystoneStatus claystone_save_on_cpu(bool pin_memory,
+                                      void (*run)(void*),
+                                      void *data);
+
+// Calls `run(data)`. Meanwhile `claystone_saved_tensors_hooks` and `claystone_save_on_cpu` fail with `reason` as their message. Fails with
+// `reason` if hooks are on already (PyTorch's `torch.autograd.graph.disable_saved_tensors_hooks`). `run` must return, as for
+// `claystone_saved_tensors_hooks`.
+ClaystoneStatus claystone_disable_saved_tensors_hooks(const char *reason,
+                                                      void (*run)(void*),
+                                                      void *data);
 
 // Frees bytes and sets `data` to null, so that freeing them again does nothing. Null is ignored.
 void claystone_bytes_free(ClaystoneBytes *bytes);

@@ -1,11 +1,12 @@
 //! Invalid calls and cases that C programs cannot produce. The tests are in Rust, which can make claystone panic.
 
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::{null, null_mut};
 
 use claystone::ops::{self, Backend, Implementation};
 use claystone_capi::call::*;
 use claystone_capi::device::*;
+use claystone_capi::hooks::*;
 use claystone_capi::memory::*;
 use claystone_capi::random::*;
 use claystone_capi::status::*;
@@ -409,4 +410,108 @@ fn backward_gives_gradients_only_for_tensors_that_have_one() {
     assert_eq!(all[0], all[1]);
     // SAFETY: made above.
     unsafe { [x, bias, grad].into_iter().for_each(|tensor| claystone_tensor_release(tensor)) };
+}
+
+/// Returns the status and the gradient of `x * x` for a gradient of 1.
+fn gradient_of_square(x: *const ClaystoneTensor) -> (Status, [f32; 1]) {
+    let (ones, tensors) = (tensor(&[1.0]), [x, x]);
+    let (mut gradients, outs) = ([null_mut(); 2], [ones.cast_const()]);
+    let call = ClaystoneCall {
+        name: c"mul".as_ptr(),
+        tensors: tensors.as_ptr(),
+        tensor_count: 2,
+        arguments: null(),
+        argument_count: 0,
+    };
+    // SAFETY: every pointer is valid and outlives the call.
+    unsafe {
+        let status = claystone_call_backward(&call, outs.as_ptr(), 1, [1u8, 0].as_ptr(), gradients.as_mut_ptr(), 2);
+        let found = if status == Status::Ok { values(gradients[0]) } else { [0.0] };
+        claystone_tensor_release(gradients[0]);
+        claystone_tensor_release(ones);
+        (status, found)
+    }
+}
+
+/// The state of hooks that keep the values of one-element tensors: the calls of pack, unpack and release, and the results of `run`.
+#[derive(Default)]
+struct Hooked {
+    calls: [usize; 3],
+    x: usize,
+    fails: bool,
+    found: Option<(Status, [f32; 1])>,
+}
+
+unsafe extern "C" fn pack(data: *mut c_void, t: *const ClaystoneTensor, packed: *mut *mut c_void) -> Status {
+    // SAFETY: the data of this test, and valid pointers.
+    unsafe {
+        let hooked = &mut *data.cast::<Hooked>();
+        hooked.calls[0] += 1;
+        if hooked.fails {
+            return Status::Failed;
+        }
+        *packed = Box::into_raw(Box::new(values::<1>(t)[0])).cast();
+    }
+    Status::Ok
+}
+
+unsafe extern "C" fn unpack(data: *mut c_void, packed: *mut c_void, t: *mut *mut ClaystoneTensor) -> Status {
+    // SAFETY: as in `pack`.
+    unsafe {
+        (*data.cast::<Hooked>()).calls[1] += 1;
+        *t = tensor(&[*packed.cast::<f32>()]);
+    }
+    Status::Ok
+}
+
+unsafe extern "C" fn release_packed(data: *mut c_void, packed: *mut c_void) {
+    // SAFETY: as in `pack`.
+    unsafe {
+        (*data.cast::<Hooked>()).calls[2] += 1;
+        drop(Box::from_raw(packed.cast::<f32>()));
+    }
+}
+
+unsafe extern "C" fn compute(data: *mut c_void) {
+    // SAFETY: as in `pack`; the hooks borrow the data only while they run.
+    unsafe {
+        let found = gradient_of_square((*data.cast::<Hooked>()).x as *const ClaystoneTensor);
+        (*data.cast::<Hooked>()).found = Some(found);
+    }
+}
+
+#[test]
+fn hooks_store_saved_tensors() {
+    let x = tensor(&[3.0]);
+    let mut hooked = Hooked { x: x as usize, ..Hooked::default() };
+    let data: *mut c_void = (&raw mut hooked).cast();
+    let hooks =
+        ClaystoneSavedTensorsHooks { pack: Some(pack), unpack: Some(unpack), release: Some(release_packed), data };
+    let none = ClaystoneSavedTensorsHooks { pack: None, ..hooks };
+    // SAFETY: valid pointers, and null pointers, which the API checks.
+    unsafe {
+        assert_refused(claystone_saved_tensors_hooks(null(), Some(compute), data), Status::Invalid, "hooks is null");
+        assert_refused(claystone_saved_tensors_hooks(&none, Some(compute), data), Status::Invalid, "pack or unpack");
+        assert_refused(claystone_saved_tensors_hooks(&hooks, None, data), Status::Invalid, "run is null");
+        assert_refused(claystone_save_on_cpu(true, None, data), Status::Invalid, "run is null");
+        let disable = |reason| claystone_disable_saved_tensors_hooks(reason, Some(compute), data);
+        assert_refused(disable(null()), Status::Invalid, "reason is null");
+        assert_eq!((&raw const hooked.calls).read(), [0; 3]);
+        for run in [
+            &|| claystone_saved_tensors_hooks(&hooks, Some(compute), data) as Status,
+            &|| claystone_save_on_cpu(true, Some(compute), data),
+            &|| disable(c"not here".as_ptr()),
+        ] as [&dyn Fn() -> Status; 3]
+        {
+            assert_eq!(run(), Status::Ok, "{}", last_error());
+            assert_eq!((&raw const hooked.found).read(), Some((Status::Ok, [3.0])), "{}", last_error());
+        }
+        let calls = (&raw const hooked.calls).read();
+        assert!(calls[0] > 0 && calls[1] > 0 && calls[0] == calls[2], "{calls:?}");
+        (&raw mut hooked.fails).write(true);
+        assert_eq!(claystone_saved_tensors_hooks(&hooks, Some(compute), data), Status::Ok);
+        assert_eq!((&raw const hooked.found).read(), Some((Status::Autograd, [0.0])));
+        assert!(last_error().contains("the pack hook returned Failed"), "{}", last_error());
+        claystone_tensor_release(x);
+    }
 }

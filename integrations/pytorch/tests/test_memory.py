@@ -1,5 +1,6 @@
 """Tests of memory statistics, snapshots in PyTorch's own reader, constant memory use over many steps, and device errors."""
 
+import contextlib
 import pickle
 import tempfile
 import unittest
@@ -167,6 +168,30 @@ class Errors(unittest.TestCase):
             with self.assertRaisesRegex(IndexError, "index_select"):
                 torch.claystone.synchronize()
             torch.claystone.synchronize()
+
+    def test_save_on_cpu(self):
+        def run(context):
+            torch.manual_seed(0)
+            weights = [torch.randn(64, 64).to(DEVICE).requires_grad_() for _ in range(4)]
+            x = torch.randn(1024, 64).to(DEVICE)
+            torch.claystone.synchronize()
+            before = torch.claystone.memory_allocated()
+            with context:
+                for weight in weights:
+                    x = (x @ weight).sin()
+                loss = x.square().mean()
+            del x
+            torch.claystone.synchronize()
+            kept = torch.claystone.memory_allocated() - before
+            loss.backward()
+            return kept, [weight.grad.cpu() for weight in weights]
+
+        kept, expected = run(contextlib.nullcontext())
+        for pin_memory in (False, True):
+            less, found = run(torch.autograd.graph.save_on_cpu(pin_memory=pin_memory))
+            self.assertLess(less, kept / 4)
+            for a, b in zip(expected, found, strict=True):
+                torch.testing.assert_close(b, a)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,10 @@ fn expand_masks(op: &'static str, t: &Tensor, indices: &[Option<&Tensor>]) -> Re
                     t, mask, "a mask must have the sizes of the dims that it indexes");
                 let true_indices = mask.detach().nonzero()?;
                 for d in 0..mask.rank() {
-                    single.push(Some(Saved::new(&true_indices.select(1, d as isize)?)));
+                    single.push(Some(Saved::without_hooks(&true_indices.select(1, d as isize)?)));
                 }
             }
-            index => single.push(index.map(|i| Saved::new(&i.detach()))),
+            index => single.push(index.map(|i| Saved::without_hooks(&i.detach()))),
         }
     }
     Ok(SavedIndices(single))
@@ -164,6 +164,12 @@ impl SavedIndices {
     fn get(&self, op: &'static str) -> Result<SmallVec<[Option<&Tensor>; 3]>> {
         self.0.iter().map(|i| i.as_ref().map(|i| i.get(op)).transpose()).collect()
     }
+
+    /// Packs the indices that an operation on `inputs` keeps for backward.
+    fn pack_for(mut self, inputs: &[&Tensor]) -> SavedIndices {
+        self.0.iter_mut().flatten().filter(|_| autograd::is_tracked(inputs)).for_each(Saved::pack);
+        self
+    }
 }
 
 /// A write of values, which are broadcast, to the elements that index tensors select.
@@ -209,7 +215,7 @@ impl IndexUpdate<'_> {
     /// Records `out`, which is a copy of `x` with the update.
     fn record(&self, out: Tensor, x: &Tensor, indices: SavedIndices) -> Tensor {
         let &IndexUpdate { op, values, accumulate, .. } = self;
-        let shape = values.shape().clone();
+        let (shape, indices) = (values.shape().clone(), indices.pack_for(&[x, values]));
         record_gradients(op, out, &[x, values], move |i, grad| match i {
             0 if accumulate => Ok(grad.shallow_clone()),
             0 => grad.index_put(&indices.get(op)?, &Tensor::zeros((), (grad.dtype, grad.device()))?, false),
@@ -339,6 +345,7 @@ impl Tensor {
     fn index_by(&self, op: &'static str, indices: &[Option<&Tensor>]) -> Result<Tensor> {
         let (indices, shape) = (expand_masks(op, self, indices)?, self.shape().clone());
         let out = AdvancedIndex::new(op, self, &indices)?.read(self)?;
+        let indices = indices.pack_for(&[self]);
         Ok(record_gradients(op, out, &[self], move |_, grad| {
             let indices = indices.get(op)?;
             gradient_of_read(grad, &shape, |zeros, grad, in_place| match in_place {

@@ -162,8 +162,8 @@ impl ScatterUpdate<'_> {
 
     /// Records `out`, which is a copy of `x` with the update.
     fn record(&self, out: Tensor, x: &Tensor, source: Option<Tensor>) -> Tensor {
-        let (&ScatterUpdate { op, combine, slices, dim, .. }, index) = (self, Saved::new(self.index));
         let inputs: SmallVec<[&Tensor; 2]> = [x].into_iter().chain(&source).collect();
+        let (&ScatterUpdate { op, combine, slices, dim, .. }, index) = (self, Saved::for_inputs(&inputs, self.index));
         record_gradients(op, out, &inputs, move |i, grad| match (i, combine) {
             (1, _) if slices => grad.index_select(dim, index.get(op)?),
             (1, _) => grad.gather(dim, index.get(op)?),

@@ -124,7 +124,7 @@ impl Tensor {
         let (d, source) = self.check_scatter(op, dim, index, source)?;
         let out = self.cast(self.dtype)?;
         reduce_into(op, &out, d, index, &source, (reduce, include_self))?;
-        let saved = [self, &source, index].map(Saved::new);
+        let saved = [self, &source, index].map(|t| Saved::for_inputs(&[self, &source], t));
         Ok(record_gradients_with_result(op, out, &[self, &source], move |i, grad, out| {
             let [x, source, index] = [saved[0].get(op)?, saved[1].get(op)?, saved[2].get(op)?];
             let gradient = ReductionGradient { x, source, index, out, dim, include_self }.gradient(i, reduce, grad)?;

@@ -128,7 +128,7 @@ impl Tensor {
         let powers = Tensor::map(&[&sizes, &scale], |e| (&e[0] / divisor(&e[1])).pow(Expr::constant(ord)))?;
         let powers = powers.sum(dims.clone(), true).with_op(op)?;
         let kept = Tensor::map(&[&powers, &scale], |e| e[0].pow(Expr::constant(1.0 / ord)) * divisor(&e[1]))?;
-        let x = Saved::new(self);
+        let x = Saved::for_inputs(&[self], self);
         let kept = record_gradients_with_result(op, kept, &[self], move |_, grad, norm| {
             Tensor::map(&[x.get(op)?, norm, grad], |e| {
                 let (x, norm, grad) = (&e[0], &e[1], &e[2]);
@@ -173,7 +173,7 @@ fn euclidean_distances(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     let extras = [&xx, &yy, &x_norm, &y_norm];
     let gemm = Gemm { extras: &extras, ..Gemm::plain(op, &x_scaled, &y_scaled, &epilogue, &x.dtype) };
     let out = gemm.compute_one()?;
-    let saved = [x, y].map(Saved::new);
+    let saved = [x, y].map(|t| Saved::for_inputs(&[x, y], t));
     Ok(record_gradients_with_result(op, out, &[x, y], move |i, grad, out| {
         let [x, y] = [saved[0].get(op)?, saved[1].get(op)?];
         let weights = Tensor::map(&[grad, out], |e| e[1].eq(0.0).select(0.0, &e[0] / &e[1]))?;

@@ -70,9 +70,9 @@ pub(crate) fn scaled_product_into(
     let gemm = Gemm { out, extras: read.as_slice(), scalars, ..Gemm::plain(op, a, b, epilogue, &dtype) };
     let out = gemm.compute_one()?;
 
-    let saved = [a, b].map(Saved::new);
     let added = input.map(|(t, beta)| (t.shape().clone(), beta));
     let inputs: Dims<&Tensor> = [a, b].into_iter().chain(input.map(|(t, _)| t)).collect();
+    let saved = [a, b].map(|t| Saved::for_inputs(&inputs, t));
     Ok(record_gradients(op, out, &inputs, move |i, grad| {
         let [a, b] = [saved[0].get(op)?, saved[1].get(op)?];
         match (i, &added) {

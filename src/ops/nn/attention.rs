@@ -159,7 +159,8 @@ impl Tensor {
         }
         let (out, weights) = attend_unblocked(op, [&q, &k, &v], options).with_op(op)?;
         let out = packed.merge_heads(&out)?;
-        let (saved, mask) = ([self, &weights].map(Saved::new), options.attn_mask.map(Saved::new));
+        let save = |t| Saved::for_inputs(&[self], t);
+        let (saved, mask) = ([self, &weights].map(save), options.attn_mask.map(save));
         Ok(record_gradients(op, out, &[self], move |_, grad| {
             let all = saved[0].get(op)?;
             let [q, k, v] = packed.parts(all)?;
@@ -395,7 +396,7 @@ impl Recomputed {
         options: &Attention<'_>,
         backward: bool,
     ) -> Result<Option<(Tensor, Recomputed)>> {
-        if let Some((out, fused)) = Fused::forward(op, inputs, options)? {
+        if let Some((out, fused)) = Fused::forward(op, inputs, options, backward)? {
             return Ok(Some((out, Recomputed::Fused(Box::new(fused)))));
         }
         let Some(blocks) = BlockedAttention::new(inputs, options, backward) else { return Ok(None) };

@@ -206,7 +206,9 @@ impl Tensor {
                 let weight = x.sub(&wide(result)?)?.exp()?;
                 return Ok(SmallVec::from_iter([Some(weight.mul(&wide(grad)?)?)]));
             }
-            let (x, result) = (detach_at_least_1d(x), result.with_layout(kept.clone()));
+            let result = result.contiguous()?;
+            let kept = Layout { offset: result.layout.offset, ..kept.clone() };
+            let (x, result) = (detach_at_least_1d(x), result.with_layout(kept));
             let grad = grad.contiguous()?;
             let grad = grad.with_layout(Layout { offset: grad.layout.offset, ..result.layout.clone() });
             // `exp(x - result)` is the softmax. If the result is infinite, the gradient is not finite, as in PyTorch.

@@ -165,7 +165,7 @@ impl Tensor {
     fn cumulative_extreme(&self, op: &'static str, kind: Scan, dim: isize) -> Result<(Tensor, Tensor)> {
         let (out, indices) = scan(op, kind, self, dim)?;
         let indices = indices.expect("it chooses");
-        let (saved, shape) = (Saved::new(&indices), self.shape().clone());
+        let (saved, shape) = (Saved::for_inputs(&[self], &indices), self.shape().clone());
         let out = autograd::record_unary_differentiable(op, out, self, move |grad| match shape.rank() {
             0 => Ok(grad),
             _ => Tensor::zeros(&shape, &grad)?.scatter_add(dim, saved.get(op)?, &grad),

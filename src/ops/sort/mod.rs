@@ -106,7 +106,7 @@ operations! {
     sort(input: x, dim: int = -1, descending: bool = false):
         Sorting, All -> Same, differentiable = |op, self, dim, descending| -> (Tensor, Tensor) {
         let (values, indices) = sort_detached(op, self, dim, descending)?;
-        let saved = Saved::new(&indices);
+        let saved = Saved::for_inputs(&[self], &indices);
         let values = autograd::record_unary_differentiable(op, values, self, move |grad| match grad.rank() {
             0 => Ok(grad),
             _ => grad.gather(dim, &saved.get(op)?.argsort(dim, false)?),

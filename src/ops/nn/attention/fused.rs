@@ -43,6 +43,7 @@ impl Fused {
         op: &'static str,
         inputs: [&Tensor; 3],
         options: &Attention<'_>,
+        tracked: bool,
     ) -> Result<Option<(Tensor, Fused)>> {
         let (q, mask) = (inputs[0], options.attn_mask);
         let Some(mut call) = FusedParams::new(op, inputs, options) else { return Ok(None) };
@@ -64,7 +65,8 @@ impl Fused {
         let logsumexp = Tensor::empty_with_shape(rows, q.dtype.compute().dtype(), q.device())?;
         let view = call.view(&out, false);
         backend::fill([&out, &logsumexp], |b| b.attention(&a, &view, &logsumexp))?;
-        let (saved, logsumexp) = (Saved::new(&out), Saved::new(&logsumexp));
+        let save = if tracked { Saved::new } else { Saved::without_hooks };
+        let (saved, logsumexp) = (save(&out), save(&logsumexp));
         Ok(Some((out, Fused { call, out: saved, logsumexp })))
     }
 
