@@ -54,6 +54,12 @@ pub(super) fn run_on_absent<R: Uncalled>(
 
 impl Storage {
     /// True if the storage's memory is simulated, by a [dry run](super::dry_run()): the storage has a size, but no bytes.
+    ///
+    /// ```
+    /// let x = claystone::Tensor::zeros(3, claystone::Device::Cpu)?;
+    /// assert!(!x.storage().is_simulated()); // outside a dry run
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
     #[inline]
     pub fn is_simulated(&self) -> bool {
         dry::is_on() && self.has_simulated_block()

@@ -87,6 +87,7 @@ impl DryRun {
 /// let cpu = &estimate.devices[0];
 /// assert!(cpu.fits == Some(false) && cpu.smallest_device > 5 << 30);
 /// println!("{estimate}"); // the peak, and the bytes at the peak by role and by source line
+/// assert!(estimate.to_json().contains("\"fits\":false") && cpu.snapshot()?.peak_memory()[0].bytes > 5 << 30);
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
