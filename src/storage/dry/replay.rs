@@ -97,7 +97,8 @@ impl Recorded {
     pub(super) fn at_peak(&self) -> (Vec<LiveMemory>, [(Role, u64); 5]) {
         let (mut most, mut peak) = (0, 0);
         self.count_until(self.events.len(), |events, allocated| {
-            if allocated > most {
+            // Roles are given to a block right after its allocation.
+            if allocated > most || allocated == most && peak + 1 == events {
                 (most, peak) = (allocated, events);
             }
         });
