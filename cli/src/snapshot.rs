@@ -66,7 +66,8 @@ fn load(file: &Path) -> claystone::Result<Snapshot> {
 
 /// Prints a table of call sites with the memory that is in use since the earlier snapshot.
 fn print_new(sites: &[LiveMemory], out: &mut impl Write) -> io::Result<()> {
-    let (bytes, blocks) = sites.iter().fold((0, 0), |(bytes, blocks), site| (bytes + site.bytes, blocks + site.blocks));
+    let bytes = sites.iter().map(|site| site.bytes).fold(0, u64::saturating_add);
+    let blocks: u64 = sites.iter().map(|site| site.blocks).sum();
     writeln!(out, "{bytes} bytes in {blocks} blocks are in use that were not in use before")?;
     for site in sites.iter().take(MAX_LISTED_SITES) {
         let mut frames = site.frames.iter().take(4).map(ToString::to_string);

@@ -236,7 +236,8 @@ impl Drop for Saved {
 /// A packed value, inside the closure that unpacks it.
 pub(super) struct Packed {
     unpack: Box<dyn Fn() -> Result<Tensor> + Send + Sync>,
-    unpacked: OnceLock<Saved>,
+    /// The unpacked tensor, and the version of its storage.
+    unpacked: OnceLock<(Saved, u64)>,
 }
 
 impl Packed {
@@ -247,7 +248,9 @@ impl Packed {
     /// Returns the unpacked tensor with the node of `saved`, which it replaces.
     #[cold]
     fn get(&self, op: &'static str, saved: &Tensor) -> Result<&Tensor> {
-        if let Some(known) = self.unpacked.get() {
+        if let Some((known, version)) = self.unpacked.get() {
+            no_gradient!(op if known.tensor.storage.version() != *version,
+                "the tensor that the unpack hook gave was changed in place");
             return Ok(&known.tensor);
         }
         let mut made = (self.unpack)()?.detach();
@@ -257,6 +260,7 @@ impl Packed {
             made = made.to_memory_format(saved.memory_format())?.detach();
         }
         made.made_by = saved.made_by.clone();
-        Ok(&self.unpacked.get_or_init(|| Saved::of(made, 0, None, None)).tensor)
+        let version = made.storage.version();
+        Ok(&self.unpacked.get_or_init(|| (Saved::of(made, 0, None, None), version)).0.tensor)
     }
 }

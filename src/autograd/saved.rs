@@ -71,7 +71,8 @@ fn with_scope<R>(op: &'static str, scope: HookScope, f: impl FnOnce() -> Result<
 /// tensor when backward needs it (PyTorch's `torch.autograd.graph.saved_tensors_hooks`). The hooks of the innermost scope are used.
 ///
 /// Both hooks run without recording and without hooks. `pack` gets a detached handle. `unpack` returns a tensor of the same shape, dtype
-/// and device, which a pass that keeps the graph keeps too. In-place changes of packed tensors are not detected. Fails as `f` does, and
+/// and device, which a pass that keeps the graph keeps too. In-place changes of packed tensors are not detected. The packed value must not
+/// hold the given tensor, except as `P` itself: a result that holds itself is never freed. Fails as `f` does, and
 /// with [`Error::Autograd`] inside [`disable_saved_tensors_hooks`]. Backward returns the errors of both hooks.
 ///
 /// ```

@@ -153,9 +153,11 @@ fn find_or_create(device: Device) -> Result<&'static DeviceEntry> {
         Some(run) => run.allocator(device)?,
         None => build_allocator(driver(device)?, Config::from_env_once()?.clone())?,
     };
-    let current = DeviceEntry::new(device, made, true)?;
+    let entry = DeviceEntry::new(device, Arc::clone(&made), true)?;
     profiler::measure_at_first_use(device);
-    let current = insert(device, current, false);
-    snapshot_on_oom::register_from_environment(&current.allocator);
+    let current = insert(device, entry, false);
+    if Arc::ptr_eq(&current.allocator, &made) {
+        snapshot_on_oom::register_from_environment(&current.allocator); // no other thread was faster
+    }
     Ok(current)
 }

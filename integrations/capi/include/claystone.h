@@ -231,17 +231,6 @@ typedef struct {
     size_t length;
 } ClaystoneBytes;
 
-// The most bytes of a device in use at once within a scope: of blocks, of segments held from the driver, and as requested. The three
-// peaks may have been at different times.
-typedef struct {
-    // The bytes of blocks: requests rounded up.
-    uint64_t allocated;
-    // The bytes of segments held from the driver.
-    uint64_t reserved;
-    // The bytes requested.
-    uint64_t requested;
-} ClaystonePeak;
-
 // Hooks on saved tensors. Any thread may call `unpack` and `release`. No hook may be left by an exception or a jump.
 typedef struct {
     // Stores a copy of a tensor, for instance on another device, and sets `*packed` to a value from which `unpack` finds the copy. The
@@ -254,6 +243,17 @@ typedef struct {
     // Passed to the hooks. Valid until all packed values are released.
     void *data;
 } ClaystoneSavedTensorsHooks;
+
+// The most bytes of a device in use at once within a scope: of blocks, of segments held from the driver, and as requested. The three
+// peaks may have been at different times.
+typedef struct {
+    // The bytes of blocks: requests rounded up.
+    uint64_t allocated;
+    // The bytes of segments held from the driver.
+    uint64_t reserved;
+    // The bytes requested.
+    uint64_t requested;
+} ClaystonePeak;
 
 // A list of tensors.
 typedef struct {

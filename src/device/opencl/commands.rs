@@ -533,7 +533,7 @@ impl ClDevice {
         let done =
             launched.as_ref().map_or(Ok(()), |_| self.drain_stream(stream).and_then(|()| self.take_failed(stream)));
         let micros = if launched.is_ok() && done.is_ok() { from.elapsed().as_secs_f64() * 1e6 } else { f64::INFINITY };
-        if !dry::is_on() && self.tuning().choices.record_time(timed, micros) {
+        if !dry::is_running() && self.tuning().choices.record_time(timed, micros) {
             self.tuning().store_new_choices();
         }
         done?;

@@ -40,7 +40,7 @@ use super::history::{
     BlockInfo, BlockState, Context, HistoryOptions, Recording, SegmentInfo, SegmentWithContexts, Snapshot, TraceAction,
     device_number,
 };
-use super::hooks::Hooks;
+use super::hooks::{Hooks, OutOfMemoryEvent};
 use super::stats::DeviceStats;
 use crate::device::{StreamId, log};
 use crate::{Device, Result};
@@ -520,7 +520,19 @@ impl Allocator for CachingAllocator {
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let size = match self.rules.round_size(bytes) {
             Some(size) if size as u64 <= self.rules.capacity => size,
-            _ => return Err(self.too_large(bytes)),
+            _ => {
+                self.hooks.notify_observers(|| {
+                    let core = self.lock_with_stats();
+                    let held = core.heap.stats.reserved() + core.limits.elsewhere;
+                    OutOfMemoryEvent {
+                        device: self.driver.device(),
+                        requested: bytes,
+                        allowed: core.limits.allowed(),
+                        device_free: self.driver.capacity().saturating_sub(held),
+                    }
+                });
+                return Err(self.too_large(bytes));
+            }
         };
         let (kind, pool) = (SizeKind::of_size(size), mempool::routed_pool(self.number));
         let own = self.caches.of_this_thread();

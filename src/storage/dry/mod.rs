@@ -27,14 +27,22 @@ pub(super) struct DryRun {
     /// The memory in bytes that the report compares with; `u64::MAX` for each device's own memory.
     capacity: Option<u64>,
     recorders: Mutex<Vec<Arc<EventRecorder>>>,
+    /// The first error of making a simulated device.
+    failed: Mutex<Option<Error>>,
+}
+
+impl Drop for DryRun {
+    fn drop(&mut self) {
+        history::count_recording(false);
+        dry::end();
+    }
 }
 
 impl DryRun {
     fn new(capacity: Option<u64>) -> DryRun {
-        if dry::begin() {
-            history::count_recording(true); // from now on, callers' lines are recorded
-        }
-        DryRun { capacity, recorders: Mutex::default() }
+        dry::begin();
+        history::count_recording(true); // for the lines of callers
+        DryRun { capacity, recorders: Mutex::default(), failed: Mutex::default() }
     }
 
     /// Returns the allocator of a simulated device, made at the first call.
@@ -92,12 +100,23 @@ impl DryRun {
 /// ```
 ///
 /// # Errors
-/// Errors of the allocator other than out of memory, in the replays that search for the smallest device.
+/// Errors of making a simulated device, and errors of the allocator other than out of memory in the replays that search for the smallest
+/// device.
 pub fn dry_run<R>(capacity: Option<u64>, step: impl FnOnce() -> R) -> Result<(R, Estimate)> {
     let run = Arc::new(DryRun::new(capacity));
     let allocators = Arc::clone(&run);
-    let result = scope::with_allocators(Box::new(move |device| allocators.allocator(device).ok()), step);
-    Ok((result, run.estimate()?))
+    let allocator_of = move |device| match allocators.allocator(device) {
+        Ok(allocator) => Some(allocator),
+        Err(error) => {
+            lock(&allocators.failed).get_or_insert(error);
+            None
+        }
+    };
+    let result = scope::with_allocators(Box::new(allocator_of), step);
+    match lock(&run.failed).take() {
+        Some(error) => Err(error),
+        None => Ok((result, run.estimate()?)),
+    }
 }
 
 /// True if this thread's new storages on the device are simulated.

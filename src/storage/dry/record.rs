@@ -79,6 +79,8 @@ struct LiveBlock {
     role: Role,
     /// The bytes as words, if they are known, and the storage's version at the time.
     values: Option<(u64, Vec<u64>)>,
+    /// True if nothing has been written to the block.
+    is_fresh: bool,
 }
 
 /// An allocator on a simulated device that stands for a real one and has no limit, so that every program runs to its end.
@@ -144,7 +146,13 @@ impl EventRecorder {
     pub(super) fn keep_values(&self, block: &Block, version: u64, values: Option<Vec<u64>>) {
         if let Some(live) = lock(&self.recorded).live.get_mut(&block.slot_ptr().addr()) {
             live.values = values.map(|values| (version, values));
+            live.is_fresh = false;
         }
+    }
+
+    /// True if nothing has been written to the block since its allocation.
+    pub(super) fn is_fresh(&self, block: &Block) -> bool {
+        lock(&self.recorded).live.get(&block.slot_ptr().addr()).is_some_and(|live| live.is_fresh)
     }
 
     /// Returns the block's values, if they are known.
@@ -183,7 +191,7 @@ impl Allocator for EventRecorder {
         }
         let (requested, size) = (requested as u64, block.size() as u64);
         recorded.events.push(Event::Allocate { requested, size, site, stream });
-        let live = LiveBlock { number: recorded.blocks, role: Role::Temporary, values: None };
+        let live = LiveBlock { number: recorded.blocks, role: Role::Temporary, values: None, is_fresh: true };
         recorded.live.insert(block.slot_ptr().addr(), live);
         recorded.blocks += 1;
         Ok(block)

@@ -105,8 +105,8 @@ impl Storage {
     }
 }
 
-/// Calls `f` with copies of the bytes of `reads` and `writes`, and keeps what `f` writes, if all values of `reads` are known and there
-/// are few. Otherwise does not call `f`, and the values of `writes` are unknown. The storages' locks are held.
+/// Calls `f` with copies of the bytes of `reads` and `writes`, and keeps what `f` writes, if all values of `reads` are known, those of
+/// `writes` are known or never written, and there are few. Otherwise does not call `f`, and the values of `writes` are unknown. The storages' locks are held.
 pub(in crate::storage) fn run_simulated<R: Uncalled>(
     reads: &[&Storage],
     writes: &[&Storage],
@@ -134,7 +134,10 @@ fn copy_operands(reads: &[&Storage], writes: &[&Storage]) -> Option<[Vec<Vec<u64
     };
     // Bytes that exist are not changed.
     let write = |storage: &&Storage| match storage.allocation().host_range() {
-        (_, 0) => Some(storage.values().unwrap_or_else(|| vec![0; storage.nbytes().div_ceil(8)])),
+        (_, 0) => storage.values().or_else(|| {
+            let is_fresh = storage.recorder().is_some_and(|(recorder, block)| recorder.is_fresh(block));
+            is_fresh.then(|| vec![0; storage.nbytes().div_ceil(8)])
+        }),
         _ => None,
     };
     if reads.iter().chain(writes).filter(is_small).count() < reads.len() + writes.len() {

@@ -206,7 +206,7 @@ fn read_input<'a>(input: Input<'a>, len: usize, stream: Option<Stream<'a>>) -> R
     let pickle = Pickle {
         lists: &reader.lists,
         values: Cell::new(most_values),
-        frame_bytes: Cell::new(BASE_FRAME_BYTES_LIMIT.saturating_add(len.saturating_mul(FRAME_BYTES_PER_FILE_BYTE))),
+        frame_bytes: Cell::new(max_frame_bytes(len)),
         frames: RefCell::default(),
         stacks: RefCell::default(),
         stream: reader.stream.as_ref(),
@@ -236,6 +236,11 @@ const BASE_FRAME_BYTES_LIMIT: usize = 16 << 20;
 /// Per byte of the file, frames may have this many bytes in addition to [`BASE_FRAME_BYTES_LIMIT`]. A stack of shared frames lists
 /// references of 2 to 5 bytes each.
 const FRAME_BYTES_PER_FILE_BYTE: usize = 48;
+
+/// Returns the number of bytes that the frames of a file of `len` bytes may have.
+fn max_frame_bytes(len: usize) -> usize {
+    BASE_FRAME_BYTES_LIMIT.saturating_add(len.saturating_mul(FRAME_BYTES_PER_FILE_BYTE))
+}
 
 /// A value of the pickle. For a list or dict, the index in the reader's `lists` of the list that holds the items.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -398,7 +403,7 @@ impl<'a> Reader<'a> {
 
     fn recall(&mut self, key: u32) -> Result<(), String> {
         let item = *self.memo.get(&key).ok_or("a shared value is used before it is stored")?;
-        if self.stream.as_mut().is_some_and(|stream| stream.is_last_recall(key)) {
+        if self.stream.as_mut().is_some_and(|stream| stream.is_last_recall(key, item)) {
             self.memo.remove(&key);
         }
         self.push(item)
@@ -464,7 +469,7 @@ impl<'r, 'a> PickleValue<'r, 'a> {
             return Ok(Arc::clone(known));
         }
         let frames = match self.pickle.stream.filter(|_| id >= STREAMED) {
-            Some(stream) => stream.frames(id - STREAMED),
+            Some(stream) => stream.frames(id - STREAMED, &self.pickle.frame_bytes)?,
             None => self.frames(id)?,
         };
         self.pickle.stacks.borrow_mut().insert(id, Arc::clone(&frames));

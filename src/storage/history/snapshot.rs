@@ -129,7 +129,7 @@ impl SegmentInfo {
 
     fn value(&self) -> PyValue<'_> {
         PyValue::dict([
-            ("device", PyValue::Int(self.device.into())),
+            ("device", if self.device == u32::MAX { PyValue::of(&-1) } else { PyValue::Int(self.device.into()) }),
             ("address", PyValue::Int(self.address)),
             ("total_size", PyValue::Int(self.total_size)),
             ("stream", PyValue::Int(self.stream)),

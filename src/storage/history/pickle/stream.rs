@@ -19,12 +19,12 @@ use super::*;
 /// Reads the snapshot in a file. Traces have only the events of blocks in use at their end or peak.
 pub(in super::super) fn read_file(path: &Path) -> Result<Snapshot, Error> {
     let mut file = File::open(path).map_err(Error::custom)?;
-    let bytes = file.metadata().map_err(Error::custom)?.len();
+    let len = usize::try_from(file.metadata().map_err(Error::custom)?.len()).map_err(Error::custom)?;
     let scan = Scan::of(&file).map_err(Error::custom)?;
     file.rewind().map_err(Error::custom)?;
     let input = Input::File { file: BufReader::with_capacity(BUFFER_BYTES, file), texts: &scan.texts };
-    let stream = Stream { recalls: scan.recalls, ..Stream::default() };
-    read_input(input, usize::try_from(bytes).map_err(Error::custom)?, Some(stream))
+    let stream = Stream { recalls: scan.recalls, stack_bytes: max_frame_bytes(len), ..Stream::default() };
+    read_input(input, len, Some(stream))
 }
 
 const BUFFER_BYTES: usize = 1 << 20;
@@ -75,6 +75,9 @@ impl<'a> Input<'a> {
 }
 
 fn read_text(file: &mut impl Read, n: usize) -> Result<String, String> {
+    if n > MAX_TEXT_BYTES {
+        return Err("a text is too long".into());
+    }
     let mut text = String::new();
     let read = file.take(n as u64).read_to_string(&mut text).map_err(|e| e.to_string())?;
     if read == n { Ok(text) } else { Err(CUT_SHORT.into()) }
@@ -143,6 +146,11 @@ pub(super) struct Stream<'a> {
     frames: IndexSet<(&'a str, u32, &'a str)>,
     /// The numbers of the frames of each stack.
     stacks: IndexSet<Vec<u32>>,
+    /// The number of bytes that `stacks` may still grow by. Each extension of a stack counts the whole stack, which bounds the time.
+    stack_bytes: usize,
+    /// The number of the last stack, if only the list that made the stack and the memo under `last_stack_key` refer to the stack.
+    /// An extension replaces this stack.
+    open_stack: Option<u32>,
     /// The memo key of the list that became a stack last, which may be extended by more frames.
     last_stack_key: Option<u32>,
     /// The complete events that are not in a trace yet.
@@ -171,14 +179,19 @@ impl<'a> Stream<'a> {
     /// True if the item that is stored under `key` is used again.
     pub(super) fn is_recalled(&mut self, key: u32, item: Item<'a>) -> bool {
         let is_recalled = self.recalls.get(key as usize).is_some_and(|recalls| *recalls > 0);
-        if let (Item::List(id) | Item::Dict(id), true) = (item, is_recalled) {
-            self.shared.insert(id, key);
+        match item {
+            Item::List(id) | Item::Dict(id) if is_recalled => _ = self.shared.insert(id, key),
+            Item::Stack(_) => self.open_stack = None,
+            _ => {}
         }
         is_recalled
     }
 
-    /// Counts a use of the item under `key`. Returns true if the use was the last.
-    pub(super) fn is_last_recall(&mut self, key: u32) -> bool {
+    /// Counts a use of the item that is stored under `key`. Returns true if the use was the last.
+    pub(super) fn is_last_recall(&mut self, key: u32, item: Item<'a>) -> bool {
+        if let Item::Stack(_) = item {
+            self.open_stack = None;
+        }
         let Some(recalls @ 1..=254) = self.recalls.get_mut(key as usize) else { return false };
         *recalls -= 1;
         *recalls == 0
@@ -192,38 +205,21 @@ impl<'a> Stream<'a> {
         lists: &mut [Vec<Item<'a>>],
         memo: &mut HashMap<u32, Item<'a>>,
     ) -> Result<Item<'a>, String> {
-        let value = |key| items.chunks_exact(2).find(|pair| pair[0] == Item::Text(key)).map(|pair| pair[1]);
-        let frames = items.iter().map(|item| if let Item::Frame(number) = item { Some(*number) } else { None });
-        let made = match (top, value("action"), value("filename"), value("line"), value("name")) {
-            (Item::Dict(_), Some(Item::Text(action)), ..) => {
-                self.pending.push(Event::new(action, &items)?);
-                Some(Item::Event)
-            }
-            (Item::Dict(_), _, Some(Item::Text(file)), Some(Item::Int(line)), Some(Item::Text(name))) => {
-                let line = line.try_into().map_err(|_| "a line is out of range")?;
-                Some(Item::Frame(self.frames.insert_full((file, line, name)).0 as u32))
-            }
-            (Item::List(_), ..) if !items.is_empty() => {
-                let stack: Option<Vec<u32>> = frames.collect();
-                stack.map(|stack| Item::Stack(self.stacks.insert_full(stack).0 as u32))
-            }
-            (Item::Stack(first), ..) => {
-                let frames = self.stacks[first as usize].iter().copied().map(Some).chain(frames);
-                let stack: Vec<u32> = frames.collect::<Option<_>>().ok_or("a frame is not a dict")?;
-                let longer = Item::Stack(self.stacks.insert_full(stack).0 as u32);
-                if let Some(stored) = self.last_stack_key.and_then(|key| memo.get_mut(&key)) {
-                    *stored = longer;
-                }
-                return Ok(longer);
-            }
-            _ => None,
+        let id = match top {
+            Item::Stack(number) => return self.extend_stack(number, &items, memo),
+            Item::List(id) | Item::Dict(id) => id,
+            _ => return Err(NO_CONTAINER.into()),
         };
-        let (Item::List(id) | Item::Dict(id)) = top else { return Err(NO_CONTAINER.into()) };
-        let Some(made) = made.filter(|_| lists[id as usize].is_empty()) else {
-            let is_event = |item: &Item<'_>| *item == Item::Event && matches!(top, Item::List(_));
-            let first = self.pending.len().saturating_sub(items.iter().filter(|item| is_event(item)).count());
+        let is_list = matches!(top, Item::List(_));
+        let first = self.pending.len().saturating_sub(items.iter().filter(|item| **item == Item::Event).count());
+        if is_list {
             self.pending.drain(first..).for_each(|event| self.traces.entry(id).or_default().push(event));
-            lists[id as usize].extend(items.into_iter().filter(|item| !is_event(item)));
+        } else {
+            self.pending.truncate(first); // an event that is the value of a dict is in no trace
+        }
+        let made = if lists[id as usize].is_empty() { self.make(top, &items)? } else { None };
+        let Some(made) = made else {
+            lists[id as usize].extend(items.into_iter().filter(|item| !is_list || *item != Item::Event));
             return Ok(top);
         };
         let key = self.shared.remove(&id);
@@ -236,21 +232,83 @@ impl<'a> Stream<'a> {
             }
             memo.insert(key, made);
         }
+        self.traces.remove(&id);
         self.free.push(id);
-        for item in items {
-            if let Item::List(id) | Item::Dict(id) = item
-                && !self.shared.contains_key(&id)
-            {
-                lists[id as usize] = Vec::new();
-                self.free.push(id);
-            }
-        }
+        self.free_lists(items, lists);
         Ok(made)
     }
 
-    pub(super) fn frames(&self, stack: u32) -> Arc<[Frame]> {
+    /// Makes the frame, stack or event that an empty list or dict becomes with these items, if any.
+    fn make(&mut self, top: Item<'a>, items: &[Item<'a>]) -> Result<Option<Item<'a>>, String> {
+        let value = |key| items.chunks_exact(2).find(|pair| pair[0] == Item::Text(key)).map(|pair| pair[1]);
+        match (top, value("action"), value("filename"), value("line"), value("name")) {
+            (Item::Dict(_), Some(Item::Text(action)), ..) => {
+                self.pending.push(Event::new(action, items)?);
+                Ok(Some(Item::Event))
+            }
+            (Item::Dict(_), _, Some(Item::Text(file)), Some(Item::Int(line)), Some(Item::Text(name))) => {
+                let line = line.try_into().map_err(|_| "a line is out of range")?;
+                Ok(Some(Item::Frame(self.frames.insert_full((file, line, name)).0 as u32)))
+            }
+            (Item::List(_), ..) if !items.is_empty() => {
+                let frames = items.iter().map(|item| if let Item::Frame(number) = item { Some(*number) } else { None });
+                let stack: Option<Vec<u32>> = frames.collect();
+                stack.map(|stack| self.insert_stack(stack)).transpose()
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Returns the stack that consists of the frames of the stack `number` and the frames in `items`.
+    fn extend_stack(
+        &mut self,
+        number: u32,
+        items: &[Item<'a>],
+        memo: &mut HashMap<u32, Item<'a>>,
+    ) -> Result<Item<'a>, String> {
+        let removed = if self.open_stack == Some(number) { self.stacks.pop() } else { None };
+        let mut stack = removed.unwrap_or_else(|| self.stacks[number as usize].clone());
+        for item in items {
+            let Item::Frame(frame) = item else { return Err("a frame is not a dict".into()) };
+            stack.push(*frame);
+        }
+        let longer = self.insert_stack(stack)?;
+        let stored = self.last_stack_key.and_then(|key| memo.get_mut(&key));
+        if let Some(stored) = stored.filter(|stored| **stored == Item::Stack(number)) {
+            *stored = longer;
+        }
+        Ok(longer)
+    }
+
+    /// Returns the stack that consists of these frames. Equal stacks are stored once.
+    fn insert_stack(&mut self, stack: Vec<u32>) -> Result<Item<'a>, String> {
+        self.stack_bytes = self.stack_bytes.checked_sub(size_of_val(&*stack)).ok_or(TOO_MANY)?;
+        let (number, is_new) = self.stacks.insert_full(stack);
+        self.open_stack = is_new.then_some(number as u32);
+        Ok(Item::Stack(number as u32))
+    }
+
+    /// Frees the lists and dicts among the items, and all lists and dicts inside, except shared ones.
+    fn free_lists(&mut self, mut items: Vec<Item<'a>>, lists: &mut [Vec<Item<'a>>]) {
+        while let Some(item) = items.pop() {
+            if let Item::List(id) | Item::Dict(id) = item
+                && !self.shared.contains_key(&id)
+            {
+                items.extend(std::mem::take(&mut lists[id as usize]));
+                self.traces.remove(&id);
+                self.free.push(id);
+            }
+        }
+    }
+
+    /// Returns copies of a stack's frames, and subtracts the bytes of the copies from the budget.
+    pub(super) fn frames(&self, stack: u32, budget: &Cell<usize>) -> Result<Arc<[Frame]>, Error> {
         let frames = self.stacks[stack as usize].iter().map(|number| self.frames[*number as usize]);
-        frames.map(|(file, line, name)| Frame { filename: file.to_owned(), line, name: name.to_owned() }).collect()
+        let frames = frames.map(|(file, line, name)| {
+            count_values(budget, size_of::<Frame>() + file.len() + name.len())?;
+            Ok(Frame { filename: file.to_owned(), line, name: name.to_owned() })
+        });
+        frames.collect()
     }
 }
 
