@@ -72,6 +72,9 @@ pub struct PoolAllocator {
     state: Mutex<State>,
 }
 
+/// The addresses of free buffers by size in bytes and age.
+type FreeBuffers = BTreeMap<(usize, u64), u64>;
+
 /// The allocator's state, guarded by the allocator's lock.
 struct State {
     stats: Counters,
@@ -83,8 +86,8 @@ struct State {
     bytes_in_creation: u64,
     /// All buffers, by the address of their segment.
     buffers: BTreeMap<u64, Buffer>,
-    /// The free dynamic buffers and the free static buffers: their addresses by stream, size and age.
-    free: [BTreeMap<StreamId, BTreeMap<(usize, u64), u64>>; 2],
+    /// The free dynamic buffers and the free static buffers, by stream.
+    free: [BTreeMap<StreamId, FreeBuffers>; 2],
     /// Number of buffers freed so far, which serves as the age of a free buffer.
     clock: u64,
 }
@@ -535,7 +538,7 @@ impl State {
     fn take_free(&mut self, request: &Request, most: usize, any: bool) -> Option<u64> {
         let State { free, buffers, .. } = self;
         let list = &mut free[usize::from(request.kind == StorageType::Static)];
-        let smallest_in_stream = |(&from, list): (&StreamId, &BTreeMap<(usize, u64), u64>)| {
+        let smallest_in_stream = |(&from, list): (&StreamId, &FreeBuffers)| {
             let mut sizes = list.range((request.size, 0)..=(most, u64::MAX));
             let (&key, _) = sizes.find(|(_, address)| buffers[address].serves(request))?;
             (any || from == request.stream).then_some((from != request.stream, key, from))

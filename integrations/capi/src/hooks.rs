@@ -107,8 +107,11 @@ unsafe fn runner(
     data: *mut c_void,
 ) -> std::result::Result<impl FnOnce() -> Result<()>, Fault> {
     let run = run.ok_or_else(|| Fault::Argument("run is null".into()))?;
-    // SAFETY: the caller upholds this function's contract.
-    Ok(move || Ok(unsafe { run(data) }))
+    Ok(move || {
+        // SAFETY: the caller upholds this function's contract.
+        unsafe { run(data) };
+        Ok(())
+    })
 }
 
 /// Calls `run(data)`. The hooks store the tensors that `claystone_recurrent` and `claystone_call_backward` save meanwhile for gradients
