@@ -260,8 +260,8 @@ fn errors_quote_only_the_start_of_long_inputs() {
     assert_refused(Tensor::einsum(&format!("{long}!"), &[&tensor]), "letter");
     assert_refused(Snapshot::from_json(&format!("{{\"segments\": \"{long}\"}}")), "JSON");
     assert_refused(Snapshot::from_json(&"[".repeat(1 << 20)), "JSON");
-    let action = [&b"](](}("[..], &text("action"), &text(&long), b"uee"].concat();
-    assert_refused(Snapshot::from_pickle(&pickled_snapshot("device_traces", &action)), "pickle");
+    let address = [&b"](](}("[..], &text("addr"), &text(&long), b"uee"].concat();
+    assert_refused(Snapshot::from_pickle(&pickled_snapshot("device_traces", &address)), "pickle");
     assert_refused(CsvEvent::read_all(long.as_bytes()), "longer than any event");
     assert_refused(CsvEvent::read_all(format!("1,{},allocate,0,0,0", &long[..60_000]).as_bytes()), "23:59");
     let (taken, outcome) = peak(|| CsvEvent::read_all(",".repeat(8 << 20).as_bytes()));
