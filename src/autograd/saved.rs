@@ -71,9 +71,10 @@ fn with_scope<R>(op: &'static str, scope: HookScope, f: impl FnOnce() -> Result<
 /// tensor when backward needs it (PyTorch's `torch.autograd.graph.saved_tensors_hooks`). The hooks of the innermost scope are used.
 ///
 /// Both hooks run without recording and without hooks. `pack` gets a detached handle. `unpack` returns a tensor of the same shape, dtype
-/// and device, which a pass that keeps the graph keeps too. In-place changes of packed tensors are not detected. The packed value must not
-/// hold the given tensor, except as `P` itself: a result that holds itself is never freed. Fails as `f` does, and
-/// with [`Error::Autograd`] inside [`disable_saved_tensors_hooks`]. Backward returns the errors of both hooks.
+/// and device, which a pass that keeps the graph keeps too, and which may not be changed in place until the graph is dropped. In-place
+/// changes of packed tensors are not detected. The packed value must not hold the given tensor, except as `P` itself: a result that holds
+/// itself is never freed. Fails as `f` does, and with [`Error::Autograd`] inside [`disable_saved_tensors_hooks`]. Backward returns the
+/// errors of both hooks.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, autograd::saved_tensors_hooks};
@@ -117,7 +118,7 @@ pub fn save_on_cpu<R>(pin_memory: bool, f: impl FnOnce() -> Result<R>) -> Result
         if device.is_host() {
             return Ok(None);
         }
-        let host = if pin_memory { tensor.pin_memory(device)? } else { tensor.to_device(Device::Cpu)? };
+        let host = if pin_memory { tensor.pin_memory(device)? } else { tensor.to_device(Device::HOST)? };
         let unpack = move || {
             let made = Tensor::empty_with_layout(host.layout.clone(), host.dtype, device)?;
             made.copy_non_blocking_(&host).map(Tensor::shallow_clone)

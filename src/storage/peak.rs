@@ -20,8 +20,8 @@ pub struct ScopePeak {
 
 /// Runs `f`, and returns its result and the most memory of the device in use meanwhile.
 ///
-/// Peaks of enclosing scopes and of [`Device::memory_stats`] are as without the call. Memory that other threads use
-/// meanwhile is included.
+/// Peaks of enclosing scopes and of [`Device::memory_stats`] are as without the call. Memory that other threads use meanwhile is
+/// included. Only one chain of nested scopes may be open for a device: a scope that another thread opens restarts the measurement.
 ///
 /// ```
 /// use claystone::{Device, Tensor, storage};

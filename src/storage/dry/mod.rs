@@ -75,6 +75,8 @@ impl DryRun {
 /// their memory, which is not counted, so make the model inside. Values that are read are zeros, except up to 64 KiB that the host
 /// wrote or the CPU device computed from such values. Sizes that depend on other values are the largest possible. The estimate names
 /// both. A loop that ends when a computed value is small may end at once. A simulated tensor stays without bytes after the call.
+/// Statistics of a device inside `step` are those of the real device. The line of the program's first tensor may be unknown, because lines
+/// are recorded from the first simulated device on.
 ///
 /// The environment variable `CLAYSTONE_DRY_RUN` does the same for a whole program, with all its threads and graphs, and prints the
 /// report on standard error when the process exits. Its value is the capacity, such as `24GiB`, or `device` for each device's own
