@@ -6,20 +6,27 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Serialize, Serializer};
+
 use super::snapshot::{BlockInfo, BlockState, Frame, Snapshot, TraceAction};
 use crate::error::Size;
 
 /// The blocks in use that were allocated at one call site: at a line of a function or, if no line is known, under a
 /// name given to [`with_context`](super::with_context).
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LiveMemory {
     /// The stack that allocated most of the bytes. All stacks of the site have the same innermost frame, which is the
     /// first. Empty for blocks without a context, such as those allocated before recording began.
+    #[serde(serialize_with = "serialize_frames")]
     pub frames: Arc<[Frame]>,
     /// The number of requested bytes of the blocks.
     pub bytes: u64,
     /// The number of blocks that were allocated at the call site.
     pub blocks: u64,
+}
+
+fn serialize_frames<S: Serializer>(frames: &[Frame], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(frames)
 }
 
 /// A block in use.

@@ -6,24 +6,25 @@
 //! serde-pickle's reader counts how often the file refers to a shared value, and drops the value after the last reference. It does not
 //! count that each use of a shared list refers to the list's items again. So it cannot load snapshots, whose entries share frames.
 //!
-//! By sharing, a short pickle can describe any amount of data. So frames, which many events share, are made once, and
+//! By sharing, a short pickle can describe any amount of data. So call stacks, which many events share, are made once, and
 //! the uses of other values are limited to about the number of bytes in the file.
 
 mod stream;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
-use std::fmt;
-use std::io::Read;
+use std::io::BufRead;
 use std::sync::Arc;
+use std::{fmt, mem};
 
+use indexmap::IndexSet;
 use serde::de::value::{Error, MapDeserializer, SeqDeserializer};
 use serde::de::{Deserialize, Deserializer, Error as _, IntoDeserializer, Visitor};
 use serde::forward_to_deserialize_any;
 use serde_json::Value;
 
 pub(super) use stream::read_file;
-use stream::{Input, NO_CONTAINER, Stream};
+use stream::{Input, Trace};
 
 use super::snapshot::{Frame, PyValue, Snapshot};
 
@@ -163,7 +164,7 @@ impl<'a> Writer<'a> {
 const SHARED_FRAMES: &str = "claystone frames";
 
 /// Reads frames. serde can pass only plain data, so the reader passes a placeholder frame, whose line is the number of
-/// the list that holds the frames. [`read`] replaces the placeholder.
+/// the call stack. [`read`] replaces the placeholder.
 pub(super) fn deserialize_frames<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<[Frame]>, D::Error> {
     struct Frames;
     impl<'de> Visitor<'de> for Frames {
@@ -177,8 +178,8 @@ pub(super) fn deserialize_frames<'de, D: Deserializer<'de>>(deserializer: D) -> 
             Vec::deserialize(deserializer).map(Into::into)
         }
 
-        fn visit_u32<E>(self, list: u32) -> Result<Arc<[Frame]>, E> {
-            Ok([Frame { line: list, ..Frame::default() }].into())
+        fn visit_u32<E>(self, stack: u32) -> Result<Arc<[Frame]>, E> {
+            Ok([Frame { line: stack, ..Frame::default() }].into())
         }
     }
     deserializer.deserialize_newtype_struct(SHARED_FRAMES, Frames)
@@ -186,41 +187,9 @@ pub(super) fn deserialize_frames<'de, D: Deserializer<'de>>(deserializer: D) -> 
 
 /// Returns the snapshot in the pickle. Only the instructions that PyTorch's viewer supports are accepted.
 pub(super) fn read(bytes: &[u8]) -> Result<Snapshot, Error> {
-    read_input(Input::Memory(bytes), bytes.len(), None)
-}
-
-/// Returns the snapshot in the `len` bytes of `input`. With a `stream`, the traces hold only the events that the stream keeps.
-fn read_input<'a>(input: Input<'a>, len: usize, stream: Option<Stream<'a>>) -> Result<Snapshot, Error> {
-    let most_values = BASE_VALUE_LIMIT + len / BYTES_PER_EXTRA_VALUE;
-    let mut reader = Reader {
-        input,
-        values: most_values,
-        lists: Vec::new(),
-        stack: Vec::new(),
-        marks: Vec::new(),
-        memo: HashMap::new(),
-        memoized: 0,
-        stream,
-    };
-    let root = reader.run_instructions().map_err(Error::custom)?;
-    let pickle = Pickle {
-        lists: &reader.lists,
-        values: Cell::new(most_values),
-        frame_bytes: Cell::new(max_frame_bytes(len)),
-        frames: RefCell::default(),
-        stacks: RefCell::default(),
-        stream: reader.stream.as_ref(),
-    };
-    let root = PickleValue { pickle: &pickle, item: root, depth: MAX_DEPTH };
-    let mut snapshot = Snapshot::deserialize(root)?;
-    for frames in snapshot.frames_mut() {
-        // Frames are empty if the pickle does not contain them, and otherwise a placeholder.
-        if let Some(placeholder) = frames.first() {
-            *frames = root.stack(placeholder.line)?;
-        }
-    }
-    root.add_kept_events(&mut snapshot)?;
-    Ok(snapshot)
+    let mut pickle = Pickle::new(bytes.len());
+    let root = pickle.run_instructions(&mut Input::new(bytes)).map_err(Error::custom)?;
+    pickle.snapshot(root)
 }
 
 /// Maximum nesting depth; snapshots are nested six deep. Lists that contain themselves exceed this depth.
@@ -237,51 +206,75 @@ const BASE_FRAME_BYTES_LIMIT: usize = 16 << 20;
 /// references of 2 to 5 bytes each.
 const FRAME_BYTES_PER_FILE_BYTE: usize = 48;
 
-/// Returns the number of bytes that the frames of a file of `len` bytes may have.
-fn max_frame_bytes(len: usize) -> usize {
-    BASE_FRAME_BYTES_LIMIT.saturating_add(len.saturating_mul(FRAME_BYTES_PER_FILE_BYTE))
-}
-
-/// A value of the pickle. For a list or dict, the index in the reader's `lists` of the list that holds the items.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Item<'a> {
+/// A value of the pickle. Lists and dicts are indices into [`Pickle::lists`], texts into [`Pickle::texts`], and so on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Item {
     Null,
     Bool(bool),
     Int(i64),
     /// The bits of a float.
     Float(u64),
-    Text(&'a str),
+    Text(u32),
     List(u32),
-    /// The index of the list in which the dict's keys and values alternate.
+    /// The list in which the dict's keys and values alternate.
     Dict(u32),
-    /// A frame, by its number in the [`Stream`].
+    /// The frame that a dict was. This is the dict's only item.
     Frame(u32),
-    /// A call stack, by its number in the [`Stream`].
+    /// The call stack that a list was. This is the list's only item, and the value of the key `frames` instead of the list.
     Stack(u32),
-    /// An event of a trace, which the [`Stream`] has taken.
-    Event,
 }
 
-/// The state of the code that reads a pickle. A pickle is a program for a stack machine.
-struct Reader<'a> {
-    input: Input<'a>,
+/// A list or dict.
+#[derive(Default)]
+struct List {
+    items: Vec<Item>,
+    /// The number of references from the stack, the memo and other lists. The list is freed when the last reference ends.
+    uses: u64,
+    /// The events that were appended to the list, if the pickle is read as a stream.
+    trace: Option<Box<Trace>>,
+}
+
+/// The state of the code that reads a pickle, and then the values that were read. A pickle is a program for a stack machine.
+#[derive(Default)]
+struct Pickle {
     /// The number of values that the pickle may still make before it exceeds the limit.
     values: usize,
-    lists: Vec<Vec<Item<'a>>>,
-    stack: Vec<Item<'a>>,
+    /// The number of values that the snapshot may still have.
+    converted: Cell<usize>,
+    /// The number of bytes that all frames may still have.
+    frame_bytes: Cell<usize>,
+    texts: IndexSet<Box<str>>,
+    lists: Vec<List>,
+    /// The indices of unused lists.
+    free: Vec<u32>,
+    /// The file, line and name of each frame.
+    frames: IndexSet<(u32, u32, u32)>,
+    /// The frames of each call stack.
+    stacks: IndexSet<Box<[u32]>>,
+    /// The call stacks that the snapshot contains.
+    made: RefCell<HashMap<u32, Arc<[Frame]>>>,
+    stack: Vec<Item>,
     marks: Vec<usize>,
-    memo: HashMap<u32, Item<'a>>,
-    /// The number of different keys that were stored in `memo`.
+    memo: HashMap<u32, Item>,
+    /// The key of the next value that the instruction `MEMOIZE` stores.
     memoized: u32,
-    /// Takes the events while the pickle is read, if the pickle may be larger than the memory.
-    stream: Option<Stream<'a>>,
+    /// The number of uses left of each shared value by its memo key, 255 for more than 254, if the pickle is read as a stream.
+    recalls: Option<Vec<u8>>,
 }
 
-impl<'a> Reader<'a> {
+impl Pickle {
+    /// Makes a reader for a pickle of `len` bytes.
+    fn new(len: usize) -> Pickle {
+        let values = BASE_VALUE_LIMIT + len / BYTES_PER_EXTRA_VALUE;
+        let frame_bytes = BASE_FRAME_BYTES_LIMIT.saturating_add(len.saturating_mul(FRAME_BYTES_PER_FILE_BYTE));
+        let (converted, frame_bytes) = (Cell::new(values), Cell::new(frame_bytes));
+        Pickle { values, converted, frame_bytes, ..Pickle::default() }
+    }
+
     /// Runs the pickle's instructions and returns the value on top of the stack at the end.
-    fn run_instructions(&mut self) -> Result<Item<'a>, String> {
+    fn run_instructions(&mut self, input: &mut Input<impl BufRead>) -> Result<Item, String> {
         loop {
-            let [opcode] = self.input.array()?;
+            let (opcode, operand) = input.instruction()?;
             let items = match opcode {
                 b'l' | b't' | b'd' | b'e' | b'u' => self.take_marked_items()?,
                 0x85..=0x87 => self.take_last(usize::from(opcode - 0x84))?,
@@ -289,15 +282,9 @@ impl<'a> Reader<'a> {
                 b's' => self.take_last(2)?,
                 _ => Vec::new(),
             };
-            let number = match opcode {
-                0x8a | b'q' | b'h' => self.input.size(1)?,
-                b'r' | b'j' => self.input.size(4)?,
-                _ => self.memoized,
-            };
             match opcode {
-                b'.' => return self.pop(),
-                0x80 => _ = self.input.array::<1>()?, // the instruction PROTO
-                0x95 => _ = self.input.array::<8>()?, // the instruction FRAME
+                b'.' => return self.stack.pop().ok_or_else(|| TOO_LITTLE.into()),
+                0x80 | 0x95 => {} // the instructions PROTO and FRAME
                 b'(' => {
                     self.count_value()?;
                     self.marks.push(self.stack.len());
@@ -305,42 +292,30 @@ impl<'a> Reader<'a> {
                 b'N' => self.push(Item::Null)?,
                 0x88 => self.push(Item::Bool(true))?,
                 0x89 => self.push(Item::Bool(false))?,
-                b'J' => self.int(4, true)?,
-                b'K' => self.int(1, false)?,
-                b'M' => self.int(2, false)?,
-                0x8a => self.int(number as usize, true)?,
-                b'G' => {
-                    let float = u64::from_be_bytes(self.input.array()?);
-                    self.push(Item::Float(float))?;
+                b'J' | b'K' | b'M' | 0x8a => {
+                    // Integers from 2^63 to 2^64 - 1, such as addresses, become their two's complement.
+                    let int = i64::try_from(operand).or(u64::try_from(operand).map(u64::cast_signed));
+                    self.push(Item::Int(int.map_err(|_| "an integer does not fit in 64 bits")?))?;
                 }
-                b'X' => self.text(4)?,
-                0x8c => self.text(1)?,
-                b']' | b')' | b'l' | b't' | 0x85..=0x87 => self.list(items, Item::List)?,
-                b'}' | b'd' => self.list(items, Item::Dict)?,
+                b'G' => self.push(Item::Float((operand as u64).swap_bytes()))?,
+                b'X' | 0x8c => {
+                    let text = self.intern(std::str::from_utf8(&input.text).map_err(|e| e.to_string())?);
+                    self.push(text)?;
+                }
+                b']' | b')' | b'l' | b't' | 0x85..=0x87 => self.push_list(items, Item::List)?,
+                b'}' | b'd' => self.push_list(items, Item::Dict)?,
                 b'a' | b's' | b'e' | b'u' => self.extend(items)?,
-                b'q' | b'r' | 0x94 => self.memoize(number)?,
-                b'h' | b'j' => self.recall(number)?,
+                b'q' | b'r' => self.memoize(operand as u32)?,
+                0x94 => self.memoize(self.memoized)?,
+                b'h' | b'j' => self.recall(operand as u32)?,
                 _ => return Err(format!("the instruction {opcode:#x} is not one of plain data")),
             }
         }
     }
 
-    /// Reads a little-endian integer. Integers from 2^63 to 2^64 - 1, such as addresses, become their two's complement.
-    fn int(&mut self, n: usize, signed: bool) -> Result<(), String> {
-        let mut wide = [0; 16];
-        self.input.fill(wide.get_mut(..n).ok_or("an integer has more than 16 bytes")?)?;
-        if signed && n > 0 && wide[n - 1] >= 0x80 {
-            wide[n..].fill(0xff);
-        }
-        let value = i128::from_le_bytes(wide);
-        let fits = i64::try_from(value).or(u64::try_from(value).map(u64::cast_signed));
-        self.push(Item::Int(fits.map_err(|_| "an integer does not fit in 64 bits")?))
-    }
-
-    fn text(&mut self, n: usize) -> Result<(), String> {
-        let n = self.input.size(n)?;
-        let text = self.input.text(n as usize)?;
-        self.push(Item::Text(text))
+    fn intern(&mut self, text: &str) -> Item {
+        let known = self.texts.get_index_of(text);
+        Item::Text(known.unwrap_or_else(|| self.texts.insert_full(text.into()).0) as u32)
     }
 
     fn count_value(&mut self) -> Result<(), String> {
@@ -348,85 +323,196 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    fn push(&mut self, item: Item<'a>) -> Result<(), String> {
+    fn push(&mut self, item: Item) -> Result<(), String> {
         self.count_value()?;
         self.stack.push(item);
         Ok(())
     }
 
-    fn list(&mut self, items: Vec<Item<'a>>, kind: fn(u32) -> Item<'a>) -> Result<(), String> {
-        let id = match self.stream.as_mut().and_then(Stream::reuse_list) {
+    /// Adds a list or dict without items, which has one use.
+    fn add_list(&mut self) -> Result<u32, String> {
+        let id = match self.free.pop() {
             Some(id) => id,
             None => {
-                let id = u32::try_from(self.lists.len()).ok().filter(|id| *id < STREAMED).ok_or(TOO_MANY)?;
-                self.lists.push(Vec::new());
-                id
+                self.lists.push(List::default());
+                u32::try_from(self.lists.len() - 1).map_err(|_| TOO_MANY)?
             }
         };
+        self.lists[id as usize].uses = 1;
+        Ok(id)
+    }
+
+    fn push_list(&mut self, items: Vec<Item>, kind: fn(u32) -> Item) -> Result<(), String> {
+        let id = self.add_list()?;
         self.push(kind(id))?;
         self.extend(items)
     }
 
-    fn pop(&mut self) -> Result<Item<'a>, String> {
-        self.stack.pop().ok_or_else(|| "an instruction finds nothing on the stack".into())
-    }
-
-    fn take_last(&mut self, n: usize) -> Result<Vec<Item<'a>>, String> {
-        let rest = self.stack.len().checked_sub(n).ok_or("an instruction finds too little on the stack")?;
+    fn take_last(&mut self, n: usize) -> Result<Vec<Item>, String> {
+        let rest = self.stack.len().checked_sub(n).ok_or(TOO_LITTLE)?;
         Ok(self.stack.split_off(rest))
     }
 
     /// Pops the items above the topmost mark from the stack.
-    fn take_marked_items(&mut self) -> Result<Vec<Item<'a>>, String> {
+    fn take_marked_items(&mut self) -> Result<Vec<Item>, String> {
         let mark = self.marks.pop().filter(|m| *m <= self.stack.len()).ok_or("an instruction finds no mark")?;
         Ok(self.stack.split_off(mark))
     }
 
-    /// Appends to the list or dict on top of the stack.
-    fn extend(&mut self, items: Vec<Item<'a>>) -> Result<(), String> {
-        match (self.stack.last_mut(), &mut self.stream) {
-            (Some(top), Some(stream)) => *top = stream.extend(*top, items, &mut self.lists, &mut self.memo)?,
-            (Some(Item::List(id) | Item::Dict(id)), None) => self.lists[*id as usize].extend(items),
-            _ => return Err(NO_CONTAINER.into()),
-        }
+    /// Appends to the list or dict on top of the stack. A stream takes the events that are appended to a list.
+    fn extend(&mut self, mut items: Vec<Item>) -> Result<(), String> {
+        let id = match self.stack.last() {
+            Some(&Item::Dict(id)) => {
+                for pair in items.chunks_exact_mut(2) {
+                    if self.is_text(pair[0], "frames") {
+                        pair[1] = self.intern_stack(pair[1])?;
+                    }
+                }
+                id
+            }
+            Some(&Item::List(id)) if self.recalls.is_some() => {
+                items.retain(|item| !self.take_event(id, *item));
+                id
+            }
+            Some(&Item::List(id)) => id,
+            _ => return Err("an instruction appends to a value that is neither a list nor a dict".into()),
+        };
+        self.lists[id as usize].items.append(&mut items);
         Ok(())
+    }
+
+    fn is_text(&self, item: Item, text: &str) -> bool {
+        matches!(item, Item::Text(id) if *self.texts[id as usize] == *text)
+    }
+
+    /// Returns the value of a dict's key.
+    fn value(&self, dict: Item, key: &str) -> Option<Item> {
+        let Item::Dict(id) = dict else { return None };
+        let mut pairs = self.lists[id as usize].items.chunks_exact(2);
+        pairs.find(|pair| self.is_text(pair[0], key)).map(|pair| pair[1])
+    }
+
+    /// Converts a list of frames into a call stack, of which equal ones have the same number. Returns other values unchanged.
+    fn intern_stack(&mut self, list: Item) -> Result<Item, String> {
+        let Item::List(id) = list else { return Ok(list) };
+        let stack = match self.lists[id as usize].items[..] {
+            [stack @ Item::Stack(_)] => stack,
+            _ => {
+                let first = self.lists[id as usize].items.first().copied();
+                if first.and_then(|first| self.intern_frame(first)).is_none() {
+                    return Ok(list);
+                }
+                let items = mem::take(&mut self.lists[id as usize].items);
+                #[cfg(test)]
+                ITEMS_EXAMINED.set(ITEMS_EXAMINED.get() + items.len());
+                let frames: Option<Box<[u32]>> = items.iter().map(|item| self.intern_frame(*item)).collect();
+                let frames = frames.ok_or("a frame is not a dict with a file, a line and a name")?;
+                self.release(items);
+                Item::Stack(self.stacks.insert_full(frames).0 as u32)
+            }
+        };
+        self.lists[id as usize].items = vec![stack];
+        self.release(vec![list]);
+        Ok(stack)
+    }
+
+    /// Returns the number of the frame in a dict; `None` if the value is not a frame.
+    fn intern_frame(&mut self, dict: Item) -> Option<u32> {
+        let Item::Dict(id) = dict else { return None };
+        if let [Item::Frame(frame)] = self.lists[id as usize].items[..] {
+            return Some(frame);
+        }
+        let [file, line, name] = ["filename", "line", "name"].map(|key| self.value(dict, key));
+        let (Item::Text(file), Item::Int(line), Item::Text(name)) = (file?, line?, name?) else { return None };
+        let frame = self.frames.insert_full((file, line.try_into().ok()?, name)).0 as u32;
+        let items = mem::replace(&mut self.lists[id as usize].items, vec![Item::Frame(frame)]);
+        self.release(items);
+        Some(frame)
+    }
+
+    /// Ends a use of each of the values. Lists and dicts without another use are freed.
+    fn release(&mut self, mut items: Vec<Item>) {
+        while let Some(item) = items.pop() {
+            if let Item::List(id) | Item::Dict(id) = item {
+                let list = &mut self.lists[id as usize];
+                list.uses -= 1;
+                if list.uses == 0 {
+                    items.append(&mut mem::take(list).items);
+                    self.free.push(id);
+                }
+            }
+        }
+    }
+
+    /// Counts a further use of a value.
+    fn retain(&mut self, item: Item) {
+        if let Item::List(id) | Item::Dict(id) = item {
+            self.lists[id as usize].uses += 1;
+        }
     }
 
     fn memoize(&mut self, key: u32) -> Result<(), String> {
         self.count_value()?;
-        let top = *self.stack.last().ok_or("an instruction finds nothing on the stack")?;
-        let is_used = self.stream.as_mut().is_none_or(|stream| stream.is_recalled(key, top));
-        let is_new = !is_used || self.memo.insert(key, top).is_none();
-        self.memoized += u32::from(is_new);
+        let top = *self.stack.last().ok_or(TOO_LITTLE)?;
+        self.memoized = self.memoized.max(key.saturating_add(1));
+        let recalled = |recalls: &Vec<u8>| recalls.get(key as usize).is_some_and(|recalls| *recalls > 0);
+        if self.recalls.as_ref().is_none_or(recalled) {
+            self.retain(top);
+            let old = self.memo.insert(key, top);
+            self.release(Vec::from_iter(old));
+        }
         Ok(())
     }
 
     fn recall(&mut self, key: u32) -> Result<(), String> {
         let item = *self.memo.get(&key).ok_or("a shared value is used before it is stored")?;
-        if self.stream.as_mut().is_some_and(|stream| stream.is_last_recall(key, item)) {
-            self.memo.remove(&key);
+        self.push(item)?;
+        self.retain(item);
+        if let Some(recalls @ 1..=254) = self.recalls.as_mut().and_then(|recalls| recalls.get_mut(key as usize)) {
+            *recalls -= 1;
+            if *recalls == 0 {
+                self.memo.remove(&key);
+                self.release(vec![item]);
+            }
         }
-        self.push(item)
+        Ok(())
+    }
+
+    /// Returns the snapshot that the value `root` describes.
+    fn snapshot(&self, root: Item) -> Result<Snapshot, Error> {
+        let mut snapshot = Snapshot::deserialize(PickleValue { pickle: self, item: root, depth: MAX_DEPTH })?;
+        for frames in snapshot.frames_mut() {
+            // Frames are empty if the pickle does not contain them, and otherwise a placeholder.
+            if let Some(placeholder) = frames.first() {
+                *frames = self.make_stack(placeholder.line)?;
+            }
+        }
+        Ok(snapshot)
+    }
+
+    /// Returns the frames of a call stack. They are made when the call stack is first used.
+    fn make_stack(&self, stack: u32) -> Result<Arc<[Frame]>, Error> {
+        count_values(&self.converted, 1)?;
+        if let Some(known) = self.made.borrow().get(&stack) {
+            return Ok(Arc::clone(known));
+        }
+        let frames = self.stacks[stack as usize].iter().map(|frame| {
+            let (file, line, name) = self.frames[*frame as usize];
+            let [filename, name] = [file, name].map(|text| self.texts[text as usize].to_string());
+            count_values(&self.frame_bytes, size_of::<Frame>() + filename.len() + name.len())?;
+            Ok(Frame { filename, line, name })
+        });
+        let frames: Arc<[Frame]> = frames.collect::<Result<_, Error>>()?;
+        self.made.borrow_mut().insert(stack, Arc::clone(&frames));
+        Ok(frames)
     }
 }
 
 /// Error text for a pickle that exceeds a limit.
 const TOO_MANY: &str = "it holds too many values for its size";
 
-/// The values that were read, and the number of values that conversions may still make.
-struct Pickle<'r, 'a> {
-    lists: &'r [Vec<Item<'a>>],
-    values: Cell<usize>,
-    frame_bytes: Cell<usize>,
-    /// The call stacks that were already made, by the items of their lists.
-    frames: RefCell<HashMap<&'r [Item<'a>], Arc<[Frame]>>>,
-    /// The same stacks by the id of their list, because a list may be used any number of times.
-    stacks: RefCell<HashMap<u32, Arc<[Frame]>>>,
-    stream: Option<&'r Stream<'a>>,
-}
-
-/// Added to the number of a call stack of the [`Stream`], to tell the number from the id of a list.
-const STREAMED: u32 = 1 << 31;
+/// The error of an instruction that takes more values than the stack has.
+const TOO_LITTLE: &str = "an instruction finds too little on the stack";
 
 /// Subtracts `n` values from a budget, or returns an error if fewer are left.
 fn count_values(budget: &Cell<usize>, n: usize) -> Result<(), Error> {
@@ -436,93 +522,50 @@ fn count_values(budget: &Cell<usize>, n: usize) -> Result<(), Error> {
 
 /// A value of a pickle, as a serde deserialiser.
 #[derive(Clone, Copy)]
-struct PickleValue<'r, 'a> {
-    pickle: &'r Pickle<'r, 'a>,
-    item: Item<'a>,
+struct PickleValue<'a> {
+    pickle: &'a Pickle,
+    item: Item,
     depth: usize,
 }
 
-impl<'r, 'a> PickleValue<'r, 'a> {
-    fn items(self, id: u32) -> Result<(&'r [Item<'a>], impl Fn(Item<'a>) -> PickleValue<'r, 'a>), Error> {
+impl<'a> PickleValue<'a> {
+    fn items(self, id: u32) -> Result<(&'a [Item], impl Fn(Item) -> PickleValue<'a>), Error> {
         let depth = self.depth.checked_sub(1).ok_or_else(|| Error::custom("it is nested too deep"))?;
-        Ok((&self.pickle.lists[id as usize], move |item| PickleValue { item, depth, ..self }))
+        Ok((&self.pickle.lists[id as usize].items, move |item| PickleValue { item, depth, ..self }))
+    }
+
+    fn text(self, id: u32) -> &'a str {
+        &self.pickle.texts[id as usize]
     }
 
     /// Converts the value into a dict's key.
     fn key(self) -> Result<String, Error> {
         let key = match self.item {
-            Item::Text(text) => text.to_owned(),
+            Item::Text(id) => self.text(id).to_owned(),
             Item::Int(int) => int.to_string(),
             Item::Float(bits) => f64::from_bits(bits).to_string(),
             Item::Bool(is) => is.to_string(),
             Item::Null => "null".to_owned(),
             _ => return Err(Error::custom("a dict has a list or a dict as a key")),
         };
-        count_values(&self.pickle.values, 1 + key.len() / TEXT_BYTES_PER_VALUE)?;
+        count_values(&self.pickle.converted, 1 + key.len() / TEXT_BYTES_PER_VALUE)?;
         Ok(key)
-    }
-
-    /// Returns the frames in a list. They are made when the list is first used.
-    fn stack(self, id: u32) -> Result<Arc<[Frame]>, Error> {
-        count_values(&self.pickle.values, 1)?;
-        if let Some(known) = self.pickle.stacks.borrow().get(&id) {
-            return Ok(Arc::clone(known));
-        }
-        let frames = match self.pickle.stream.filter(|_| id >= STREAMED) {
-            Some(stream) => stream.frames(id - STREAMED, &self.pickle.frame_bytes)?,
-            None => self.frames(id)?,
-        };
-        self.pickle.stacks.borrow_mut().insert(id, Arc::clone(&frames));
-        Ok(frames)
-    }
-
-    /// Makes the frames in a list that is used for the first time.
-    fn frames(self, id: u32) -> Result<Arc<[Frame]>, Error> {
-        let (items, at) = self.items(id)?;
-        #[cfg(test)]
-        ITEMS_EXAMINED.set(ITEMS_EXAMINED.get() + items.len());
-        let is_frame =
-            |item: &Item| matches!(item, Item::Dict(id) if self.pickle.lists[*id as usize].len() <= MAX_FRAME_ITEMS);
-        if !items.iter().all(is_frame) {
-            return Err(Error::custom("a frame is not a dict, or has too many entries"));
-        }
-        if let Some(known) = self.pickle.frames.borrow().get(items) {
-            return Ok(Arc::clone(known));
-        }
-        // Shared frames are not counted as values, but by their bytes.
-        let values = self.pickle.values.get();
-        let mut frames = Vec::new();
-        for item in items {
-            self.pickle.values.set(MAX_FRAME_VALUES);
-            let frame = Frame::deserialize(at(*item))?;
-            count_values(&self.pickle.frame_bytes, size_of::<Frame>() + frame.filename.len() + frame.name.len())?;
-            frames.push(frame);
-        }
-        self.pickle.values.set(values);
-        let frames: Arc<[Frame]> = frames.into();
-        self.pickle.frames.borrow_mut().insert(items, Arc::clone(&frames));
-        Ok(frames)
     }
 }
 
-/// Maximum number of a frame's keys and values: three keys and three values, and more that some versions of PyTorch add.
-const MAX_FRAME_ITEMS: usize = 64;
-/// Maximum number of values that one frame may count as: its keys and values, and a mebibyte of text.
-const MAX_FRAME_VALUES: usize = (1 << 20) / TEXT_BYTES_PER_VALUE + MAX_FRAME_ITEMS;
-
-impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {
+impl<'de> Deserializer<'de> for PickleValue<'de> {
     type Error = Error;
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
-        let text = if let Item::Text(text) = self.item { text.len() } else { 0 };
-        count_values(&self.pickle.values, 1 + text / TEXT_BYTES_PER_VALUE)?;
+        let text = if let Item::Text(id) = self.item { self.text(id).len() } else { 0 };
+        count_values(&self.pickle.converted, 1 + text / TEXT_BYTES_PER_VALUE)?;
         match self.item {
-            Item::Null | Item::Frame(_) | Item::Stack(_) | Item::Event => visitor.visit_unit(),
+            Item::Null | Item::Frame(_) | Item::Stack(_) => visitor.visit_unit(),
             Item::Bool(is) => visitor.visit_bool(is),
             Item::Int(int) => visitor.visit_i64(int),
             Item::Float(bits) if f64::from_bits(bits).is_finite() => visitor.visit_f64(f64::from_bits(bits)),
             Item::Float(_) => visitor.visit_unit(),
-            Item::Text(text) => visitor.visit_borrowed_str(text),
+            Item::Text(id) => visitor.visit_borrowed_str(self.text(id)),
             Item::List(id) => {
                 let (items, at) = self.items(id)?;
                 let mut items = SeqDeserializer::new(items.iter().map(|item| at(*item)));
@@ -562,9 +605,9 @@ impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {
         _: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, Error> {
-        count_values(&self.pickle.values, 1)?;
+        count_values(&self.pickle.converted, 1)?;
         match self.item {
-            Item::Text(text) => visitor.visit_enum(text.into_deserializer()),
+            Item::Text(id) => visitor.visit_enum(self.text(id).into_deserializer()),
             _ => Err(Error::custom("a name is not text")),
         }
     }
@@ -574,9 +617,9 @@ impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {
             return visitor.visit_newtype_struct(self);
         }
         match self.item {
-            Item::List(list) => visitor.visit_u32(list),
-            Item::Stack(stack) => visitor.visit_u32(STREAMED + stack),
-            _ => Err(Error::custom("the frames are not a list")),
+            Item::Stack(stack) => visitor.visit_u32(stack),
+            Item::List(id) if self.pickle.lists[id as usize].items.is_empty() => visitor.visit_newtype_struct(self),
+            _ => Err(Error::custom("the frames are not a list of frames")),
         }
     }
 
@@ -591,7 +634,7 @@ impl<'de> Deserializer<'de> for PickleValue<'_, 'de> {
     }
 }
 
-impl<'a> IntoDeserializer<'a> for PickleValue<'_, 'a> {
+impl<'a> IntoDeserializer<'a> for PickleValue<'a> {
     type Deserializer = Self;
 
     fn into_deserializer(self) -> Self {
