@@ -71,7 +71,7 @@ pub use driver::pinned::{DurationStat, PinnedStats};
 pub use driver::{
     At, Call, Driver, Failure, ImageDesc, ImageFormat, Marker, Memory, Progress, Sim, SimOptions, driver,
 };
-pub use dry::{Assumption, DeviceEstimate, Estimate, Role, dry_run, min_capacity};
+pub use dry::{Assumption, DeviceEstimate, Estimate, Role, begin_dry_run, dry_run, end_dry_run, min_capacity};
 pub(crate) use exclusive_host::ExclusiveHost;
 pub use guard::GuardAllocator;
 pub use history::{

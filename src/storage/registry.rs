@@ -149,7 +149,7 @@ fn find_or_create(device: Device) -> Result<&'static DeviceEntry> {
         return Ok(current);
     }
     profiler::begin_from_environment();
-    let made = match dry::of_environment()? {
+    let made = match dry::of_process()? {
         Some(run) => run.allocator(device)?,
         None => build_allocator(driver(device)?, Config::from_env_once()?.clone())?,
     };

@@ -9,6 +9,7 @@ mod conv_blocks;
 mod conv_depthwise;
 mod conv_size;
 mod division;
+mod dry;
 mod gather;
 mod harness;
 mod images;

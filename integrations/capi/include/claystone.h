@@ -111,6 +111,20 @@ typedef enum {
     CLAYSTONE_SNAPSHOT_FORMAT_JSON = 1,
 } ClaystoneSnapshotFormat;
 
+// The purpose of a tensor's memory in the report of a dry run.
+typedef enum {
+    // A parameter of a model.
+    CLAYSTONE_ROLE_PARAMETER = 0,
+    // A gradient of a parameter.
+    CLAYSTONE_ROLE_GRADIENT = 1,
+    // A state that an optimiser keeps between steps.
+    CLAYSTONE_ROLE_OPTIMIZER_STATE = 2,
+    // A result that backward needs.
+    CLAYSTONE_ROLE_SAVED = 3,
+    // Any other memory: the role of a new tensor.
+    CLAYSTONE_ROLE_TEMPORARY = 4,
+} ClaystoneRole;
+
 // The kind of an event of a profile.
 typedef enum {
     // An operation on the host: its submission to an OpenCL device, or its computation on the CPU device.
@@ -463,6 +477,21 @@ void claystone_report_faults_to_any_thread(void);
 
 // Waits until all work submitted to a device so far, on every stream, is complete. Returns errors that kernels reported meanwhile.
 ClaystoneStatus claystone_device_synchronize(int32_t number);
+
+// Begins a dry run of all threads and devices. Tensors have no bytes, no kernel runs, and values that are read are zeros. `capacity` is
+// the device memory in bytes that the report compares with, 0 for no comparison, or UINT64_MAX for each device's own memory. An error if
+// a device has tensors already, or a dry run is in progress.
+ClaystoneStatus claystone_dry_run_begin(uint64_t capacity);
+
+// Ends the dry run that claystone_dry_run_begin began, and reports the memory that the program needs: as a JSON object, and as a text
+// to print. The caller owns the bytes of both. Tensors that were made meanwhile stay without bytes.
+ClaystoneStatus claystone_dry_run_end(ClaystoneBytes *json,
+                                      ClaystoneBytes *text);
+
+// Sets the role, a ClaystoneRole, of a tensor's storage in the report of a dry run. Does nothing in other runs. The roles Saved and
+// Temporary do not replace the others.
+ClaystoneStatus claystone_tensor_set_role(const ClaystoneTensor *tensor,
+                                          int32_t role);
 
 // Calls `run(data)`. The hooks store the tensors that `claystone_recurrent` and `claystone_call_backward` save meanwhile for gradients
 // (PyTorch's `torch.autograd.graph.saved_tensors_hooks`). The hooks of the innermost scope are used. If a hook fails, the call that

@@ -6,6 +6,7 @@ use std::ptr::{null, null_mut};
 use claystone::ops::{self, Backend, Implementation};
 use claystone_capi::call::*;
 use claystone_capi::device::*;
+use claystone_capi::dry_run::*;
 use claystone_capi::hooks::*;
 use claystone_capi::memory::*;
 use claystone_capi::random::*;
@@ -514,4 +515,48 @@ fn hooks_store_saved_tensors() {
         assert!(last_error().contains("the pack hook returned Failed"), "{}", last_error());
         claystone_tensor_release(x);
     }
+}
+
+/// The body of the child process of the test below, because a dry run begins before the first tensor of a process.
+#[test]
+fn dry_child_process() {
+    if std::env::var_os("CLAYSTONE_CAPI_DRY").is_none() {
+        return;
+    }
+    let nothing = || ClaystoneBytes { data: null_mut(), length: 0 };
+    let (mut json, mut text) = (nothing(), nothing());
+    // SAFETY: valid result pointers, or null; live handles; bytes that this API made.
+    unsafe {
+        assert_refused(claystone_dry_run_end(&mut json, &mut text), Status::Invalid, "no dry run");
+        assert_eq!(claystone_dry_run_begin(1 << 20), Status::Ok, "{}", last_error());
+        assert_refused(claystone_dry_run_begin(0), Status::Invalid, "in progress");
+        let (parameter, large) = (tensor(&[1.0; 3]), tensor(&[1.0; 1 << 20]));
+        assert_eq!(claystone_tensor_set_role(large, ClaystoneRole::Parameter as i32), Status::Ok);
+        assert_eq!(claystone_tensor_set_role(large, ClaystoneRole::Saved as i32), Status::Ok, "does not replace");
+        assert_refused(claystone_tensor_set_role(large, 5), Status::Invalid, "ClaystoneRole");
+        assert_refused(claystone_tensor_set_role(null(), 0), Status::Invalid, "tensor is null");
+        assert_refused(claystone_dry_run_end(null_mut(), &mut text), Status::Invalid, "json is null");
+        assert_refused(claystone_dry_run_end(&mut json, null_mut()), Status::Invalid, "text is null");
+        assert_eq!(claystone_dry_run_end(&mut json, &mut text), Status::Ok, "{}", last_error());
+        let said = [&json, &text].map(|bytes| std::slice::from_raw_parts(bytes.data, bytes.length));
+        let [report, printed] = said.map(String::from_utf8_lossy);
+        assert!(report.contains("\"fits\":false") && report.contains("\"Parameter\":4194304"), "{report}");
+        assert!(printed.contains("does not fit in 1.00 MiB"), "{printed}");
+        [json, text].iter_mut().for_each(|bytes| claystone_bytes_free(bytes));
+        // Memory is real again, and tensors of the dry run stay without bytes.
+        let real = tensor(&[7.0; 3]);
+        let (status, exp) = call("exp", &[parameter], &[]);
+        assert_eq!((status, values(real)), (Status::Ok, [7.0; 3]));
+        assert_refused(claystone_dry_run_begin(0), Status::Invalid, "before the first");
+        [parameter, large, real, exp].into_iter().for_each(|tensor| claystone_tensor_release(tensor));
+        assert_eq!(claystone_dry_run_begin(0), Status::Ok, "no tensor is left: {}", last_error());
+    }
+}
+
+#[test]
+fn dry_runs_report_the_memory_of_a_process() {
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    let child = child.args(["--exact", "dry_child_process", "--nocapture"]).env("CLAYSTONE_CAPI_DRY", "1");
+    let output = child.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

@@ -12,6 +12,7 @@ from importlib import resources
 import torch
 
 from . import _C, device, modules
+from .dry import dry_run
 from .table import rows as _rows
 
 torch.utils.rename_privateuse1_backend("claystone")

@@ -6,6 +6,7 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace py = pybind11;
 using namespace claystone_torch;
@@ -86,6 +87,17 @@ PYBIND11_MODULE(_C, module) {
             return std::tuple(peak.allocated, peak.reserved, peak.requested);
         })
         .def("end", &PeakScope::end);
+    module.def("dry_run_begin", [](uint64_t capacity) { check(claystone_dry_run_begin(capacity)); });
+    module.def("dry_run_end", [] {
+        ClaystoneBytes json, text;
+        check(claystone_dry_run_end(&json, &text));
+        return std::pair(take(json), take(text));
+    });
+    module.def("set_role", [](const at::Tensor& tensor, int role) {
+        if (is_ours(tensor) && tensor.storage().nbytes() > 0) {
+            check(claystone_tensor_set_role(bytes(tensor, 0, tensor.storage().nbytes()).get(), role));
+        }
+    });
     module.def("memory_record_history", [](int index, size_t entries, bool stacks) {
         check(claystone_memory_record_history(claystone_device(index), entries, stacks));
     });

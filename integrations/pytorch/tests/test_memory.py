@@ -1,7 +1,10 @@
 """Tests of memory statistics, snapshots in PyTorch's own reader, constant memory use over many steps, and device errors."""
 
 import contextlib
+import json
 import pickle
+import subprocess
+import sys
 import tempfile
 import unittest
 from pathlib import Path
@@ -34,7 +37,55 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+# Trains a network for two steps in a process of its own. Prints the report of a dry run, or the real run's peaks, as JSON.
+TRAINING = """
+import contextlib, json, sys, torch, claystone_torch
+
+with claystone_torch.dry_run(1 << 24) if sys.argv[1] == "dry" else contextlib.nullcontext() as run:
+    model = torch.nn.Sequential(torch.nn.Linear(1000, 2000), torch.nn.ReLU(), torch.nn.Linear(2000, 8)).to("claystone")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if run:
+        run.watch(model, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.randn(512, 1000, device="claystone")).square().mean()
+        loss.backward()
+        optimizer.step()
+    value = loss.item()
+if run:
+    assert value == 0 and "does not fit in 16.00 MiB" in str(run), run
+    assert torch.ones(3, device="claystone").sum().item() == 3, "memory is real again"
+    try:
+        claystone_torch.dry_run().__enter__()
+    except RuntimeError as error:
+        assert "begins before the first" in str(error), error
+    print(json.dumps(run.report))
+else:
+    stats = torch.claystone.memory_stats()
+    print(json.dumps([stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]]))
+"""
+
+
+def trained(how):
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRAINING, how], capture_output=True, text=True)
+    if done.returncode:
+        raise AssertionError(done.stderr)
+    return json.loads(done.stdout)
+
+
 class Memory(unittest.TestCase):
+    def test_dry_runs_report_the_peaks_of_a_real_run(self):
+        report = trained("dry")
+        [device] = report["devices"]
+        self.assertEqual([device["peak_allocated"], device["peak_reserved"]], trained("real"))
+        self.assertFalse(device["fits"])
+        self.assertTrue(device["peak_requested"] <= device["smallest_device"] <= device["peak_reserved"])
+        self.assertIn("item", {assumed["what"] for assumed in report["assumed"]})
+        roles, parameters = device["roles"], 4 * (1000 * 2000 + 2000 + 2000 * 8 + 8)
+        self.assertEqual(sum(roles.values()), device["peak_allocated"])
+        for role, copies in [("Parameter", 1), ("Gradient", 1), ("OptimizerState", 2)]:
+            self.assertTrue(copies * parameters <= roles[role] < copies * (parameters + 4 * 512 + 512), (role, roles))
+
     def test_statistics(self):
         torch.claystone.synchronize()
         before = torch.claystone.memory_allocated()

@@ -4,7 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use serde_json::{Value, json};
+use serde::{Serialize, Serializer};
+use serde_json::json;
 
 use super::super::history::{Frame, HistoryOptions, LiveMemory, Snapshot, fmt_sites};
 use super::record::{EventRecorder, Role};
@@ -14,7 +15,7 @@ use crate::error::Size;
 use crate::{Device, Result};
 
 /// The memory that a program needs, estimated by a [dry run](super::dry_run()). `Display` prints a report.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize)]
 #[non_exhaustive]
 pub struct Estimate {
     /// The devices that the program used, in the order of their first use.
@@ -24,10 +25,11 @@ pub struct Estimate {
 }
 
 /// The memory that a program needs on one device, in bytes.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct DeviceEstimate {
     /// The device for which kernels were planned.
+    #[serde(serialize_with = "as_text")]
     pub device: Device,
     /// The peak of the blocks that the program held: `allocated_bytes.peak` of a real run's statistics.
     pub peak_allocated: u64,
@@ -46,12 +48,14 @@ pub struct DeviceEstimate {
     /// The blocks at the peak of allocated bytes by source line, the most bytes first. Sizes are those of blocks.
     pub sites: Vec<LiveMemory>,
     /// The bytes of blocks at the peak of allocated bytes, by role. Their sum is `peak_allocated` if only one thread allocates.
+    #[serde(serialize_with = "as_map")]
     pub roles: [(Role, u64); 5],
+    #[serde(skip)]
     recorder: Arc<EventRecorder>,
 }
 
 /// A value that a dry run does not compute.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Assumption {
     /// The operation that needed the value: `item`, `to_vec`, `nonzero`, ...
@@ -105,18 +109,6 @@ impl DeviceEstimate {
         recorded.replay(&*allocator, || snapshot = allocator.snapshot())?;
         Ok(snapshot)
     }
-
-    fn to_json(&self) -> Value {
-        let roles = self.roles.map(|(role, bytes)| json!({ "role": format!("{role:?}"), "bytes": bytes }));
-        let text = |frame: Option<&Frame>| frame.map(Frame::to_string);
-        let site = |s: &LiveMemory| json!({ "site": text(s.frames.first()), "bytes": s.bytes, "blocks": s.blocks });
-        json!({
-            "device": self.device.to_string(), "peak_allocated": self.peak_allocated, "peak_reserved": self.peak_reserved,
-            "peak_requested": self.peak_requested, "smallest_device": self.smallest_device, "capacity": self.capacity,
-            "fits": self.fits, "failed_at": text(self.failed_at.as_ref()), "roles": roles,
-            "sites": self.sites.iter().map(site).collect::<Vec<_>>(),
-        })
-    }
 }
 
 impl Estimate {
@@ -129,12 +121,18 @@ impl Estimate {
         Ok(())
     }
 
-    /// Returns the estimate as a JSON object, with the names of the fields. Lines are texts `file:line`.
+    /// Returns the estimate as a JSON object, with the names of the fields. `roles` is an object with the bytes of each role.
     pub fn to_json(&self) -> String {
-        let assumed = |Assumption { what, site, count, largest }: &Assumption| json!({ "what": what, "site": site.as_ref().map(Frame::to_string), "count": count, "largest": largest });
-        let devices: Vec<Value> = self.devices.iter().map(DeviceEstimate::to_json).collect();
-        json!({ "devices": devices, "assumed": self.assumed.iter().map(assumed).collect::<Vec<_>>() }).to_string()
+        json!(self).to_string()
     }
+}
+
+fn as_text<S: Serializer>(value: &impl fmt::Display, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(value)
+}
+
+fn as_map<S: Serializer>(roles: &[(Role, u64)], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(roles.iter().copied())
 }
 
 impl fmt::Display for Estimate {

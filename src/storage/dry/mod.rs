@@ -14,7 +14,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::{env, process};
 
 use super::allocator::{Allocator, find_allocator};
-use super::{history, registry, scope};
+use super::registry::{self, DeviceEntry};
+use super::{history, per_device, scope};
 use crate::device::{dry, lock, profiler};
 use crate::{Device, Error, Result, error};
 pub use estimate::{Assumption, DeviceEstimate, Estimate};
@@ -29,6 +30,8 @@ pub(super) struct DryRun {
     recorders: Mutex<Vec<Arc<EventRecorder>>>,
     /// The first error of making a simulated device.
     failed: Mutex<Option<Error>>,
+    /// The id of the process that began the run.
+    process: u32,
 }
 
 impl Drop for DryRun {
@@ -39,10 +42,10 @@ impl Drop for DryRun {
 }
 
 impl DryRun {
-    fn new(capacity: Option<u64>) -> DryRun {
+    fn new(capacity: Option<u64>) -> Arc<DryRun> {
         dry::begin();
         history::count_recording(true); // for the lines of callers
-        DryRun { capacity, recorders: Mutex::default(), failed: Mutex::default() }
+        Arc::new(DryRun { capacity, recorders: Mutex::default(), failed: Mutex::default(), process: process::id() })
     }
 
     /// Returns the allocator of a simulated device, made at the first call.
@@ -105,14 +108,11 @@ impl DryRun {
 /// Errors of making a simulated device, and errors of the allocator other than out of memory in the replays that search for the smallest
 /// device.
 pub fn dry_run<R>(capacity: Option<u64>, step: impl FnOnce() -> R) -> Result<(R, Estimate)> {
-    let run = Arc::new(DryRun::new(capacity));
+    let run = DryRun::new(capacity);
     let allocators = Arc::clone(&run);
-    let allocator_of = move |device| match allocators.allocator(device) {
-        Ok(allocator) => Some(allocator),
-        Err(error) => {
-            lock(&allocators.failed).get_or_insert(error);
-            None
-        }
+    let allocator_of = move |device| {
+        let failed = |error| _ = lock(&allocators.failed).get_or_insert(error);
+        allocators.allocator(device).map_err(failed).ok()
     };
     let result = scope::with_allocators(Box::new(allocator_of), step);
     match lock(&run.failed).take() {
@@ -127,31 +127,82 @@ pub(super) fn is_simulating(device: Device) -> bool {
     dry::is_on() && current().is_some_and(|allocator| find_allocator::<EventRecorder>(&*allocator).is_some())
 }
 
-/// The dry run of the whole program, and the process that reports it.
-static ENVIRONMENT_RUN: OnceLock<Result<Option<(DryRun, u32)>>> = OnceLock::new();
+/// The dry run of the whole process.
+static PROCESS_RUN: Mutex<Option<Arc<DryRun>>> = Mutex::new(None);
 
-/// Returns the dry run that `CLAYSTONE_DRY_RUN` requests, which begins at the first call. Call before a device's allocator is made.
-pub(super) fn of_environment() -> Result<Option<&'static DryRun>> {
-    let wanted = ENVIRONMENT_RUN.get_or_init(|| {
-        let Some(text) = env::var_os("CLAYSTONE_DRY_RUN").filter(|text| !text.is_empty()) else { return Ok(None) };
+/// Begins a dry run of all threads and devices, as `CLAYSTONE_DRY_RUN` does, until [`end_dry_run`] is called. [`dry_run`] is simpler for a
+/// step of one thread. `capacity` is a number of bytes to compare with, or `u64::MAX` for each device's own memory.
+///
+/// ```
+/// use claystone::{Device, Tensor, storage};
+/// storage::begin_dry_run(Some(24 << 30))?;
+/// let made = std::thread::spawn(|| Tensor::zeros([1 << 20, 1 << 20], Device::Cpu)); // 4 TiB
+/// let x = made.join().expect("the thread does not panic")?;
+/// let estimate = storage::end_dry_run()?;
+/// assert!(x.storage().is_simulated() && estimate.devices[0].fits == Some(false));
+/// assert!(storage::end_dry_run().is_err() && !Tensor::zeros(3, Device::Cpu)?.storage().is_simulated());
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// If a dry run of the process is in progress, or a device has tensors, because they would not be counted.
+pub fn begin_dry_run(capacity: Option<u64>) -> Result<()> {
+    let invalid = |reason: String| Err(Error::invalid("begin_dry_run", reason));
+    let is_used = |device: &Device| per_device::get::<DeviceEntry>(*device).is_some();
+    let used: Vec<Device> = Device::all().into_iter().filter(is_used).collect();
+    for &device in &used {
+        let bytes = registry::allocator(device)?.stats().allocated_bytes.current;
+        if bytes > 0 {
+            return invalid(format!(
+                "{device} has tensors of {bytes} bytes, but a dry run begins before the first one"
+            ));
+        }
+    }
+    of_process()?;
+    let (run, mut running) = (DryRun::new(capacity), lock(&PROCESS_RUN));
+    if running.is_some() {
+        return invalid("a dry run of the process is in progress".into());
+    }
+    *running = Some(Arc::clone(&run));
+    drop(running);
+    used.into_iter().try_for_each(|device| registry::set_allocator(device, run.allocator(device)?))
+}
+
+/// Ends the dry run that [`begin_dry_run`] began, and returns an estimate of the memory that the program needs. Tensors that were made
+/// meanwhile stay without bytes.
+///
+/// # Errors
+/// If no dry run of the process is in progress; otherwise as [`dry_run`].
+pub fn end_dry_run() -> Result<Estimate> {
+    let none = || Error::invalid("end_dry_run", "no dry run of the process is in progress");
+    let run = lock(&PROCESS_RUN).take().ok_or_else(none)?;
+    let recorders = lock(&run.recorders).clone();
+    recorders.iter().try_for_each(|recorder| registry::set_allocator(recorder.device, recorder.real_allocator()?))?;
+    run.estimate()
+}
+
+/// Returns the dry run of the process. The first call begins the run that `CLAYSTONE_DRY_RUN` requests. Call before a device's allocator is made.
+pub(super) fn of_process() -> Result<Option<Arc<DryRun>>> {
+    static FROM_ENVIRONMENT: OnceLock<Result<()>> = OnceLock::new();
+    let begin = || {
+        let Some(text) = env::var_os("CLAYSTONE_DRY_RUN").filter(|text| !text.is_empty()) else { return Ok(()) };
         let capacity = match &*text.to_string_lossy() {
             "device" => Ok(u64::MAX),
             text => error::parse_bytes(text).map_err(|what| Error::invalid("CLAYSTONE_DRY_RUN", what)),
         }?;
         profiler::at_exit(report_at_exit);
-        Ok(Some((DryRun::new(Some(capacity)), process::id())))
-    });
-    wanted.as_ref().map(|wanted| wanted.as_ref().map(|(run, _)| run)).map_err(Error::clone)
+        *lock(&PROCESS_RUN) = Some(DryRun::new(Some(capacity)));
+        Ok(())
+    };
+    FROM_ENVIRONMENT.get_or_init(begin).clone()?;
+    Ok(lock(&PROCESS_RUN).clone())
 }
 
 /// Prints the report and writes the files, unless this is a forked child. Uses only simulated devices, because no driver may be called
 /// at exit.
 extern "C" fn report_at_exit() {
-    let Some(Ok(Some((run, _)))) =
-        ENVIRONMENT_RUN.get().filter(|run| matches!(run, Ok(Some((_, id))) if *id == process::id()))
-    else {
-        return;
-    };
+    let run = PROCESS_RUN.try_lock().ok().and_then(|run| run.clone());
+    let Some(run) = run.filter(|run| run.process == process::id()) else { return };
     let file = |name| env::var_os(name).filter(|file| !file.is_empty()).map(PathBuf::from);
     let reported = run.estimate().and_then(|estimate| {
         eprint!("{estimate}");

@@ -7,16 +7,20 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
+use indexmap::IndexSet;
+use serde::Serialize;
+
 use super::super::allocator::{Allocator, check_fraction};
 use super::super::block::Block;
 use super::super::config::Config;
 use super::super::driver::{Sim, SimOptions, driver};
-use super::super::{registry::build_allocator, thread};
+use super::super::registry::{DeviceEntry, build_allocator};
+use super::super::{per_device, thread};
 use crate::device::{StreamId, lock};
 use crate::{Device, Result};
 
 /// The purpose of a block of memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
 #[non_exhaustive]
 pub enum Role {
     /// A leaf that requires a gradient, and an optimiser's flat buffer of such leaves.
@@ -40,11 +44,12 @@ impl Role {
 /// A line of the program; `None` if unknown.
 pub(super) type Site = Option<&'static Location<'static>>;
 
-/// An event of a dry run. Blocks are numbered in the order of their allocation.
+/// An event of a dry run. A live block has a number, which is used again after the block's free.
 #[derive(Clone, Copy)]
 pub(super) enum Event {
     /// `size` is the block's size in bytes: the request rounded up. `site` is an index into [`Recorded::sites`].
     Allocate {
+        block: u32,
         requested: u64,
         size: u64,
         site: u32,
@@ -52,6 +57,7 @@ pub(super) enum Event {
     },
     Free {
         block: u32,
+        size: u64,
     },
     Role {
         block: u32,
@@ -62,11 +68,11 @@ pub(super) enum Event {
 #[derive(Default)]
 pub(super) struct Recorded {
     pub(super) events: Vec<Event>,
-    pub(super) sites: Vec<Site>,
-    site_numbers: HashMap<Site, u32>,
-    blocks: u32,
+    pub(super) sites: IndexSet<Site>,
     /// The live blocks by the address of their slot.
-    live: HashMap<NonZeroUsize, LiveBlock>,
+    pub(super) live: HashMap<NonZeroUsize, LiveBlock>,
+    /// The numbers of blocks that were freed.
+    unused: Vec<u32>,
     /// The highest peaks so far: allocated, reserved and requested bytes.
     peaks: [u64; 3],
     /// The values that were needed but not computed, by operation and line: how often, and whether the largest possible number was
@@ -74,18 +80,42 @@ pub(super) struct Recorded {
     pub(super) assumed: BTreeMap<(&'static str, Site), (u64, bool)>,
 }
 
-struct LiveBlock {
+pub(super) struct LiveBlock {
     number: u32,
     role: Role,
-    /// The bytes as words, if they are known, and the storage's version at the time.
-    values: Option<(u64, Vec<u64>)>,
-    /// True if nothing has been written to the block.
-    is_fresh: bool,
+    /// The storage's version and its bytes as words, if they are known. Missing words are zeros.
+    pub(super) values: Option<(u64, Vec<u64>)>,
+}
+
+impl Recorded {
+    /// Returns the largest number of blocks that were live at once. Their numbers are below.
+    pub(super) fn numbers(&self) -> usize {
+        self.live.len() + self.unused.len()
+    }
+
+    /// Counts a value that the program needs and a dry run does not compute.
+    pub(super) fn assume(&mut self, what: &'static str, largest: bool) {
+        self.assumed.entry((what, thread::get(|state| &state.caller))).or_insert((0, largest)).0 += 1;
+    }
+
+    /// Gives a block a role. The roles `Saved` and `Temporary`, which end before the block does, do not replace the others.
+    pub(super) fn set_role(&mut self, slot: NonZeroUsize, role: Role) {
+        let passing = |role| matches!(role, Role::Saved | Role::Temporary);
+        if let Some(live) = self.live.get_mut(&slot)
+            && live.role != role
+            && (passing(live.role) || !passing(role))
+        {
+            live.role = role;
+            self.events.push(Event::Role { block: live.number, role });
+        }
+    }
 }
 
 /// An allocator on a simulated device that stands for a real one and has no limit, so that every program runs to its end.
 pub(super) struct EventRecorder {
     inner: Arc<dyn Allocator>,
+    /// The device's allocator before the run, if any.
+    replaced: Option<Arc<dyn Allocator>>,
     pub(super) device: Device,
     options: SimOptions,
     config: Config,
@@ -105,13 +135,20 @@ impl EventRecorder {
         let limit = AtomicU64::new(config.limit(capacity));
         let config = Config { memory_limit: usize::MAX, per_process_memory_fraction: 1.0, ..config.clone() };
         let inner = simulate(device, options, &config)?;
-        Ok(EventRecorder { inner, device, options, config, capacity, limit, recorded: Mutex::default() })
+        let replaced = per_device::get::<DeviceEntry>(device).map(|entry| Arc::clone(&entry.allocator));
+        Ok(EventRecorder { inner, replaced, device, options, config, capacity, limit, recorded: Mutex::default() })
     }
 
     /// Returns another allocator on such a device, with `capacity` bytes of memory or without a limit.
     pub(super) fn allocator(&self, capacity: Option<u64>) -> Result<Arc<dyn Allocator>> {
         let options = SimOptions { capacity: capacity.unwrap_or(self.options.capacity), ..self.options };
         simulate(self.device, options, &self.config)
+    }
+
+    /// Returns the allocator that the device has without the run.
+    pub(super) fn real_allocator(&self) -> Result<Arc<dyn Allocator>> {
+        let build = || build_allocator(driver(self.device)?, Config::from_env_once()?.clone());
+        self.replaced.clone().map_or_else(build, Ok)
     }
 
     /// Returns the peaks of allocated, reserved and requested bytes since the run began.
@@ -121,45 +158,6 @@ impl EventRecorder {
         let peaks = &mut lock(&self.recorded).peaks;
         peaks.iter_mut().zip(now).for_each(|(peak, now)| *peak = now.max(*peak));
         *peaks
-    }
-
-    /// Counts a value that the program needs and a dry run does not compute.
-    pub(super) fn assume(&self, what: &'static str, largest: bool) {
-        let recorded = &mut *lock(&self.recorded);
-        recorded.assumed.entry((what, thread::get(|state| &state.caller))).or_insert((0, largest)).0 += 1;
-    }
-
-    /// Gives a block a role. The roles `Saved` and `Temporary`, which end before the block does, do not replace the others.
-    pub(super) fn set_role(&self, block: &Block, role: Role) {
-        let Recorded { live, events, .. } = &mut *lock(&self.recorded);
-        let passing = |role| matches!(role, Role::Saved | Role::Temporary);
-        if let Some(live) = live.get_mut(&block.slot_ptr().addr())
-            && live.role != role
-            && (passing(live.role) || !passing(role))
-        {
-            live.role = role;
-            events.push(Event::Role { block: live.number, role });
-        }
-    }
-
-    /// Keeps the values of a block until the storage has another version.
-    pub(super) fn keep_values(&self, block: &Block, version: u64, values: Option<Vec<u64>>) {
-        if let Some(live) = lock(&self.recorded).live.get_mut(&block.slot_ptr().addr()) {
-            live.values = values.map(|values| (version, values));
-            live.is_fresh = false;
-        }
-    }
-
-    /// True if nothing has been written to the block since its allocation.
-    pub(super) fn is_fresh(&self, block: &Block) -> bool {
-        lock(&self.recorded).live.get(&block.slot_ptr().addr()).is_some_and(|live| live.is_fresh)
-    }
-
-    /// Returns the block's values, if they are known.
-    pub(super) fn values(&self, block: &Block, version: u64) -> Option<Vec<u64>> {
-        let recorded = lock(&self.recorded);
-        let (of, values) = recorded.live.get(&block.slot_ptr().addr())?.values.as_ref()?;
-        (*of == version).then(|| values.clone())
     }
 }
 
@@ -184,23 +182,22 @@ impl Allocator for EventRecorder {
 
     fn allocate(&self, requested: usize, stream: StreamId) -> Result<Block> {
         let block = self.inner.allocate(requested, stream)?;
-        let (line, recorded) = (thread::get(|state| &state.caller), &mut *lock(&self.recorded));
-        let site = *recorded.site_numbers.entry(line).or_insert(recorded.sites.len() as u32);
-        if site as usize == recorded.sites.len() {
-            recorded.sites.push(line);
-        }
+        let recorded = &mut *lock(&self.recorded);
+        let site = recorded.sites.insert_full(thread::get(|state| &state.caller)).0 as u32;
+        let number = recorded.unused.pop().unwrap_or(recorded.live.len() as u32);
         let (requested, size) = (requested as u64, block.size() as u64);
-        recorded.events.push(Event::Allocate { requested, size, site, stream });
-        let live = LiveBlock { number: recorded.blocks, role: Role::Temporary, values: None, is_fresh: true };
-        recorded.live.insert(block.slot_ptr().addr(), live);
-        recorded.blocks += 1;
+        recorded.events.push(Event::Allocate { block: number, requested, size, site, stream });
+        // On the CPU device, new memory counts as zeros.
+        let values = (self.device == Device::Cpu).then(Default::default);
+        recorded.live.insert(block.slot_ptr().addr(), LiveBlock { number, role: Role::Temporary, values });
         Ok(block)
     }
 
     fn deallocate(&self, block: Block) {
         let recorded = &mut *lock(&self.recorded); // until the block is returned, so that no other thread gets it before the event
         if let Some(live) = recorded.live.remove(&block.slot_ptr().addr()) {
-            recorded.events.push(Event::Free { block: live.number });
+            recorded.events.push(Event::Free { block: live.number, size: block.size() as u64 });
+            recorded.unused.push(live.number);
         }
         self.inner.deallocate(block);
     }

@@ -1,9 +1,9 @@
 //! Replays of a dry run's events on simulated devices of other sizes, and the search for the smallest device that suffices.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::super::allocator::Allocator;
+use super::super::block::Block;
 use super::super::history::{Frame, LiveMemory, add_caller_line, group_by_call_site};
 use super::super::thread;
 use super::record::{Event, Recorded, Role, Site};
@@ -58,74 +58,60 @@ pub fn min_capacity<E>(
     }
 }
 
-/// A live block in a replay that only counts.
-struct Counted {
-    size: u64,
-    site: u32,
-    role: Role,
-}
-
 impl Recorded {
     /// Replays the events through an allocator, calls `at_end`, and frees the remaining blocks. Returns the line of the request for which
     /// memory did not suffice; `None` if all were served.
     pub(super) fn replay(&self, allocator: &dyn Allocator, at_end: impl FnOnce()) -> Result<Option<Site>> {
-        let (mut live, mut blocks, mut ended) = (HashMap::new(), 0, Ok(None));
-        for event in &self.events {
-            match *event {
-                Event::Allocate { requested, site, stream, .. } => {
-                    let line = self.sites[site as usize];
-                    match thread::with(|state| &state.caller, line, || allocator.allocate(requested as usize, stream)) {
-                        Ok(block) => _ = live.insert(blocks, block),
-                        Err(error) => {
-                            ended =
-                                if matches!(error, Error::OutOfMemory { .. }) { Ok(Some(line)) } else { Err(error) };
-                            break;
-                        }
-                    }
-                    blocks += 1;
-                }
-                Event::Free { block } => live.remove(&block).into_iter().for_each(|block| allocator.deallocate(block)),
-                Event::Role { .. } => {}
+        let mut live: Vec<Option<Block>> = (0..self.numbers()).map(|_| None).collect();
+        let failed = self.events.iter().find_map(|event| match *event {
+            Event::Allocate { block, requested, site, stream, .. } => {
+                let line = self.sites[site as usize];
+                let made = thread::with(|state| &state.caller, line, || allocator.allocate(requested as usize, stream));
+                made.map(|made| live[block as usize] = Some(made)).err().map(|error| (line, error))
             }
-        }
+            Event::Free { block, .. } => {
+                live[block as usize].take().into_iter().for_each(|block| allocator.deallocate(block));
+                None
+            }
+            Event::Role { .. } => None,
+        });
         at_end();
-        live.into_values().for_each(|block| allocator.deallocate(block));
-        ended
+        live.into_iter().flatten().for_each(|block| allocator.deallocate(block));
+        match failed {
+            Some((line, Error::OutOfMemory { .. })) => Ok(Some(line)),
+            Some((_, error)) => Err(error),
+            None => Ok(None),
+        }
     }
 
     /// Returns the blocks at the peak of allocated bytes, by source line and by role.
     pub(super) fn at_peak(&self) -> (Vec<LiveMemory>, [(Role, u64); 5]) {
-        let (mut most, mut peak) = (0, 0);
-        self.count_until(self.events.len(), |events, allocated| {
-            // Roles are given to a block right after its allocation.
-            if allocated > most || allocated == most && peak + 1 == events {
-                (most, peak) = (allocated, events);
+        let (mut most, mut peak, mut allocated) = (0, 0, 0);
+        for (i, event) in self.events.iter().enumerate() {
+            match event {
+                Event::Allocate { size, .. } => allocated += size,
+                Event::Free { size, .. } => allocated -= size,
+                Event::Role { .. } => {}
             }
-        });
-        let live = self.count_until(peak, |_, _| {});
+            // Roles are given to a block right after its allocation.
+            if allocated > most || allocated == most && peak == i {
+                (most, peak) = (allocated, i + 1);
+            }
+        }
+        let mut live = vec![(0, 0, Role::Temporary); self.numbers()];
+        for event in &self.events[..peak] {
+            match *event {
+                Event::Allocate { block, size, site, .. } => live[block as usize] = (size, site, Role::Temporary),
+                Event::Free { block, .. } => live[block as usize].0 = 0,
+                Event::Role { block, role } => live[block as usize].2 = role,
+            }
+        }
+        live.retain(|(size, ..)| *size > 0);
         let frames: Vec<Arc<[Frame]>> =
             self.sites.iter().map(|&site| frame_of_site(site).into_iter().collect()).collect();
-        let sites = group_by_call_site(live.values().map(|block| (&frames[block.site as usize], block.size)));
-        let of_role = |role| live.values().filter(|block| block.role == role).map(|block| block.size).sum();
+        let sites = group_by_call_site(live.iter().map(|(size, site, _)| (&frames[*site as usize], *size)));
+        let of_role = |role| live.iter().filter(|block| block.2 == role).map(|block| block.0).sum();
         (sites, Role::ALL.map(|role| (role, of_role(role))))
-    }
-
-    /// Counts the first `end` events. Calls `f` after each with the number of events so far and the allocated bytes. Returns the blocks
-    /// that are live at the end.
-    fn count_until(&self, end: usize, mut f: impl FnMut(usize, u64)) -> HashMap<u32, Counted> {
-        let (mut live, mut blocks, mut allocated) = (HashMap::<u32, Counted>::new(), 0, 0);
-        for (i, event) in self.events[..end].iter().enumerate() {
-            match *event {
-                Event::Allocate { size, site, .. } => {
-                    live.insert(blocks, Counted { size, site, role: Role::Temporary });
-                    (blocks, allocated) = (blocks + 1, allocated + size);
-                }
-                Event::Free { block } => allocated -= live.remove(&block).map_or(0, |block| block.size),
-                Event::Role { block, role } => live.get_mut(&block).into_iter().for_each(|block| block.role = role),
-            }
-            f(i + 1, allocated);
-        }
-        live
     }
 }
 
