@@ -39,6 +39,11 @@ pub enum Role {
 impl Role {
     /// All roles, in the order of a report.
     pub const ALL: [Role; 5] = [Role::Parameter, Role::Gradient, Role::OptimizerState, Role::Saved, Role::Temporary];
+
+    /// True if the role does not end before the block does.
+    pub(super) fn is_lasting(self) -> bool {
+        !matches!(self, Role::Saved | Role::Temporary)
+    }
 }
 
 /// A line of the program; `None` if unknown.
@@ -100,10 +105,9 @@ impl Recorded {
 
     /// Gives a block a role. The roles `Saved` and `Temporary`, which end before the block does, do not replace the others.
     pub(super) fn set_role(&mut self, slot: NonZeroUsize, role: Role) {
-        let passing = |role| matches!(role, Role::Saved | Role::Temporary);
         if let Some(live) = self.live.get_mut(&slot)
             && live.role != role
-            && (passing(live.role) || !passing(role))
+            && (role.is_lasting() || !live.role.is_lasting())
         {
             live.role = role;
             self.events.push(Event::Role { block: live.number, role });

@@ -106,6 +106,17 @@ impl Recorded {
                 Event::Role { block, role } => live[block as usize].2 = role,
             }
         }
+        // Blocks may get a lasting role after the peak, as a gradient does that was the peak's last allocation.
+        let mut is_freed = vec![false; live.len()];
+        for event in &self.events[peak..] {
+            match *event {
+                Event::Free { block, .. } => is_freed[block as usize] = true,
+                Event::Role { block, role } if !is_freed[block as usize] && role.is_lasting() => {
+                    live[block as usize].2 = role;
+                }
+                _ => {}
+            }
+        }
         live.retain(|(size, ..)| *size > 0);
         let frames: Vec<Arc<[Frame]>> =
             self.sites.iter().map(|&site| frame_of_site(site).into_iter().collect()).collect();
