@@ -48,7 +48,7 @@ with claystone_torch.dry_run(1 << 24) if sys.argv[1] == "dry" else contextlib.nu
         run.watch(model, optimizer)
     for _ in range(2):
         optimizer.zero_grad()
-        loss = model(torch.randn(512, 1000, device="claystone")).square().mean()
+        loss = model(torch.randn(16, 1000, device="claystone")).square().mean()
         loss.backward()
         optimizer.step()
     value = loss.item()
@@ -83,8 +83,10 @@ class Memory(unittest.TestCase):
         self.assertIn("item", {assumed["what"] for assumed in report["assumed"]})
         roles, parameters = device["roles"], 4 * (1000 * 2000 + 2000 + 2000 * 8 + 8)
         self.assertEqual(sum(roles.values()), device["peak_allocated"])
-        for role, copies in [("Parameter", 1), ("Gradient", 1), ("OptimizerState", 2)]:
+        for role, copies in [("Parameter", 1), ("OptimizerState", 2)]:
             self.assertTrue(copies * parameters <= roles[role] < copies * (parameters + 4 * 512 + 512), (role, roles))
+        # At the peak, the large weight has a gradient.
+        self.assertTrue(4 * 1000 * 2000 <= roles["Gradient"] < parameters + 4 * 512, roles)
 
     def test_statistics(self):
         torch.claystone.synchronize()
