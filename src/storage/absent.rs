@@ -1,6 +1,8 @@
 //! Blocks whose bytes are not where the device's kernels access them.
 
-use super::allocation::{Allocation, Storage};
+use super::allocation::{Allocation, Backing, Storage};
+use super::allocator::find_allocator;
+use super::caching::CachingAllocator;
 use super::driver::MemoryKind;
 use super::dry::values::run_simulated;
 use crate::device::dry;
@@ -10,7 +12,12 @@ use crate::{Error, Result};
 enum Absent {
     /// The memory is simulated: a dry run counts the bytes, and there are none.
     Simulated,
+    /// The bytes moved to the host, or to a file, until the block is used.
+    Moved,
 }
+
+/// How often a block is brought back before its use fails, if other threads move it to the host again each time.
+const MAX_TRIES: usize = 64;
 
 /// The value that stands for the result of a closure over simulated bytes that is not called.
 pub(crate) trait Uncalled {
@@ -35,7 +42,46 @@ uncalled! {
 impl Allocation {
     /// Returns why the bytes are absent; `None` if they are present. Valid while the slot's lock is held.
     fn absent(&self) -> Option<Absent> {
-        matches!(self.block()?.segment().memory().0, MemoryKind::Sim(_)).then_some(Absent::Simulated)
+        match self.block()?.segment().memory().0 {
+            MemoryKind::Sim(_) => Some(Absent::Simulated),
+            MemoryKind::Spilled(_) => Some(Absent::Moved),
+            _ => None,
+        }
+    }
+
+    /// True if the bytes are on the CPU device, but moved out of its memory. Valid while the host lock is held.
+    #[inline]
+    pub(super) fn is_moved(&self) -> bool {
+        self.host_range().1 != self.nbytes() && matches!(self.absent(), Some(Absent::Moved))
+    }
+
+    /// Moves the bytes back to the device's memory if they were moved out. The thread must not hold the slot's lock.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if there is no memory for them, and errors of the driver. The bytes then stay where they are.
+    #[cold]
+    pub(super) fn bring_back(&self) -> Result<()> {
+        let (Backing::Host(lease) | Backing::OpenCl(_, lease)) = &self.backing else { return Ok(()) };
+        if !lease.is_spilled() {
+            return Ok(());
+        }
+        let allocator = find_allocator::<CachingAllocator>(lease.allocator());
+        allocator.ok_or_else(|| Error::invalid("storage", "its bytes are on the host"))?.restore(&lease.block)
+    }
+
+    /// Calls `lock` until the bytes are present under its lock, and brings them back in between.
+    #[inline]
+    pub(super) fn lock_present<G>(&self, lock: impl Fn() -> Result<G>) -> Result<G> {
+        for _ in 0..MAX_TRIES {
+            let guard = lock()?;
+            if !self.is_moved() {
+                return Ok(guard);
+            }
+            drop(guard);
+            self.bring_back()?;
+        }
+        let detail = "other threads need the memory of a tensor that is kept on the host".into();
+        Err(Error::OutOfMemory { device: self.device(), requested: self.nbytes(), detail })
     }
 }
 
@@ -48,7 +94,7 @@ pub(super) fn run_on_absent<R: Uncalled>(
 ) -> Result<R> {
     match reads.iter().chain(writes).find_map(|storage| storage.allocation().absent()) {
         Some(Absent::Simulated) => Ok(run_simulated(reads, writes, f)),
-        None => Err(Error::invalid("with_host", "the memory is not in the host's address space")),
+        Some(Absent::Moved) | None => Err(Error::invalid("with_host", "the memory is not in the host's address space")),
     }
 }
 

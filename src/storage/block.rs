@@ -39,6 +39,14 @@ impl ReaderCount {
     }
 }
 
+/// The time in which blocks' last uses are measured: the number of requests to allocators that spill. 0 until such an allocator exists.
+static USE_CLOCK: AtomicU32 = AtomicU32::new(0);
+
+/// Starts the clock of blocks' uses, or advances it.
+pub(super) fn advance_use_clock() {
+    USE_CLOCK.fetch_add(1, Relaxed);
+}
+
 /// The current location of a block. Hold `lock` for reading to keep the block in place; hold it for writing to move the
 /// block or to write host bytes.
 #[repr(align(64))] // one cache line for each slot, because the next slot may be another thread's
@@ -51,6 +59,8 @@ pub(crate) struct Slot {
     exported: AtomicBool,
     /// True if a stream other than the block's own has used the block: freeing must wait for that stream too.
     pub(crate) used_by_other_stream: AtomicBool,
+    /// The value of [`USE_CLOCK`] at the last use of the block's location; 0 if the block has not been used since it was handed out.
+    last_used: AtomicU32,
 }
 
 impl Slot {
@@ -63,7 +73,23 @@ impl Slot {
             requested: AtomicUsize::new(0),
             exported: AtomicBool::new(false),
             used_by_other_stream: AtomicBool::new(false),
+            last_used: AtomicU32::new(0),
         }
+    }
+
+    /// Records that the block is used now, if any allocator spills.
+    #[inline(always)]
+    pub(super) fn touch(&self) {
+        let now = USE_CLOCK.load(Relaxed);
+        if now != 0 {
+            self.last_used.store(now, Relaxed);
+        }
+    }
+
+    /// Returns how long ago the block was last used, in requests; `None` if the block has never been used.
+    pub(super) fn age(&self) -> Option<u32> {
+        let used = Some(self.last_used.load(Relaxed)).filter(|&used| used != 0)?;
+        Some(USE_CLOCK.load(Relaxed).wrapping_sub(used))
     }
 
     /// Stores a new location in the slot.
@@ -91,6 +117,7 @@ impl Slot {
     fn reset(&self, size: usize, requested: usize) {
         self.exported.store(false, Relaxed);
         self.used_by_other_stream.store(false, Relaxed);
+        self.last_used.store(0, Relaxed);
         self.size.store(size, Relaxed);
         self.requested.store(requested, Relaxed);
     }
@@ -271,12 +298,18 @@ impl Block {
     #[inline]
     pub fn location(&self) -> BlockLocation<'_> {
         let guard = read(&self.slot().lock);
+        self.slot().touch();
         BlockLocation { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }
     }
 
     /// Keeps the block from ever moving again, because its memory was handed out by address or as a `cl_mem`.
     pub fn export(&self) {
         self.pin();
+    }
+
+    /// Like [`export`](Block::export), for a caller that holds the block's location.
+    pub(super) fn export_in_place(&self) {
+        self.slot().exported.store(true, Relaxed);
     }
 
     /// Keeps the block from moving until [`unpin`](Block::unpin). Returns whether the block could move before, for `unpin`.

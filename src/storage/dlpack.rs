@@ -49,6 +49,7 @@ impl Storage {
         if let Some(block) = self.allocation().block() {
             block.export();
         }
+        self.allocation().bring_back()?;
         let _locked = self.allocation().host_lock().map(read);
         if let Some(pinned) = self.allocation().pinned() {
             pinned.wait_and_check(true)?;

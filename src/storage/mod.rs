@@ -62,7 +62,7 @@ pub use allocator::Allocator;
 pub use block::{Block, BlockLocation};
 pub use caching::{CachingAllocator, MemPool, MemPoolOptions, PoolCheckpoint, use_mem_pool};
 pub(crate) use captured::{CapturedMemory, CapturedStorage, SegmentRange, StorageUses};
-pub use config::{Backend, Config, ConfigKey, MemoryMode, SegmentSizes};
+pub use config::{Backend, Config, ConfigKey, MemoryMode, SegmentSizes, Spill};
 pub use direct::DirectAllocator;
 #[cfg(feature = "dlpack")]
 pub use dlpack::DlpackMemory;

@@ -2,6 +2,7 @@
 
 use std::sync::Mutex;
 
+use super::driver::host_copy::HostCopy;
 use super::driver::{Memory, MemoryKind};
 use crate::device::lock;
 
@@ -62,9 +63,9 @@ impl Segment {
     }
 
     /// Makes a segment of a device's bytes that are spilled to the host.
-    pub(super) fn spilled(bytes: Box<[u8]>) -> Segment {
-        let size = bytes.len();
-        Segment::new(Memory(MemoryKind::Spilled(bytes)), size)
+    pub(super) fn spilled(copy: HostCopy) -> Segment {
+        let size = copy.bytes();
+        Segment::new(Memory(MemoryKind::Spilled(copy)), size)
     }
 
     /// True if the segment grows in place: its bytes are reserved, and committed as far as blocks need them.

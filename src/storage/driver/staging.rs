@@ -29,7 +29,8 @@ use crate::device::cpu::bulk::copy;
 use crate::device::cpu::streaming::Streaming;
 use crate::device::opencl::{self, ClAt, ClDevice, ClEvent, HostMemory, MapRegion, MappedBuffer};
 use crate::device::{DeviceKind, StreamId};
-use crate::storage::{config::Config, per_device};
+use crate::storage::config::{Config, Spill};
+use crate::storage::per_device;
 use crate::sync::lock;
 use crate::{Device, Error, Result};
 
@@ -68,6 +69,8 @@ const SMALL_PIECE_BYTES: usize = 64 << 10;
 const MIN_MAPPED_BYTES: usize = 4 << 20;
 /// At most the machine's memory divided by this number may be pinned.
 const PINNED_MEMORY_DIVISOR: u64 = 8;
+/// Like [`PINNED_MEMORY_DIVISOR`], if the configuration of the environment moves idle blocks to pinned memory.
+const SPILL_MEMORY_DIVISOR: u64 = 2;
 /// The maximum of pinned memory, in bytes, if the size of the machine's memory is unknown.
 const DEFAULT_PINNED_BYTES: u64 = 1 << 30;
 /// Interval at which the background thread polls (`pinned_use_background_threads`), as in PyTorch.
@@ -105,12 +108,13 @@ fn pool(device: &'static ClDevice) -> &'static DevicePinnedPool {
     static BUDGET: Mutex<Option<Arc<Budget>>> = Mutex::new(None);
     let mut budget = lock(&BUDGET);
     per_device::get(device.device()).unwrap_or_else(|| {
+        let config = Config::from_env_once().cloned().unwrap_or_default(); // errors of the configuration are reported when the allocator is made
+        let divisor = if config.spill == Spill::Host { SPILL_MEMORY_DIVISOR } else { PINNED_MEMORY_DIVISOR };
         let budget = budget.get_or_insert_with(|| {
             let memory = Host::new(&Config::default()).capacity();
-            let part = if memory == u64::MAX { DEFAULT_PINNED_BYTES } else { memory / PINNED_MEMORY_DIVISOR };
+            let part = if memory == u64::MAX { DEFAULT_PINNED_BYTES } else { memory / divisor };
             Budget::new(usize::try_from(part).unwrap_or(usize::MAX))
         });
-        let config = Config::from_env_once().cloned().unwrap_or_default(); // errors of the configuration are reported when the allocator is made
         let made = PinnedPool::new(PinnedDevice(device), config.pinned_reserve_segment_size, Arc::clone(budget));
         let pool: &'static DevicePinnedPool = per_device::get_or_insert(device.device(), made);
         if config.pinned_use_background_threads {
