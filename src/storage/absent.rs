@@ -2,6 +2,7 @@
 
 use super::allocation::{Allocation, Backing, Storage};
 use super::allocator::find_allocator;
+use super::block::Block;
 use super::caching::CachingAllocator;
 use super::driver::MemoryKind;
 use super::dry::values::run_simulated;
@@ -55,18 +56,29 @@ impl Allocation {
         self.host_range().1 != self.nbytes() && matches!(self.absent(), Some(Absent::Moved))
     }
 
-    /// Moves the bytes back to the device's memory if they were moved out. The thread must not hold the slot's lock.
+    /// Moves the bytes back to the device's memory if they were moved out, and returns whether they were. The thread must not hold the
+    /// slot's lock.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if there is no memory for them, and errors of the driver. The bytes then stay where they are.
     #[cold]
-    pub(super) fn bring_back(&self) -> Result<()> {
-        let (Backing::Host(lease) | Backing::OpenCl(_, lease)) = &self.backing else { return Ok(()) };
-        if !lease.is_spilled() {
-            return Ok(());
-        }
-        let allocator = find_allocator::<CachingAllocator>(lease.allocator());
-        allocator.ok_or_else(|| Error::invalid("storage", "its bytes are on the host"))?.restore(&lease.block)
+    pub(super) fn bring_back(&self) -> Result<bool> {
+        self.with_caching_allocator(|allocator, block| allocator.restore(block))
+    }
+
+    /// Brings the bytes back, and keeps the block from ever moving again.
+    ///
+    /// # Errors
+    /// Errors of [`bring_back`](Self::bring_back).
+    pub(super) fn export_present(&self) -> Result<()> {
+        self.block().into_iter().for_each(Block::export); // first, so that the block does not move to the host again
+        self.bring_back().map(drop)
+    }
+
+    /// Calls `f` with the block and its allocator. Returns false, without a call, if the block is not of the caching allocator.
+    fn with_caching_allocator(&self, f: impl FnOnce(&CachingAllocator, &Block) -> Result<bool>) -> Result<bool> {
+        let (Backing::Host(lease) | Backing::OpenCl(_, lease)) = &self.backing else { return Ok(false) };
+        find_allocator(lease.allocator()).map_or(Ok(false), |allocator| f(allocator, &lease.block))
     }
 
     /// Calls `lock` until the bytes are present under its lock, and brings them back in between.
@@ -99,6 +111,23 @@ pub(super) fn run_on_absent<R: Uncalled>(
 }
 
 impl Storage {
+    /// Moves the bytes to the host now, until their next use. Returns false if they are there already or have to stay: they are in use,
+    /// exported, of a private pool, or not of the caching allocator; a graph is being captured; or the host has no room.
+    ///
+    /// # Errors
+    /// Errors of the driver. The bytes then stay in the device's memory.
+    pub(crate) fn evict(&self) -> Result<bool> {
+        self.allocation().with_caching_allocator(CachingAllocator::evict)
+    }
+
+    /// Moves the bytes back to the device's memory now. Returns false if they are there already.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if there is no memory for them, and errors of the driver. The bytes then stay on the host.
+    pub(crate) fn prefetch(&self) -> Result<bool> {
+        self.allocation().bring_back()
+    }
+
     /// True if the storage's memory is simulated, by a [dry run](super::dry_run()): the storage has a size, but no bytes.
     ///
     /// ```

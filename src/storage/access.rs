@@ -173,16 +173,12 @@ impl Storage {
     #[inline(always)] // called at every launch, see `Tensor::device_view`
     pub(crate) fn cl(&self) -> Result<ClBlockLocation<'_>> {
         if let Backing::OpenCl(driver, lease) = &self.allocation().backing {
-            if let Some(location) = driver.location(&lease.block) {
-                if !capture::is_capturing(self.device()) {
-                    return Ok(location);
-                }
-                lease.block.export_in_place(); // so that the block is still there below
-                drop(location);
+            if capture::is_capturing(self.device()) {
+                self.allocation().export_present()?;
                 captured::note_use(self, lease);
-                if let Some(location) = driver.location(&lease.block) {
-                    return Ok(location);
-                }
+            }
+            if let Some(location) = driver.location(&lease.block) {
+                return Ok(location);
             }
         }
         self.restore_spilled_or_fail()
@@ -197,13 +193,10 @@ impl Storage {
             self.allocation().bring_back()?;
             return self.cl();
         }
-        if let Backing::OpenCl(driver, lease) = &self.allocation().backing {
-            if self.is_simulated() && capture::is_capturing(self.device()) {
-                captured::note_use(self, lease);
-            }
-            if let Some(location) = driver.simulated_location(&lease.block)? {
-                return Ok(location);
-            }
+        if let Backing::OpenCl(driver, lease) = &self.allocation().backing
+            && let Some(location) = driver.simulated_location(&lease.block)?
+        {
+            return Ok(location);
         }
         self.allocation().check_memory()?;
         Err(Error::invalid(

@@ -307,11 +307,6 @@ impl Block {
         self.pin();
     }
 
-    /// Like [`export`](Block::export), for a caller that holds the block's location.
-    pub(super) fn export_in_place(&self) {
-        self.slot().exported.store(true, Relaxed);
-    }
-
     /// Keeps the block from moving until [`unpin`](Block::unpin). Returns whether the block could move before, for `unpin`.
     pub(super) fn pin(&self) -> bool {
         let _still = self.location(); // wait for a move in progress

@@ -69,7 +69,7 @@ pub enum Spill {
     Off,
     /// Host memory, pinned if the device has memory of its own.
     Host,
-    /// A file without a name in the directory `CLAYSTONE_SPILL_DIR`, or in the system's directory for temporary files. On Unix only.
+    /// A file without a name in the directory `CLAYSTONE_SPILL_DIR`, or in the system's directory for temporary files.
     Disk,
 }
 

@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use claystone::nn::Module;
-use claystone::optim::{AdamW, AdamWConfig, Optimizer};
+use claystone::nn::{Activation, AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Flatten, Linear, Module, Sequential};
+use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::storage::{self, DeviceStats};
-use claystone::{DType, Device, Error, Tensor};
+use claystone::{ConvOptions, DType, Device, Error, Result, Tensor};
 
 use crate::common::{devices, each_device, in_own_process};
 
@@ -22,26 +22,68 @@ fn install(device: Device, config: &str) {
     storage::set_allocator(device, allocator).unwrap();
 }
 
-/// Trains a small character transformer for some steps. Returns the losses' bits, the statistics and the seconds.
-fn train(device: Device) -> claystone::Result<(Vec<u32>, DeviceStats, f64)> {
-    claystone::manual_seed(7);
+/// Trains a small character transformer for three steps. Returns the losses' bits.
+fn transformer(device: Device) -> Result<Vec<u32>> {
     let (vocabulary, context, batch) = (64, 64, 16);
     let sizes = model::Sizes { vocabulary, context, width: 64, layers: 3, heads: 4, tied: false, dropout: 0.1 };
     let mut gpt = model::Gpt::new(sizes, device)?;
     let mut adamw = AdamW::new(gpt.parameters_mut(), AdamWConfig::default())?;
-    device.reset_peak_stats()?;
-    let (mut losses, began) = (Vec::new(), Instant::now());
-    for step in 0..3 {
+    let step = |step: usize| {
         let text: Vec<i64> = (0..batch * (context + 1)).map(|i| ((i * i + 31 * step) % vocabulary) as i64).collect();
-        let windows = Tensor::from_slice(&text, [batch, context + 1], device)?;
-        let loss = gpt.loss(&windows, DType::F32)?;
+        let loss = gpt.loss(&Tensor::from_slice(&text, [batch, context + 1], device)?, DType::F32)?;
         loss.backward()?;
         adamw.step()?;
         adamw.zero_grad();
-        losses.push(loss.item::<f32>()?.to_bits());
+        loss.item::<f32>().map(f32::to_bits)
+    };
+    (0..3).map(step).collect()
+}
+
+/// A residual block of two convolutions with batch norm.
+struct Residual {
+    layers: Sequential,
+}
+
+impl Module for Residual {
+    claystone::parts!(layers);
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.layers.forward(x)?.add(x)?.relu()
     }
-    let seconds = began.elapsed().as_secs_f64();
-    Ok((losses, device.memory_stats()?, seconds))
+}
+
+/// Trains a small residual network for three steps. Returns the losses' bits.
+fn resnet(device: Device) -> Result<Vec<u32>> {
+    const WIDTH: usize = 16;
+    let conv = |from| -> Result<Sequential> {
+        let options = ConvOptions { padding: 1.into(), ..ConvOptions::default() };
+        let conv = Conv2d::new(from, WIDTH, [3; 2], options, device)?.without_bias();
+        Ok(Sequential::new().push(conv).push(BatchNorm2d::new(WIDTH, device)?))
+    };
+    let mut net = conv(3)?.push(Activation::Relu);
+    for _ in 0..4 {
+        net = net.push(Residual { layers: conv(WIDTH)?.push(Activation::Relu).push(conv(WIDTH)?) });
+    }
+    net = net.push(AdaptiveAvgPool2d([1; 2])).push(Flatten::default()).push(Linear::new(WIDTH, 10, device)?);
+    let mut sgd = Sgd::new(net.parameters_mut(), SgdConfig { momentum: 0.9, ..SgdConfig::default() })?;
+    let labels = Tensor::from_slice(&(0..16).map(|i| i % 10).collect::<Vec<i64>>(), 16, device)?;
+    let step = |_| {
+        let loss = net.forward(&Tensor::randn([16, 3, 32, 32], device)?)?.cross_entropy(&labels)?;
+        sgd.zero_grad();
+        loss.backward()?;
+        sgd.step()?;
+        loss.item::<f32>().map(f32::to_bits)
+    };
+    (0..3).map(step).collect()
+}
+
+/// Trains from the same seed. Returns the losses' bits, the statistics and the seconds.
+fn train(device: Device, network: fn(Device) -> Result<Vec<u32>>) -> Result<(Vec<u32>, DeviceStats, f64)> {
+    claystone::manual_seed(7);
+    device.reset_peak_stats()?;
+    let began = Instant::now();
+    let losses = network(device)?;
+    Ok((losses, device.memory_stats()?, began.elapsed().as_secs_f64()))
 }
 
 #[test]
@@ -49,30 +91,34 @@ fn training_under_a_limit_gives_the_same_losses() {
     if !in_own_process("spill::training_under_a_limit_gives_the_same_losses") {
         return;
     }
-    for device in devices() {
+    let networks = [("transformer", transformer as fn(Device) -> Result<Vec<u32>>), ("resnet", resnet)];
+    for (device, (name, network)) in
+        devices().into_iter().take(2).flat_map(|device| networks.map(|network| (device, network)))
+    {
         install(device, "");
-        let (losses, free, seconds) = train(device).unwrap();
+        train(device, network).unwrap(); // builds the kernels
+        let (losses, free, seconds) = train(device, network).unwrap();
         let peak = free.allocated_bytes.peak;
-        println!("{device}: {peak} bytes at the peak, {seconds:.2} s");
+        println!("{name} on {device}: {peak} bytes at the peak, {seconds:.2} s");
         for (spill, percents) in [("host", &[100, 75, 50, 35][..]), ("disk", &[60])] {
             for percent in percents {
-                let limit = peak * percent / 100;
+                let (limit, what) = (peak * percent / 100, format!("{name} on {device}, spill:{spill} at {percent} %"));
                 install(device, &format!("spill:{spill}"));
                 device.set_memory_limit(limit).unwrap();
-                let (under, stats, took) = train(device).unwrap_or_else(|e| panic!("{device} at {percent} %: {e}"));
+                let (under, stats, took) = train(device, network).unwrap_or_else(|e| panic!("{what}: {e}"));
                 println!(
-                    "{device}: spill:{spill} at {percent} %: {:.2} of the time, {} spills, {} returns, {} MiB at most on the host",
+                    "{what}: {:.2} of the time, {} spills, {} returns, {} MiB at most on the host",
                     took / seconds,
                     stats.num_spills,
                     stats.num_returns,
                     stats.spilled_bytes.peak / MIB
                 );
-                assert_eq!(under, losses, "{device} at {percent} %");
-                assert!(stats.reserved_bytes.peak <= limit, "{stats}");
-                assert!(*percent > 60 || stats.num_spills > 0 && stats.num_returns > 0, "{stats}");
+                assert_eq!(under, losses, "{what}");
+                assert!(stats.reserved_bytes.peak <= limit, "{what}: {stats}");
+                assert!(*percent > 60 || stats.num_spills > 0 && stats.num_returns > 0, "{what}: {stats}");
                 device.empty_cache().unwrap();
                 let left = device.memory_stats().unwrap();
-                assert_eq!((left.spilled_bytes.current, left.allocated_bytes.current), (0, 0), "{left}");
+                assert_eq!((left.spilled_bytes.current, left.allocated_bytes.current), (0, 0), "{what}: {left}");
             }
         }
     }

@@ -11,7 +11,7 @@
 //! copy writes bytes that another copy reads, so a failed wave can be repeated. The next wave starts when the device has finished the previous one.
 //!
 //! A block that was moved through the host stays on the host if another thread took the memory that was freed for the block
-//! ([`spill`](super::spill)). Statistics count such a block as reserved, so that a limit leaves room for it.
+//! ([`spill`](super::spill)).
 
 use std::cmp::Reverse;
 use std::sync::{Arc, RwLockWriteGuard};
@@ -113,12 +113,6 @@ enum Step {
     Wave(Vec<Piece>),
     /// A copy of one block, given by its index in `moves`, through the host.
     ThroughHost(usize),
-}
-
-/// A block whose bytes are only on the host.
-pub(super) struct Stranded<'a> {
-    pub(super) block: Move<'a>,
-    pub(super) bytes: HostCopy,
 }
 
 /// Plans the steps that move blocks down within a segment. `moves` gives (source offset, destination offset, size) in ascending order of offsets.
@@ -242,7 +236,7 @@ impl CachingAllocator {
                 self.repack(segment, &mut budget)?;
             }
         }
-        self.restore_all();
+        self.free_spilled();
         let mut core = self.lock();
         core.growth.restart_warm_up();
         Ok(before.saturating_sub(core.heap.stats.reserved()))
@@ -288,10 +282,9 @@ impl CachingAllocator {
             plan.stream = StreamId::DEFAULT;
         }
         let mut core = self.lock();
-        let kept = self.keep_on_host(&mut core, stranded);
+        self.keep_on_host(&mut core, stranded);
         let bytes = core.segment_bytes(plan.segments[0]);
         let gone = core.apply_moves(plan, &target, bytes);
-        core.count_spilled(kept);
         drop(core);
         drop(gone);
         moved
@@ -468,16 +461,13 @@ impl CachingAllocator {
             Err(why) => {
                 let device = self.driver.device();
                 log::emit(move || tracing::error!(%device, bytes, why, "moved blocks stay on the host"));
-                let stranded = std::mem::take(&mut plan.moves).into_iter().zip(host);
+                let stranded = std::mem::take(&mut plan.moves).into_iter().zip(host.into_iter().map(HostCopy::Heap));
                 let mut core = self.lock();
-                let copies = stranded.map(|(block, bytes)| Stranded { block, bytes: HostCopy::from_heap(bytes) });
-                let kept = self.keep_on_host(&mut core, copies);
+                self.keep_on_host(&mut core, stranded);
                 core.bytes_being_created -= plan.bytes_being_created;
                 let gone = core.apply_moves(plan, &nowhere, 0);
-                core.count_spilled(kept);
                 drop(core);
                 drop(gone);
-                self.restore_all(); // the device may have memory for some of the blocks
                 *budget = 0; // prevents further moves through the host
             }
         }
@@ -537,7 +527,7 @@ impl CachingAllocator {
         &self,
         plan: &mut CompactionPlan<'a>,
         target: &Arc<Segment>,
-    ) -> (Result<()>, Option<Stranded<'a>>) {
+    ) -> (Result<()>, Option<(Move<'a>, HostCopy)>) {
         let places = plan.moves.iter().map(|m| (m.from.1, m.to, m.size));
         let (steps, mut copied_bytes) = (steps(places), vec![0; plan.moves.len()]);
         let mut on_host = None;
@@ -584,8 +574,7 @@ impl CachingAllocator {
         for (m, copied_bytes) in plan.moves.iter_mut().zip(copied_bytes) {
             m.to = if copied_bytes == m.size { m.to } else { m.from.1 };
         }
-        let stranded = on_host
-            .map(|(index, bytes)| Stranded { block: plan.moves.remove(index), bytes: HostCopy::from_heap(bytes) });
+        let stranded = on_host.map(|(index, bytes)| (plan.moves.remove(index), HostCopy::Heap(bytes)));
         (copied.map_err(add_compaction_detail), stranded)
     }
 
@@ -679,19 +668,16 @@ impl Core {
                     Use::Unmapped => continue,
                     _ => {}
                 }
-                let slot = self.slots.get_or_create(id);
-                // SAFETY: slots live as long as the allocator, which outlives this call's plan.
-                let slot: &'a Slot = unsafe { slot.as_ref() };
+                let (offset, size) = (entry.offset(), entry.size());
                 self.moving.insert(id, AfterMove::Nothing);
-                match slot.try_lock_for_move().filter(|_| !slot.is_exported()) {
-                    Some(write_lock) => {
-                        let from = (Arc::clone(&self.heap.segment_of(id).segment), entry.offset());
-                        plan.moves.push(Move { id, from, to, size: entry.size(), slot, write_lock });
-                        to += entry.size();
+                match self.lock_block(id).filter(|block| !block.slot.is_exported()) {
+                    Some(block) => {
+                        plan.moves.push(Move { to, ..block });
+                        to += size;
                     }
                     None => {
-                        plan.staying.push((id, entry.offset(), entry.size()));
-                        to = if around { entry.offset() + entry.size() } else { to };
+                        plan.staying.push((id, offset, size));
+                        to = if around { offset + size } else { to };
                     }
                 }
             }

@@ -78,7 +78,7 @@ pub(super) struct SegmentEnd {
     hint: u32,
     /// The offsets up to which blocks were in use at decay's recent checks. `usize::MAX` for checks before the segment last grew.
     used: [usize; REMEMBERED_ENDS],
-    /// Number of bytes in uncommitted holes before the end. For a segment on the host, all its bytes, unless it is counted as reserved.
+    /// Number of bytes in uncommitted holes before the end. For a segment on the host, all its bytes.
     pub(super) holes: usize,
 }
 
@@ -98,11 +98,6 @@ impl SegmentEnd {
 impl SegmentRecord {
     pub(super) fn committed(&self) -> usize {
         self.size - self.end.holes
-    }
-
-    /// True if the statistics do not count the segment as reserved: its block is on the host, and the device has nothing in its place.
-    pub(super) fn is_uncounted(&self) -> bool {
-        self.pool == SPILLED_POOL && self.committed() == 0
     }
 }
 
@@ -686,11 +681,9 @@ impl Heap {
         let held = self.segments[segment as usize].take().expect("a removed segment is held");
         self.vacant_segments.push(segment);
         self.stats.record_split_change(held.kind, split);
-        if held.pool == SPILLED_POOL {
-            self.stats.spilled_bytes.decrease(held.size as u64);
-        }
-        if !held.is_uncounted() {
-            self.stats.record_segment_free(held.kind, held.committed());
+        match held.pool {
+            SPILLED_POOL => self.stats.spilled_bytes.decrease(held.size as u64),
+            _ => self.stats.record_segment_free(held.kind, held.committed()),
         }
         held.segment
     }
@@ -968,15 +961,6 @@ impl Heap {
         self.stats.spilled_bytes.increase(size as u64);
         self.stats.num_spills += 1;
         gap
-    }
-
-    /// Counts the host segment of a block as reserved.
-    pub(super) fn count_host_segment(&mut self, id: u32) {
-        let at = self.table[id as usize].segment;
-        if let Some(held) = &mut self.segments[at as usize] {
-            held.end.holes = 0;
-            self.stats.record_segment_alloc(held.kind, held.size);
-        }
     }
 
     /// Puts a frozen block into the bins of an arena of its pool and kind.

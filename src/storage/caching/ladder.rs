@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard as PageGuard};
 use super::super::allocator::Allocator;
 use super::super::block::Block;
 use super::super::config::Config;
-use super::super::driver::{Driver, Failure};
+use super::super::driver::{Driver, Failure, host_copy};
 use super::super::history::TraceAction;
 use super::super::hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration, register};
 use super::super::images::desc::OtherMemory;
@@ -102,6 +102,12 @@ pub(super) struct OomRecovery {
     pub(super) is_return: bool,
 }
 
+impl OomRecovery {
+    pub(super) fn for_return() -> OomRecovery {
+        OomRecovery { is_return: true, ..OomRecovery::default() }
+    }
+}
+
 /// State of an allocator with expandable segments.
 #[derive(Debug)]
 pub(super) struct Expandable {
@@ -170,16 +176,7 @@ impl CachingAllocator {
 
     /// Recovers memory for a request that the first search did not serve.
     #[cold]
-    pub(super) fn recover_memory(&self, request: &Request) -> Result<Block> {
-        self.recover(request, OomRecovery::default())
-    }
-
-    /// Like [`recover_memory`](Self::recover_memory), for a block that returns from the host.
-    pub(super) fn recover_memory_for_return(&self, request: &Request) -> Result<Block> {
-        self.recover(request, OomRecovery { is_return: true, ..OomRecovery::default() })
-    }
-
-    fn recover(&self, request: &Request, mut recovery: OomRecovery) -> Result<Block> {
+    pub(super) fn recover_memory(&self, request: &Request, mut recovery: OomRecovery) -> Result<Block> {
         self.update_held_elsewhere();
         self.free_spilled();
         let found = self.run_recovery_steps(request, &mut recovery);
@@ -331,9 +328,9 @@ impl CachingAllocator {
                 stats: core.heap.stats.stats(),
                 pools,
                 spilled: core.heap.stats.spilled_bytes.current,
-                uncounted: core.uncounted_bytes(),
                 idle: core.idle_bytes(),
                 spill: config.spill,
+                shares_host: host_copy::shares_host_memory(self.driver.device()),
                 spill_limit: config.spill_limit as u64,
                 elsewhere: core.limits.elsewhere,
                 ran_out: failure.as_ref().and_then(Failure::ran_out),

@@ -43,13 +43,13 @@ use super::history::{
 };
 use super::hooks::{Hooks, OutOfMemoryEvent};
 use super::stats::DeviceStats;
-use crate::device::{StreamId, log};
+use crate::device::StreamId;
 use crate::{Device, Result};
 use cache::{CachedBlock, PutOutcome, ThreadCache, ThreadCaches};
-use entry::Use;
+use entry::{SPILLED_POOL, Use};
 use events::{AfterMove, Pending, PendingUses};
 use heap::{Heap, Request, Search, SegmentRecord};
-use ladder::Expandable;
+use ladder::{Expandable, OomRecovery};
 pub use mempool::{MemPool, MemPoolOptions, PoolCheckpoint, use_mem_pool};
 pub(super) use policy::SizeKind;
 use policy::{Decay, Growth, Limits, Rules, fraction_of};
@@ -233,8 +233,12 @@ impl CachingAllocator {
     fn deallocate_used_by_others(&self, block: Block, requested: usize) {
         let streams = self.lock().pending.take_users(block.id());
         let uses = streams.into_iter().map(|stream| (stream, self.driver.record(stream).ok())).collect();
-        self.lock_with_stats().free_used_block(block.id(), requested, uses);
-        if self.spills() {
+        let has_spilled = {
+            let mut core = self.lock_with_stats();
+            core.free_used_block(block.id(), requested, uses);
+            core.heap.stats.spilled_bytes.current > 0
+        };
+        if has_spilled {
             self.free_spilled(); // the block may be on the host
         }
     }
@@ -491,7 +495,7 @@ impl Core {
             total_size: part.len() as u64,
             stream: held.stream.0.into(),
             segment_type: held.kind,
-            segment_pool_id: if held.is_uncounted() { (2, 0) } else { (0, held.pool.into()) },
+            segment_pool_id: if held.pool == SPILLED_POOL { (2, 0) } else { (0, held.pool.into()) },
             is_expandable: held.segment.is_reserved(),
             frames: [].into(),
             blocks,
@@ -573,7 +577,7 @@ impl Allocator for CachingAllocator {
             return Ok(core.create_handle_of(self.number, id, bytes, size));
         }
         drop(core);
-        self.recover_memory(&request)
+        self.recover_memory(&request, OomRecovery::default())
     }
 
     fn deallocate(&self, block: Block) {
@@ -639,10 +643,7 @@ impl Allocator for CachingAllocator {
         };
         drop(unused); // not under the lock, because releasing segments waits for the device
         self.release_pages(0, 0);
-        let _messages = log::defer(); // a log subscriber may allocate, which takes the lock held below
-        if let Ok(_compaction_lock) = self.compacting.try_lock() {
-            self.restore_all();
-        }
+        self.free_spilled();
         Ok(())
     }
 

@@ -16,12 +16,13 @@ pub(super) struct Report {
     /// For each pool, the default pool first: its number, its statistics, and whether other pools may allocate from its free blocks.
     pub(super) pools: Vec<(u32, MemPoolStats, bool)>,
     pub(super) ran_out: Option<&'static str>,
-    /// Number of bytes of tensors that are on the host, and of these the bytes that are not counted as reserved.
+    /// Number of bytes of tensors that are on the host.
     pub(super) spilled: u64,
-    pub(super) uncounted: u64,
     /// Number of bytes of tensors that could move to the host.
     pub(super) idle: u64,
     pub(super) spill: Spill,
+    /// True if the device works in the host's memory.
+    pub(super) shares_host: bool,
     pub(super) spill_limit: u64,
     /// Number of bytes of the device's memory that images or other allocators hold.
     pub(super) elsewhere: u64,
@@ -35,7 +36,7 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (allocated, reserved) = (self.stats.allocated_bytes.current, self.stats.reserved_bytes.current);
         let [allocated, active] =
-            [allocated, self.stats.active_bytes.current].map(|bytes| bytes.saturating_sub(self.uncounted));
+            [allocated, self.stats.active_bytes.current].map(|bytes| bytes.saturating_sub(self.spilled));
         if self.pool > 0 {
             write!(f, "in memory pool {}, ", self.pool)?;
         }
@@ -81,7 +82,7 @@ impl fmt::Display for Report {
 impl Report {
     /// Returns the number of reserved bytes outside active blocks. Changes by other threads' caches may be missing.
     fn unallocated(&self) -> u64 {
-        let active = self.stats.active_bytes.current.saturating_sub(self.uncounted);
+        let active = self.stats.active_bytes.current.saturating_sub(self.spilled);
         self.stats.reserved_bytes.current.saturating_sub(active)
     }
 
@@ -89,11 +90,11 @@ impl Report {
     fn write_spill_advice(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let enough = self.idle + self.unallocated() + self.limit.saturating_sub(self.stats.reserved_bytes.current);
         match self.spill {
-            Spill::Off if self.pool == 0 && self.idle > 0 && enough >= self.size => write!(
-                f,
-                ". {:#} of idle tensors could move to the host: set spill:host in CLAYSTONE_ALLOC_CONF",
-                Size(self.idle)
-            ),
+            Spill::Off if self.pool == 0 && self.idle > 0 && enough >= self.size => {
+                let (place, key) = if self.shares_host { ("a file", "disk") } else { ("the host", "host") };
+                let idle = Size(self.idle);
+                write!(f, ". {idle:#} of idle tensors could move to {place}: set spill:{key} in CLAYSTONE_ALLOC_CONF")
+            }
             Spill::Off => Ok(()),
             _ if self.spilled + self.size > self.spill_limit => {
                 write!(f, ". spill_limit_mb is reached: {:#} of {:#}", Size(self.spilled), Size(self.spill_limit))

@@ -161,10 +161,7 @@ pub(in crate::storage) fn read_into<T: AnyBitPattern + NoUninit>(
 /// Reads through a mapping or pinned slices, so that no command refers to `dst`. Returns `None` if the driver's own transfer is faster.
 fn try_read_staged(device: &'static ClDevice, src: ClAt<'_>, dst: &mut [u8]) -> Option<Result<()>> {
     if is_mapped(device, dst.len()) {
-        let (n, to) = (dst.len(), dst.as_mut_ptr());
-        let region = MapRegion { at: src, overwrite: false };
-        // SAFETY: `n` bytes are mapped at `from`, and nothing runs on the device meanwhile; `dst` is borrowed exclusively.
-        return Some(device.with_mapped(region, n, |from| unsafe { copy_raw(from, to, n, copy) }));
+        return Some(read_mapped(device, src, dst, true));
     }
     let ring = is_staged(device, dst.len())
         .then(|| Ring::new(pool(device), device, DOWNLOAD_SIZES.for_transfer(dst.len()), dst.len()));
@@ -179,10 +176,7 @@ pub(in crate::storage) fn write(
     pinned: Option<&PinnedBytes>,
 ) -> Result<()> {
     if is_mapped(device, src.len()) {
-        let (n, from) = (src.len(), src.as_ptr());
-        let region = MapRegion { at: dst, overwrite: true };
-        // SAFETY: `n` bytes are mapped at `to`, and nothing runs on the device meanwhile; `src` is borrowed.
-        return device.with_mapped(region, n, |to| unsafe { copy_raw(from, to, n, copy) });
+        return write_mapped(device, src, dst, true);
     }
     if let Some(lent) = pinned.and_then(|pinned| pinned.lend(device, src.as_ptr().cast_mut(), src.len(), false)) {
         return device.write_from(lent, dst).map(drop);
@@ -192,6 +186,38 @@ pub(in crate::storage) fn write(
     match ring.flatten() {
         Some(ring) => ring.write(src, dst),
         None => device.write(src, dst),
+    }
+}
+
+/// Reads from a mapped buffer. With `reports_faults`, reports faults that this thread's kernels found.
+fn read_mapped(device: &ClDevice, src: ClAt<'_>, dst: &mut [u8], reports_faults: bool) -> Result<()> {
+    let (n, to) = (dst.len(), dst.as_mut_ptr());
+    let region = MapRegion { at: src, overwrite: false, reports_faults };
+    // SAFETY: `n` bytes are mapped at `from`, and nothing runs on the device meanwhile; `dst` is borrowed exclusively.
+    device.with_mapped(region, n, |from| unsafe { copy_raw(from, to, n, copy) })
+}
+
+/// Writes to a mapped buffer, and reports faults like [`read_mapped`].
+fn write_mapped(device: &ClDevice, src: &[u8], dst: ClAt<'_>, reports_faults: bool) -> Result<()> {
+    let (n, from) = (src.len(), src.as_ptr());
+    let region = MapRegion { at: dst, overwrite: true, reports_faults };
+    // SAFETY: `n` bytes are mapped at `to`, and nothing runs on the device meanwhile; `src` is borrowed.
+    device.with_mapped(region, n, |to| unsafe { copy_raw(from, to, n, copy) })
+}
+
+/// Reads a block that an allocator moves, and waits. Faults of kernels are left to the program's next read.
+pub(super) fn read_block(device: &ClDevice, src: ClAt<'_>, dst: &mut [u8]) -> Result<()> {
+    match is_mapped(device, dst.len()) {
+        true => read_mapped(device, src, dst, false),
+        false => device.read_without_faults(src, dst),
+    }
+}
+
+/// Writes a block that an allocator moves, and waits. Reports no faults of kernels.
+pub(super) fn write_block(device: &ClDevice, src: &[u8], dst: ClAt<'_>) -> Result<()> {
+    match is_mapped(device, src.len()) {
+        true => write_mapped(device, src, dst, false),
+        false => device.write(src, dst),
     }
 }
 
@@ -207,7 +233,7 @@ fn is_mapped(device: &ClDevice, bytes: usize) -> bool {
 }
 
 /// Pinned host memory that holds a tensor's elements.
-pub(in crate::storage) struct PinnedBytes {
+pub(crate) struct PinnedBytes {
     /// The pinned block, which is taken out only when the value is dropped.
     block: ManuallyDrop<Pinned<'static, PinnedDevice>>,
     opened: &'static ClDevice,

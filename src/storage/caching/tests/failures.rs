@@ -175,31 +175,30 @@ fn blocks_stay_on_the_host_until_the_device_has_memory() {
         assert!(error.contains("kept on the host"), "{error}");
         assert_eq!(full.sim.cause_of_loss(), None);
         assert_eq!(full.allocator.stats().reserved_bytes.peak, 40 * MIB as u64, "nothing was counted twice");
-        // The smaller block fits between the blocks of the other segment, which are not moved after the failure.
-        assert_eq!(full.check("no memory"), 1);
-        let at = full.live.iter().position(|(block, _)| is_on_host(block)).unwrap();
+        assert_eq!(full.check("no memory"), 2); // the blocks of one segment
+        let at = full.live.iter().position(|(block, _)| is_on_host(block) && block.size() == 8 * MIB).unwrap();
         let (block, tag) = full.live.remove(at);
-        assert_eq!(block.size(), 8 * MIB);
         let error = full.allocator.restore(&block).unwrap_err();
         assert!(matches!(error, Error::OutOfMemory { requested, .. } if requested == block.size()), "{error}");
         full.sim.clear_failures();
         if gives_back {
             full.allocator.deallocate(block);
             full.allocator.empty_cache().unwrap();
-            assert!(full.allocator.lock().heap.segments().all(|(_, held)| held.pool != SPILLED_POOL));
+            assert_eq!(full.allocator.lock().heap.blocks_of_pool(SPILLED_POOL, Use::Live).count(), 1);
         } else {
             let place = block.location();
             assert!(full.allocator.restore(&block).unwrap_err().to_string().contains("is being read"));
             drop(place);
             full.allocator.reset_peak_stats();
-            let before = full.allocator.stats().reserved_bytes.current;
-            full.allocator.restore(&block).unwrap();
-            full.allocator.restore(&block).unwrap();
-            let after = full.allocator.stats().reserved_bytes;
-            assert_eq!((after.current, after.peak), (before, before), "nor on the way back");
+            let before = full.allocator.stats();
+            assert!(full.allocator.restore(&block).unwrap());
+            assert!(!full.allocator.restore(&block).unwrap());
+            let after = full.allocator.stats();
+            assert_eq!(after.allocated_bytes.peak, before.allocated_bytes.peak, "nor on the way back");
+            assert_eq!(after.spilled_bytes.current, before.spilled_bytes.current - 8 * MIB as u64);
             full.live.push((block, tag));
         }
-        assert_eq!(full.check("memory"), 0);
+        assert_eq!(full.check("memory"), 1);
         full.free_all_and_check();
     }
 }
@@ -238,7 +237,7 @@ fn a_log_subscriber_may_allocate_during_a_compaction() {
     let subscriber = Allocating(Arc::clone(&full.allocator), Arc::clone(&messages));
     (0..1000).for_each(|_| full.sim.fail_next_commit(Failure::DeviceMemory));
     let told = tracing::subscriber::with_default(subscriber, || full.allocator.allocate(14 * MIB, StreamId::DEFAULT));
-    assert!(told.is_err() && messages.load(Relaxed) >= 2, "{told:?}, {messages:?}");
+    assert!(told.is_err() && messages.load(Relaxed) >= 1, "{told:?}, {messages:?}");
     full.sim.clear_failures();
     full.check("told");
     full.free_all_and_check();
@@ -292,7 +291,7 @@ fn a_failed_call_while_spilling_leaves_every_block_where_it_was_or_on_the_host()
                     let block = full.allocator.allocate(6 * MIB, StreamId::DEFAULT).expect(&what);
                     assert!(full.check(&what) > 0, "{what}");
                     free_all(&full.allocator, [block]);
-                    full.live.iter().for_each(|(block, _)| full.allocator.restore(block).unwrap());
+                    full.live.iter().for_each(|(block, _)| _ = full.allocator.restore(block).unwrap());
                     assert_eq!((full.check(&what), full.sim.cause_of_loss()), (0, None), "{what}");
                     assert_eq!(full.allocator.stats().spilled_bytes.current, 0);
                     full.free_all_and_check();

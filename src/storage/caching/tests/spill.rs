@@ -87,6 +87,38 @@ fn the_least_recently_used_block_makes_room_and_returns_when_it_is_used() {
 }
 
 #[test]
+fn blocks_are_evicted_and_prefetched_whatever_the_configuration_says() {
+    for config in ["", "spill:host", "spill:disk", "expandable_segments:False,compaction:False"] {
+        let (sim, allocator) = spilling(64, config);
+        let blocks = tagged(&sim, &allocator, &[16, 8, 4]);
+        assert!(!allocator.restore(&blocks[1]).unwrap(), "the block is on the device");
+        assert_eq!([1, 1].map(|at| allocator.evict(&blocks[at]).unwrap()), [true, false]);
+        assert_eq!(check(&sim, &allocator, &blocks), [false, true, false], "{config}");
+        let operand = blocks[0].location();
+        blocks[2].export();
+        assert_eq!([0, 2].map(|at| allocator.evict(&blocks[at]).unwrap()), [false; 2], "{config}");
+        drop(operand);
+        let other = CachingAllocator::new(Arc::new(sim.clone()), Config::default()).unwrap();
+        assert!(!other.evict(&blocks[0]).unwrap(), "another allocator's block");
+        assert_eq!([1, 1].map(|at| allocator.restore(&blocks[at]).unwrap()), [true, false]);
+        assert_eq!(check(&sim, &allocator, &blocks), [false; 3], "{config}");
+        let s = allocator.stats();
+        assert_eq!((s.num_spills, s.num_returns, s.allocated_bytes.peak), (1, 1, 28 << 20));
+        assert!(allocator.evict(&blocks[0]).unwrap());
+        free_all(&allocator, blocks);
+        assert_eq!(allocator.stats().spilled_bytes.current, 0, "freed at once");
+        allocator.empty_cache().unwrap();
+        assert_eq!(sim.committed(), 0);
+    }
+    let (sim, allocator) = spilling(64, "spill_limit_mb:20");
+    let blocks = tagged(&sim, &allocator, &[16, 16]);
+    assert_eq!([0, 1].map(|at| allocator.evict(&blocks[at]).unwrap()), [true, false]);
+    allocator.empty_cache().unwrap();
+    assert_eq!(check(&sim, &allocator, &blocks), [true, false]);
+    free_all(&allocator, blocks);
+}
+
+#[test]
 fn without_the_key_the_error_says_what_could_move() {
     let (sim, allocator) = spilling(64, "");
     let blocks = tagged(&sim, &allocator, &[32, 32]);

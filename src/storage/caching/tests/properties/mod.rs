@@ -50,11 +50,12 @@ type Tally = BTreeMap<String, u64>;
 
 /// Events that must happen for the runs to be meaningful: every operation, every recovery step, and their outcomes.
 #[cfg(not(miri))]
-const EXPECTED: [&str; 58] = [
+const EXPECTED: [&str; 61] = [
     "Allocate",
     "Free",
     "Share",
     "Check",
+    "Evict",
     "Run",
     "Synchronize",
     "EmptyCache",
@@ -87,6 +88,8 @@ const EXPECTED: [&str; 58] = [
     "pending",
     "events out of order",
     "compacted",
+    "evicted",
+    "returned",
     "creation failed with -4",
     "creation failed with -5",
     "creation failed with -6",

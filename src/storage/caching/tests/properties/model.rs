@@ -167,6 +167,7 @@ impl World {
                     check_where_it_is(&self.sim, self.sim.stream(live.stream), live);
                 }
             }
+            Op::Evict { block } => self.evict(block % self.live.len().max(1))?,
             Op::Run { seed } => _ = self.sim.run_some(seed),
             Op::Synchronize => retry_until_ok(|| self.sim.synchronize()),
             Op::EmptyCache => {
@@ -310,14 +311,33 @@ impl World {
         let slack = 4 * (self.setup.page as u64).saturating_sub(512);
         let is_bound = !self.setup.compacts || self.setup.config.contains("spill_limit");
         if !is_back && failures == self.sim.failures_left() && !is_bound {
+            let stays = if self.setup.config.contains("spill") { 0 } else { self.bytes_on_device() };
             ensure!(
-                private + size + slack > room,
-                "no return of {size} bytes, with {private} private of {room}: {returned:?}"
+                private + stays + size + slack > room,
+                "no return of {size} bytes, with {private} private and {stays} others of {room}: {returned:?}"
             );
         }
         self.note(if is_back { "returned" } else { "could not return" });
         self.accept_peaks()?; // the range for the block may have been longer until its end was freed
         Ok(is_back)
+    }
+
+    /// Returns the number of bytes of blocks of the default pool that are on the device.
+    fn bytes_on_device(&self) -> u64 {
+        self.totals_of(|live| live.pool == 0 && !is_on_host(&live.block))[1]
+    }
+
+    /// Moves a block to the host, which only changes its location.
+    fn evict(&mut self, index: usize) -> Result<(), String> {
+        let Some(was_on_host) = self.live.get(index).map(|live| is_on_host(&live.block)) else { return Ok(()) };
+        let evicted = self.allow_injected_failure(|world| world.allocator.evict(&world.live[index].block))?;
+        let (evicted, Live { block, pool, .. }) = (evicted.unwrap_or(false), &self.live[index]);
+        ensure!(is_on_host(block) == (was_on_host || evicted), "evicted: {evicted}, but {block:?}");
+        ensure!(!evicted || !was_on_host && *pool == 0, "{block:?} of pool {pool} left");
+        if evicted {
+            self.note("evicted");
+        }
+        Ok(())
     }
 
     fn share(&mut self, block: usize, stream: u32) -> Result<()> {
