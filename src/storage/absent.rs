@@ -116,16 +116,18 @@ impl Storage {
     ///
     /// # Errors
     /// Errors of the driver. The bytes then stay in the device's memory.
+    #[allow(dead_code, reason = "for memory budgets")]
     pub(crate) fn evict(&self) -> Result<bool> {
         self.allocation().with_caching_allocator(CachingAllocator::evict)
     }
 
-    /// Moves the bytes back to the device's memory now. Returns false if they are there already.
+    /// Moves the bytes back to the device's memory now. Returns false if they are there already, or have to stay on the host for now.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if there is no memory for them, and errors of the driver. The bytes then stay on the host.
+    /// Errors of the driver. The bytes then stay on the host.
+    #[allow(dead_code, reason = "for memory budgets")]
     pub(crate) fn prefetch(&self) -> Result<bool> {
-        self.allocation().bring_back()
+        self.allocation().with_caching_allocator(CachingAllocator::prefetch)
     }
 
     /// True if the storage's memory is simulated, by a [dry run](super::dry_run()): the storage has a size, but no bytes.
@@ -143,8 +145,11 @@ impl Storage {
     #[cold]
     fn has_simulated_block(&self) -> bool {
         let Some(block) = self.allocation().block() else { return false };
-        let _location = block.location(); // keeps the block's segment
-        matches!(self.allocation().absent(), Some(Absent::Simulated))
+        match &block.location().segment().memory().0 {
+            MemoryKind::Sim(_) => true,
+            MemoryKind::Spilled(copy) => copy.is_simulated(),
+            _ => false,
+        }
     }
 
     /// Returns an error if the memory is simulated, because other code would access bytes that do not exist.

@@ -92,9 +92,8 @@ fn training_under_a_limit_gives_the_same_losses() {
         return;
     }
     let networks = [("transformer", transformer as fn(Device) -> Result<Vec<u32>>), ("resnet", resnet)];
-    for (device, (name, network)) in
-        devices().into_iter().take(2).flat_map(|device| networks.map(|network| (device, network)))
-    {
+    let devices = devices().into_iter().filter(|device| matches!(device, Device::Cpu | Device::OpenCL(0)));
+    for (device, (name, network)) in devices.flat_map(|device| networks.map(|network| (device, network))) {
         install(device, "");
         train(device, network).unwrap(); // builds the kernels
         let (losses, free, seconds) = train(device, network).unwrap();

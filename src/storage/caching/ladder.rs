@@ -97,8 +97,8 @@ pub(super) struct OomRecovery {
     pub(super) failure: Option<Failure>,
     /// The kind of the memory that was created and its size in bytes, for a log message.
     pub(super) growth_message: Option<(&'static str, u64)>,
-    /// True if the memory is for a block that returns from the host. The thread may hold locks of other blocks, so no callback is called,
-    /// and the block returns to an arena of its own kind.
+    /// True if the memory is for a block that returns from the host. The thread may hold locks of other blocks, so no callback is called.
+    /// The block returns to an arena of its own kind. A pending block is not taken, because the statistics would count a new allocation.
     pub(super) is_return: bool,
 }
 
@@ -213,7 +213,11 @@ impl CachingAllocator {
         recovery: &mut OomRecovery,
     ) -> Result<Option<Block>> {
         match step {
-            RecoveryStep::Callbacks | RecoveryStep::OtherKind | RecoveryStep::UseOnOomPools if recovery.is_return => {}
+            RecoveryStep::OtherStreams
+            | RecoveryStep::Callbacks
+            | RecoveryStep::OtherKind
+            | RecoveryStep::UseOnOomPools
+                if recovery.is_return => {}
             RecoveryStep::Events => {
                 self.process_events(false)?;
             }

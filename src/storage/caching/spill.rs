@@ -36,12 +36,8 @@ use crate::{Device, Error, Result};
 /// Smaller blocks move to the host only if there are no others.
 const MIN_SPILLED_BYTES: usize = 1 << 20;
 
-/// A block that might move to the host, with the lock that keeps it in place.
-struct Candidate<'a> {
-    block: Move<'a>,
-    /// Number of requests since the last use.
-    age: u32,
-}
+/// A block that might move to the host, and its age: the number of requests since its last use.
+type Candidate<'a> = (Move<'a>, u32);
 
 /// A block that is about to come back, write-locked, and the request for its memory.
 type Return<'a> = (Move<'a>, Request);
@@ -58,33 +54,33 @@ impl CachingAllocator {
         }
         // A block that returns keeps its kind.
         let kinds = [request.kind, if recovery.is_return { request.kind } else { request.kind.opposite() }];
-        let search = || {
+        let find = |recovery: &mut OomRecovery| -> Result<Option<Block>> {
+            self.wait_for_streams(request)?;
             let mut core = self.lock_with_stats();
-            kinds.into_iter().find_map(|kind| core.search_best_fit(self.number, &Request { kind, ..*request }, true))
+            let mut search = |kind| core.search_best_fit(self.number, &Request { kind, ..*request }, true);
+            if let Some(block) = kinds.into_iter().find_map(&mut search) {
+                return Ok(Some(block)); // moved blocks or another thread have freed enough memory
+            }
+            let unused = core.heap.remove_unused(0);
+            drop(core);
+            drop(unused);
+            self.release_pages(0, 0);
+            self.grow(request, true, recovery)
         };
         let _compaction_lock = self.lock_compaction();
         for attempt in 0.. {
-            self.wait_for_streams(request)?;
-            if let Some(block) = search() {
-                return Ok(Some(block)); // another thread has freed enough memory
+            if let Some(block) = find(recovery)? {
+                return Ok(Some(block));
+            }
+            if attempt > 0 && self.rules.config.compaction {
+                let found = self.compact_locked(request, recovery)?;
+                if let Some(block) = found.map_or_else(|| find(recovery), |block| Ok(Some(block)))? {
+                    return Ok(Some(block));
+                }
             }
             let victims = self.drain_caches().choose_victims(request, recovery.is_return, attempt);
             if victims.is_empty() || !self.move_to_host(victims, request.stream)? {
                 return Ok(None);
-            }
-            if let Some(block) = search() {
-                return Ok(Some(block));
-            }
-            let unused = self.lock().heap.remove_unused(0);
-            drop(unused);
-            self.release_pages(0, 0);
-            if let Some(block) = self.grow(request, true, recovery)? {
-                return Ok(Some(block));
-            }
-            if self.rules.config.compaction
-                && let Some(block) = self.compact_locked(request, recovery)?
-            {
-                return Ok(Some(block));
             }
         }
         Ok(None)
@@ -172,15 +168,30 @@ impl CachingAllocator {
         };
         let begin = || self.lock_with_stats().begin_return(block.id()).map_err(busy);
         match self.retry(MAX_RETURN_TRIES, begin)? {
-            Some(wanted) => self.bring_back(wanted).map(|()| true),
+            Some(wanted) => self.bring_back(wanted, true),
             None => Ok(false),
         }
     }
 
-    /// Copies a block from the host to memory allocated for it as for any request.
-    fn bring_back(&self, (block, request): Return<'_>) -> Result<()> {
+    /// Like [`restore`](Self::restore), but does nothing and returns false if the device has no memory for the block now, or the block
+    /// is in use.
+    pub(in crate::storage) fn prefetch(&self, block: &Block) -> Result<bool> {
+        if block.owner != self.number {
+            return Ok(false);
+        }
+        let wanted = self.lock_with_stats().begin_return(block.id());
+        wanted.ok().flatten().map_or(Ok(false), |wanted| self.bring_back(wanted, false))
+    }
+
+    /// Copies a block from the host to memory allocated for it as for any request. Unless `recovers`, the call returns false if the
+    /// device has no memory now.
+    fn bring_back(&self, (block, request): Return<'_>, recovers: bool) -> Result<bool> {
         let found = self.lock_with_stats().search_best_fit(self.number, &request, true);
-        let place = found.map_or_else(|| self.recover_memory(&request, OomRecovery::for_return()), Ok);
+        let place = match found {
+            Some(place) => Ok(Some(place)),
+            None if recovers => self.recover_memory(&request, OomRecovery::for_return()).map(Some),
+            None => self.grow(&request, true, &mut OomRecovery::default()),
+        };
         let place = place.map_err(|error| match error {
             Error::OutOfMemory { device, detail, .. } => Error::OutOfMemory {
                 device,
@@ -195,9 +206,10 @@ impl CachingAllocator {
         // Until the table is updated, no compaction may plan with the place.
         let _compaction_lock = self.lock_compaction();
         let written = place.and_then(|place| {
+            let Some(place) = place else { return Ok(None) };
             let to = self.lock().location_of(place.id());
             match self.write_back(&block, request.stream, (to.0.memory(), to.1)) {
-                Ok(()) => Ok((place, to)),
+                Ok(()) => Ok(Some((place, to))),
                 Err(error) => {
                     self.deallocate(place);
                     Err(error)
@@ -205,18 +217,14 @@ impl CachingAllocator {
             }
         });
         let mut core = self.lock_with_stats();
-        match written {
-            Ok((place, to)) => {
-                let gone = core.apply_return(block, place.id(), &to);
-                drop(core);
-                drop(gone); // not under the lock, because a large copy takes long to free
-                Ok(())
-            }
-            Err(error) => {
-                core.cancel_return((block, request));
-                Err(error)
-            }
-        }
+        let Ok(Some((place, to))) = written else {
+            core.cancel_return((block, request));
+            return written.map(|_| false);
+        };
+        let gone = core.apply_return(block, place.id(), &to);
+        drop(core);
+        drop(gone); // not under the lock, because a large copy takes long to free
+        Ok(true)
     }
 
     /// Copies a block from the host to memory that belongs to a stream.
@@ -242,7 +250,7 @@ impl CachingAllocator {
 impl Core {
     /// Returns the total size, in bytes, of the idle blocks that could move to the host.
     pub(super) fn idle_bytes(&mut self) -> u64 {
-        self.candidates().iter().map(|candidate| candidate.block.size as u64).sum()
+        self.candidates().iter().map(|(block, _)| block.size as u64).sum()
     }
 
     /// Returns and locks the idle blocks of the default pool, by segment and offset.
@@ -252,7 +260,7 @@ impl Core {
             let block = self.lock_idle(id)?;
             // A block that was never used has no contents. Its owner may be about to keep it in its place.
             let age = if self.spills { block.slot.age()? } else { 0 };
-            Some(Candidate { block, age })
+            Some((block, age))
         };
         live.into_iter().filter_map(candidate).collect()
     }
@@ -271,6 +279,14 @@ impl Core {
         Some(Move { id, from: self.location_of(id), to: 0, size: self.heap.entry(id).size(), slot, write_lock })
     }
 
+    /// Returns the number of bytes that the limit leaves for new segments, plus the free bytes of the default pool if those count
+    /// (`includes_free`).
+    pub(super) fn available_bytes(&self, includes_free: bool) -> u64 {
+        let room = self.limits.limit().saturating_sub(self.heap.stats.reserved() + self.bytes_being_created);
+        let free = self.heap.blocks_of_pool(0, Use::Free).filter(|_| includes_free);
+        room.saturating_add(free.map(|id| self.heap.entry(id).size() as u64).sum())
+    }
+
     /// Returns how many more bytes may move to the host, `extra` bytes beyond the limit.
     fn spill_room(&self, extra: usize) -> u64 {
         let limit = (self.rules.config.spill_limit as u64).saturating_add(extra as u64);
@@ -283,14 +299,12 @@ impl Core {
     /// frees its bytes on the host, so that two blocks can change places at the limit.
     fn choose_victims<'a>(&mut self, request: &Request, is_return: bool, attempt: u32) -> Vec<Move<'a>> {
         let mut left = self.spill_room(if is_return { request.size } else { 0 });
-        let room = self.limits.limit().saturating_sub(self.heap.stats.reserved() + self.bytes_being_created);
-        let free = self.heap.blocks_of_pool(0, Use::Free).map(|id| self.heap.entry(id).size() as u64).sum::<u64>();
-        let have = if self.rules.config.compaction { room + free } else { room };
+        let have = self.available_bytes(self.rules.config.compaction);
         let wanted = (request.size as u64).saturating_sub(have).max(1).saturating_mul(1 << attempt.min(20));
         let mut candidates = self.candidates();
-        candidates.sort_by_key(|c| (c.block.size < MIN_SPILLED_BYTES, Reverse(c.age)));
+        candidates.sort_by_key(|(block, age)| (block.size < MIN_SPILLED_BYTES, Reverse(*age)));
         let (mut chosen, mut sum, mut enough) = (HashSet::new(), 0, None);
-        for Candidate { block, age } in &candidates {
+        for (block, age) in &candidates {
             if enough.as_ref().is_some_and(|(_, of): &(HashSet<u32>, u32)| age.saturating_mul(2) < *of) {
                 break; // blocks that were used more recently stay
             }
@@ -309,7 +323,7 @@ impl Core {
         }
         let chosen = enough.map_or(chosen, |(first, _)| first);
         self.moving.extend(chosen.iter().map(|&id| (id, AfterMove::Nothing)));
-        candidates.into_iter().map(|c| c.block).filter(|block| chosen.contains(&block.id)).collect()
+        candidates.into_iter().map(|(block, _)| block).filter(|block| chosen.contains(&block.id)).collect()
     }
 
     /// Returns the chosen blocks next to a chosen block that make a range for the request together with the free blocks between them.

@@ -176,7 +176,11 @@ fn blocks_stay_on_the_host_until_the_device_has_memory() {
         assert_eq!(full.sim.cause_of_loss(), None);
         assert_eq!(full.allocator.stats().reserved_bytes.peak, 40 * MIB as u64, "nothing was counted twice");
         assert_eq!(full.check("no memory"), 2); // the blocks of one segment
-        let at = full.live.iter().position(|(block, _)| is_on_host(block) && block.size() == 8 * MIB).unwrap();
+        // The other segment has room for the larger block, once its own blocks have moved together.
+        let larger = full.live.iter().find(|(block, _)| is_on_host(block) && block.size() == 8 * MIB).unwrap();
+        assert!(full.allocator.restore(&larger.0).unwrap());
+        assert_eq!(full.check("no new memory"), 1);
+        let at = full.live.iter().position(|(block, _)| is_on_host(block)).unwrap();
         let (block, tag) = full.live.remove(at);
         let error = full.allocator.restore(&block).unwrap_err();
         assert!(matches!(error, Error::OutOfMemory { requested, .. } if requested == block.size()), "{error}");
@@ -184,7 +188,7 @@ fn blocks_stay_on_the_host_until_the_device_has_memory() {
         if gives_back {
             full.allocator.deallocate(block);
             full.allocator.empty_cache().unwrap();
-            assert_eq!(full.allocator.lock().heap.blocks_of_pool(SPILLED_POOL, Use::Live).count(), 1);
+            assert_eq!(full.allocator.lock().heap.blocks_of_pool(SPILLED_POOL, Use::Live).count(), 0);
         } else {
             let place = block.location();
             assert!(full.allocator.restore(&block).unwrap_err().to_string().contains("is being read"));
@@ -195,10 +199,10 @@ fn blocks_stay_on_the_host_until_the_device_has_memory() {
             assert!(!full.allocator.restore(&block).unwrap());
             let after = full.allocator.stats();
             assert_eq!(after.allocated_bytes.peak, before.allocated_bytes.peak, "nor on the way back");
-            assert_eq!(after.spilled_bytes.current, before.spilled_bytes.current - 8 * MIB as u64);
+            assert_eq!(after.spilled_bytes.current, before.spilled_bytes.current - 4 * MIB as u64);
             full.live.push((block, tag));
         }
-        assert_eq!(full.check("memory"), 1);
+        assert_eq!(full.check("memory"), 0);
         full.free_all_and_check();
     }
 }
@@ -303,5 +307,5 @@ fn a_failed_call_while_spilling_leaves_every_block_where_it_was_or_on_the_host()
             }
         }
     }
-    assert!(cfg!(miri) || spilled > 50 && failed > 20, "{spilled} {failed}");
+    assert!(cfg!(miri) || spilled > 30 && failed > 20, "{spilled} {failed}");
 }
