@@ -116,7 +116,6 @@ impl Storage {
     ///
     /// # Errors
     /// Errors of the driver. The bytes then stay in the device's memory.
-    #[allow(dead_code, reason = "for memory budgets")]
     pub(crate) fn evict(&self) -> Result<bool> {
         self.allocation().with_caching_allocator(CachingAllocator::evict)
     }
@@ -125,7 +124,6 @@ impl Storage {
     ///
     /// # Errors
     /// Errors of the driver. The bytes then stay on the host.
-    #[allow(dead_code, reason = "for memory budgets")]
     pub(crate) fn prefetch(&self) -> Result<bool> {
         self.allocation().with_caching_allocator(CachingAllocator::prefetch)
     }
@@ -150,6 +148,11 @@ impl Storage {
             MemoryKind::Spilled(copy) => copy.is_simulated(),
             _ => false,
         }
+    }
+
+    /// Returns the time since the last use of the bytes, by [`advance_use_clock`](super::advance_use_clock); `None` if they were not used.
+    pub(crate) fn age(&self) -> Option<u32> {
+        self.allocation().block()?.slot().age()
     }
 
     /// Returns an error if the memory is simulated, because other code would access bytes that do not exist.

@@ -39,12 +39,13 @@ impl ReaderCount {
     }
 }
 
-/// The time in which blocks' last uses are measured: the number of requests to allocators that spill. 0 until such an allocator exists.
+/// The time in which blocks' last uses are measured: the number of requests to allocators that spill, and of uses of saved tensors in
+/// recorded steps. 0 before the first of them.
 static USE_CLOCK: AtomicU32 = AtomicU32::new(0);
 
-/// Starts the clock of blocks' uses, or advances it.
-pub(super) fn advance_use_clock() {
-    USE_CLOCK.fetch_add(1, Relaxed);
+/// Starts the clock of blocks' uses, or advances it. Returns the new time.
+pub(crate) fn advance_use_clock() -> u32 {
+    USE_CLOCK.fetch_add(1, Relaxed).wrapping_add(1)
 }
 
 /// The current location of a block. Hold `lock` for reading to keep the block in place; hold it for writing to move the
