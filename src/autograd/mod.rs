@@ -18,6 +18,7 @@
 //! for users.
 
 mod backward;
+mod budget;
 mod check;
 mod checkpoint;
 mod context;
@@ -40,6 +41,7 @@ use hooks::Retained;
 use node::State;
 
 pub use backward::queue_callback;
+pub use budget::{Budget, StepUses, memory_budget};
 pub use check::{gradcheck, gradgradcheck};
 pub use checkpoint::{checkpoint, checkpoint_sequential};
 pub(crate) use context::Context;

@@ -2,8 +2,9 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
+use super::budget::Watch;
 use crate::expr::philox::Seed;
 use crate::sync::OnDrop;
 use crate::{DType, Result, Tensor};
@@ -19,7 +20,7 @@ pub(super) struct Modes {
     dependencies_only: bool,
     /// Whether operations may leave a result uncomputed if gradients do not depend on it.
     gradients_only: bool,
-    /// Whether hooks pack the tensors that operations save.
+    /// Whether hooks pack the tensors that operations save, or a budget watches them.
     pub(super) saved_hooks: bool,
     /// The dtype of the innermost [`autocast`] scope.
     autocast_dtype: Option<DType>,
@@ -38,6 +39,8 @@ pub(super) struct Scopes {
     draws: RefCell<Vec<Vec<RandomSource>>>,
     /// The seeds that [`replay_draws`] has not returned yet.
     replayed: RefCell<Option<VecDeque<RandomSource>>>,
+    /// The innermost recording or run of a budget.
+    pub(super) watch: RefCell<Option<Arc<Mutex<Watch>>>>,
 }
 
 /// A function that [`queue_callback`](super::queue_callback) runs at the end of a backward pass.
@@ -159,7 +162,7 @@ pub(crate) fn is_gradients_only() -> bool {
     MODES.get().gradients_only
 }
 
-/// True if hooks pack what a recorded operation saves.
+/// True if hooks pack, or a budget watches, the tensors that recorded operations save.
 #[inline]
 pub(super) fn packs_saved_tensors() -> bool {
     let modes = MODES.get();

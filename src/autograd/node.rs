@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use smallvec::SmallVec;
 
 use super::Context;
+use super::budget::Watched;
 use super::hooks::{Hooks, PostAccumulateHook};
 use crate::device::capture::is_capturing;
 use crate::sync::lock;
@@ -185,7 +186,13 @@ pub(crate) struct Saved {
     version: u64,
     /// The storage's replay count. None if saved during a graph capture: backward after a replay uses the values that the replay wrote.
     replays: Option<u64>,
-    packed: Option<Arc<Packed>>,
+    pub(super) hook: Option<Arc<SavedHook>>,
+}
+
+/// Code that runs when backward needs a saved tensor.
+pub(super) enum SavedHook {
+    Packed(Packed),
+    Watched(Watched),
 }
 
 impl Saved {
@@ -195,12 +202,12 @@ impl Saved {
     }
 
     pub(super) fn another_handle(&self) -> Saved {
-        Saved::of(self.tensor.shallow_clone(), self.version, self.replays, self.packed.clone())
+        Saved::of(self.tensor.shallow_clone(), self.version, self.replays, self.hook.clone())
     }
 
-    pub(super) fn of(tensor: Tensor, version: u64, replays: Option<u64>, packed: Option<Arc<Packed>>) -> Saved {
+    pub(super) fn of(tensor: Tensor, version: u64, replays: Option<u64>, hook: Option<Arc<SavedHook>>) -> Saved {
         tensor.storage.add_saved_handle();
-        Saved { tensor, version, replays, packed }
+        Saved { tensor, version, replays, hook }
     }
 
     /// True if `tensor` views the same elements of the same storage as the saved tensor.
@@ -215,8 +222,10 @@ impl Saved {
 
     /// Returns the saved tensor. Fails if its storage was changed in place after saving, and returns the errors of hooks.
     pub(crate) fn get(&self, op: &'static str) -> Result<&Tensor> {
-        if let Some(packed) = &self.packed {
-            return packed.get(op, &self.tensor);
+        match self.hook.as_deref() {
+            Some(SavedHook::Packed(packed)) => return packed.get(op, &self.tensor),
+            Some(SavedHook::Watched(watched)) => watched.note_event(),
+            None => {}
         }
         let storage = &self.tensor.storage;
         let is_replayed = || self.replays.is_some_and(|replays| replays != storage.replays());

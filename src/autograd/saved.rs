@@ -5,8 +5,9 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use super::budget::watch;
 use super::modes::{no_grad, packs_saved_tensors, with_flag};
-use super::node::{Packed, Saved};
+use super::node::{Packed, Saved, SavedHook};
 use super::record::is_tracked;
 use crate::storage::Storage;
 use crate::sync::OnDrop;
@@ -27,11 +28,14 @@ impl Saved {
         if is_tracked(inputs) { Saved::new(tensor) } else { Saved::without_hooks(tensor) }
     }
 
-    /// Packs the tensor if hooks are on. [`get`](Saved::get) returns the error if a hook fails.
+    /// Packs the tensor if hooks are on. [`get`](Saved::get) returns the error if a hook fails. Without hooks, a recording of uses or a
+    /// budget watches the tensor.
     #[cold]
     pub(crate) fn pack(&mut self) {
-        let innermost = || SCOPES.with_borrow(|scopes| scopes.last().cloned());
-        let Some(Ok(pack)) = packs_saved_tensors().then(innermost).flatten() else { return };
+        if !packs_saved_tensors() {
+            return;
+        }
+        let Some(Ok(pack)) = SCOPES.with_borrow(|scopes| scopes.last().cloned()) else { return watch(self) };
         let version = self.tensor.storage.version();
         let mut packed = without_hooks(|| pack(self.tensor.detach()));
         if self.tensor.storage.version() != version {
@@ -39,7 +43,8 @@ impl Saved {
         }
         let packed = packed.unwrap_or_else(|error| Some(Packed::new(move || Err(error.clone()))));
         let (Some(packed), Ok(storage)) = (packed, Storage::alloc(self.tensor.device(), 0)) else { return };
-        *self = Saved::of(Tensor { storage, ..self.tensor.shallow_clone() }, 0, None, Some(Arc::new(packed)));
+        let hook = Some(Arc::new(SavedHook::Packed(packed)));
+        *self = Saved::of(Tensor { storage, ..self.tensor.shallow_clone() }, 0, None, hook);
     }
 }
 

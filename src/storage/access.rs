@@ -8,9 +8,7 @@ use smallvec::SmallVec;
 
 use super::absent::{self, Uncalled};
 use super::allocation::{Allocation, Backing, Storage};
-use super::allocator::find_allocator;
 use super::block::ReaderCount;
-use super::caching::CachingAllocator;
 use super::driver::MemoryKind;
 use super::driver::opencl::ClBlockLocation;
 use super::driver::staging::{self, PinnedBytes};
@@ -81,10 +79,11 @@ pub(crate) fn with_host<R: Uncalled>(
             continue;
         }
         last = Some((allocation, write));
-        guards.push(match write {
-            true => HeldLock::Write(lock_for_writing(lock)?),
-            false => HeldLock::Read(read(lock)),
-        });
+        // Allocators only try to lock blocks, so the locks of lower addresses may be held while a block is brought back.
+        guards.push(allocation.lock_present(|| match write {
+            true => Ok(HeldLock::Write(lock_for_writing(lock)?)),
+            false => Ok(HeldLock::Read(read(lock))),
+        })?);
         if let Some(pinned) = allocation.pinned() {
             pinned.wait_and_check(write)?;
         }
@@ -155,7 +154,8 @@ pub(crate) fn with_host_few<const N: usize, R: Uncalled>(
         // SAFETY: as for the slices above, but with the lock held for writing.
         false => Ok(f(slices, unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) })),
         true => {
-            absent::run_on_absent(&reads, &[write], |reads, writes| f(std::array::from_fn(|i| reads[i]), writes[0]))
+            drop((reading, writing)); // some bytes are absent
+            return with_host(&reads, &[write], |reads, writes| f(std::array::from_fn(|i| reads[i]), writes[0]));
         }
     };
     drop((reading, writing));
@@ -174,6 +174,7 @@ impl Storage {
     pub(crate) fn cl(&self) -> Result<ClBlockLocation<'_>> {
         if let Backing::OpenCl(driver, lease) = &self.allocation().backing {
             if capture::is_capturing(self.device()) {
+                self.allocation().export_present()?;
                 captured::note_use(self, lease);
             }
             if let Some(location) = driver.location(&lease.block) {
@@ -188,9 +189,8 @@ impl Storage {
     fn restore_spilled_or_fail(&self) -> Result<ClBlockLocation<'_>> {
         if let Backing::OpenCl(_, lease) = &self.allocation().backing
             && lease.is_spilled()
-            && let Some(allocator) = find_allocator::<CachingAllocator>(lease.allocator())
         {
-            allocator.restore(&lease.block)?;
+            self.allocation().bring_back()?;
             return self.cl();
         }
         if let Backing::OpenCl(driver, lease) = &self.allocation().backing
@@ -267,8 +267,7 @@ impl Storage {
         driver.device.report_faults()?;
         let location = lease.block.location();
         let MemoryKind::Spilled(bytes) = &location.segment().memory().0 else { return Ok(false) };
-        copy(dst, &bytes[location.offset()..][range]);
-        Ok(true)
+        bytes.read(location.offset() + range.start, dst).map(|()| true)
     }
 
     /// Returns the location of the bytes in OpenCL memory, for a read to the host.

@@ -212,7 +212,10 @@ impl Storage {
 
     /// True if the first byte's address is a multiple of `to`. Always true on devices, where allocators guarantee it.
     pub(crate) fn is_aligned(&self, to: usize) -> bool {
-        self.0.host_range().0.addr().get().is_multiple_of(to)
+        match &self.0.backing {
+            Backing::Adopted(adopted) => adopted.memory.start().addr().get().is_multiple_of(to),
+            _ => ALIGNMENT.is_multiple_of(to), // without the lock, a block may be moving
+        }
     }
 
     /// True if no other handle on the allocation exists, so that changing the bytes affects no other tensor.
@@ -375,9 +378,12 @@ impl Allocation {
         let no_bytes = (NonNull::<Aligned>::dangling().cast(), 0);
         match &self.backing {
             Backing::Host(lease) => match &lease.block.segment().memory().0 {
-                // SAFETY: allocators make only blocks that are inside their segment.
-                MemoryKind::Host(m) => (unsafe { m.start().add(lease.block.offset()) }, self.size),
-                _ => no_bytes, // unreachable: `set_allocator` rejects allocators of other memory
+                MemoryKind::Host(m) => {
+                    lease.block.slot().touch();
+                    // SAFETY: allocators make only blocks that are inside their segment.
+                    (unsafe { m.start().add(lease.block.offset()) }, self.size)
+                }
+                _ => no_bytes, // the bytes moved to the host copy of an allocator that spills
             },
             Backing::Adopted(adopted) => (adopted.memory.start(), self.size),
             Backing::Empty | Backing::Uninit(_) | Backing::OpenCl(..) => no_bytes,

@@ -39,6 +39,15 @@ impl ReaderCount {
     }
 }
 
+/// The time in which blocks' last uses are measured: the number of requests to allocators that spill, and of uses of saved tensors in
+/// recorded steps. 0 before the first of them.
+static USE_CLOCK: AtomicU32 = AtomicU32::new(0);
+
+/// Starts the clock of blocks' uses, or advances it. Returns the new time.
+pub(crate) fn advance_use_clock() -> u32 {
+    USE_CLOCK.fetch_add(1, Relaxed).wrapping_add(1)
+}
+
 /// The current location of a block. Hold `lock` for reading to keep the block in place; hold it for writing to move the
 /// block or to write host bytes.
 #[repr(align(64))] // one cache line for each slot, because the next slot may be another thread's
@@ -51,6 +60,8 @@ pub(crate) struct Slot {
     exported: AtomicBool,
     /// True if a stream other than the block's own has used the block: freeing must wait for that stream too.
     pub(crate) used_by_other_stream: AtomicBool,
+    /// The value of [`USE_CLOCK`] at the last use of the block's location; 0 if the block has not been used since it was handed out.
+    last_used: AtomicU32,
 }
 
 impl Slot {
@@ -63,7 +74,23 @@ impl Slot {
             requested: AtomicUsize::new(0),
             exported: AtomicBool::new(false),
             used_by_other_stream: AtomicBool::new(false),
+            last_used: AtomicU32::new(0),
         }
+    }
+
+    /// Records that the block is used now, if any allocator spills.
+    #[inline(always)]
+    pub(super) fn touch(&self) {
+        let now = USE_CLOCK.load(Relaxed);
+        if now != 0 {
+            self.last_used.store(now, Relaxed);
+        }
+    }
+
+    /// Returns how long ago the block was last used, in requests; `None` if the block has never been used.
+    pub(super) fn age(&self) -> Option<u32> {
+        let used = Some(self.last_used.load(Relaxed)).filter(|&used| used != 0)?;
+        Some(USE_CLOCK.load(Relaxed).wrapping_sub(used))
     }
 
     /// Stores a new location in the slot.
@@ -91,6 +118,7 @@ impl Slot {
     fn reset(&self, size: usize, requested: usize) {
         self.exported.store(false, Relaxed);
         self.used_by_other_stream.store(false, Relaxed);
+        self.last_used.store(0, Relaxed);
         self.size.store(size, Relaxed);
         self.requested.store(requested, Relaxed);
     }
@@ -271,6 +299,7 @@ impl Block {
     #[inline]
     pub fn location(&self) -> BlockLocation<'_> {
         let guard = read(&self.slot().lock);
+        self.slot().touch();
         BlockLocation { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }
     }
 

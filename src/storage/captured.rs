@@ -83,6 +83,7 @@ impl CapturedStorage {
     /// Describes a storage; `None` if the storage is not in a device's memory.
     pub(crate) fn from_storage(storage: &Storage) -> Option<CapturedStorage> {
         let Backing::OpenCl(driver, lease) = &storage.0.backing else { return None };
+        storage.allocation().export_present().ok()?;
         let segment = lease.block.export_segment();
         let offset = lease.block.location().offset();
         let (size, requested, number) =

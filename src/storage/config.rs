@@ -53,6 +53,26 @@ pub enum SegmentSizes {
     PyTorch,
 }
 
+/// The memory to which the caching allocator moves idle blocks before an allocation fails.
+///
+/// ```
+/// use claystone::storage::{Config, Spill};
+/// let config: Config = "spill:host,spill_limit_mb:4096".parse()?;
+/// assert_eq!((config.spill, config.spill_limit), (Spill::Host, 4 << 30));
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Spill {
+    /// Blocks stay in the device's memory.
+    #[default]
+    Off,
+    /// Host memory, pinned if the device has memory of its own.
+    Host,
+    /// A file without a name in the directory `CLAYSTONE_SPILL_DIR`, or in the system's directory for temporary files.
+    Disk,
+}
+
 /// The operand type for kernels that can read both buffers and images (MNN's memory modes). The key `memory` of
 /// `CLAYSTONE_ALLOC_CONF` sets the mode of the process, and [`with_memory_mode`](super::with_memory_mode) sets the mode of a scope.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -136,6 +156,11 @@ keys::config! {
         "compaction", BOOLEAN, "live blocks are moved together before an allocation fails";
     compaction_budget: usize = 0,
         "compaction_budget_mb", BUDGET, "the most to move at a time";
+    spill: Spill = Spill::Off,
+        "spill", SPILL, "idle blocks move to this memory before an allocation fails, least recently used first";
+    /// While a block returns, the blocks that make room for it may take its size more.
+    spill_limit: usize = usize::MAX,
+        "spill_limit_mb", LIMIT, "the most that spilled blocks may take";
     thread_cache: usize = MIB,
         "thread_cache_kb", KIB_OR_NONE, "the capacity of each thread's cache of small blocks";
     decay: Duration = Duration::from_secs(10),

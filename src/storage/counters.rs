@@ -207,6 +207,9 @@ pub(super) struct Counters {
     pub(super) num_sync_all_streams: u64,
     num_device_alloc: u64,
     num_device_free: u64,
+    pub(super) spilled_bytes: Stat,
+    pub(super) num_spills: u64,
+    pub(super) num_returns: u64,
     pub(super) max_split_size: u64,
     oversize_allocations: Stat,
     oversize_segments: Stat,
@@ -224,6 +227,9 @@ impl Counters {
             num_sync_all_streams: self.num_sync_all_streams,
             num_device_alloc: self.num_device_alloc,
             num_device_free: self.num_device_free,
+            spilled_bytes: self.spilled_bytes,
+            num_spills: self.num_spills,
+            num_returns: self.num_returns,
             max_split_size: self.max_split_size,
             oversize_allocations: self.oversize_allocations,
             oversize_segments: self.oversize_segments,
@@ -296,6 +302,17 @@ impl Counters {
             flow.freed += by;
         }
         self.count_oversize(size, -1);
+    }
+
+    /// Changes the allocated amounts as if an earlier allocation had been different.
+    pub(super) fn correct_live(&mut self, kind: SizeKind, by: BlockAmounts) {
+        for (flow, by) in self.pools[kind as usize].live.iter_mut().zip(by) {
+            flow.allocated += by;
+        }
+        self.raise_live(kind, &[0; 3], &[0; 3]);
+        if by[0] != 0 {
+            self.count_oversize(by[1].unsigned_abs() as usize, by[0]);
+        }
     }
 
     /// Records that a block was returned that a stream may still use.
@@ -392,7 +409,7 @@ impl Counters {
             segment: array::from_fn(|i| a.segment[i].current() + b.segment[i].current()),
             active: array::from_fn(|i| a.active(i) + b.active(i)),
         };
-        for stat in [&mut self.oversize_allocations, &mut self.oversize_segments] {
+        for stat in [&mut self.oversize_allocations, &mut self.oversize_segments, &mut self.spilled_bytes] {
             stat.peak = stat.current;
         }
     }
@@ -410,10 +427,11 @@ impl Counters {
 
     pub(super) fn reset_accumulated(&mut self) {
         self.pools.iter_mut().for_each(PoolCounters::reset_accumulated);
-        for stat in [&mut self.oversize_allocations, &mut self.oversize_segments] {
+        for stat in [&mut self.oversize_allocations, &mut self.oversize_segments, &mut self.spilled_bytes] {
             (stat.allocated, stat.freed) = (0, 0);
         }
         (self.num_alloc_retries, self.num_ooms, self.num_sync_all_streams) = (0, 0, 0);
         (self.num_device_alloc, self.num_device_free) = (0, 0);
+        (self.num_spills, self.num_returns) = (0, 0);
     }
 }

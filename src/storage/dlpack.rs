@@ -46,9 +46,7 @@ impl Storage {
         };
         self.allocation().check_memory()?;
         self.check_not_simulated("to_dlpack")?;
-        if let Some(block) = self.allocation().block() {
-            block.export();
-        }
+        self.allocation().export_present()?;
         let _locked = self.allocation().host_lock().map(read);
         if let Some(pinned) = self.allocation().pinned() {
             pinned.wait_and_check(true)?;

@@ -49,6 +49,7 @@ impl<T: Element> ExclusiveHost<T> {
         let could_move = storage.allocation().block().is_some_and(Block::pin);
         // From here on, dropping `exclusive` unpins the block, also when an error is returned.
         let mut exclusive = ExclusiveHost { mapped: None, storage, could_move, start: NonNull::dangling(), count: 0 };
+        exclusive.storage.allocation().bring_back()?; // the pinned block does not move again
         if is_host_buffer {
             exclusive.mapped = Some(exclusive.storage.map_host_buffer()?);
         }

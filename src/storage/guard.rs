@@ -152,6 +152,7 @@ impl Allocator for GuardAllocator {
             Error::OutOfMemory { device, detail, .. } => Error::OutOfMemory { device, requested: bytes, detail },
             other => other,
         })?;
+        whole.export(); // before its memory is looked at, because a block may move after its first use
         // The simulated device writes only whole granules.
         let unit = if matches!(whole.location().segment().memory().0, MemoryKind::Sim(_)) {
             before

@@ -39,7 +39,7 @@ impl Storage {
         let elsewhere = || Error::invalid(op, format!("{self:?} are not in memory of the host"));
         let lock = allocation.host_lock().ok_or_else(elsewhere)?;
         // While the count is above 0, the bytes that the lock guards are neither written nor moved.
-        read(lock).add_reader();
+        allocation.lock_present(|| Ok(read(lock)))?.add_reader();
         let borrow = OnDrop(|| read(lock).remove_reader());
         if let Some(pinned) = allocation.pinned() {
             let _locked = read(lock);

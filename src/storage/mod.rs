@@ -59,10 +59,11 @@ pub use crate::error::parse_bytes;
 pub(crate) use access::{with_host, with_host_few};
 pub use allocation::{Allocation, Storage};
 pub use allocator::Allocator;
+pub(crate) use block::advance_use_clock;
 pub use block::{Block, BlockLocation};
 pub use caching::{CachingAllocator, MemPool, MemPoolOptions, PoolCheckpoint, use_mem_pool};
 pub(crate) use captured::{CapturedMemory, CapturedStorage, SegmentRange, StorageUses};
-pub use config::{Backend, Config, ConfigKey, MemoryMode, SegmentSizes};
+pub use config::{Backend, Config, ConfigKey, MemoryMode, SegmentSizes, Spill};
 pub use direct::DirectAllocator;
 #[cfg(feature = "dlpack")]
 pub use dlpack::DlpackMemory;

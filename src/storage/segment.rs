@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use super::driver::{Memory, MemoryKind};
+use super::driver::Memory;
 use crate::device::lock;
 
 /// A range of device memory that a driver created, and that an allocator divides into blocks.
@@ -59,12 +59,6 @@ impl Segment {
         let (id, start) = lock(&NUMBERING).next(span, true);
         // An address step on either side keeps viewers from merging the segment's pages with the pages of its neighbours.
         Segment { id, address: start + ADDRESS_STEP, bytes, memory, reserved: true }
-    }
-
-    /// Makes a segment of a device's bytes that are spilled to the host.
-    pub(super) fn spilled(bytes: Box<[u8]>) -> Segment {
-        let size = bytes.len();
-        Segment::new(Memory(MemoryKind::Spilled(bytes)), size)
     }
 
     /// True if the segment grows in place: its bytes are reserved, and committed as far as blocks need them.

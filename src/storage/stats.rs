@@ -66,7 +66,7 @@ pub struct PoolStats {
 /// A device's memory statistics, as returned by [`Device::memory_stats`](crate::Device::memory_stats).
 ///
 /// Dereferences to the total over both pools: `stats.allocated_bytes.current`. Always `requested_bytes <=
-/// allocated_bytes <= active_bytes <= reserved_bytes`.
+/// allocated_bytes <= active_bytes <= reserved_bytes + spilled_bytes`.
 ///
 /// ```
 /// use claystone::Device;
@@ -93,6 +93,12 @@ pub struct DeviceStats {
     pub num_device_alloc: u64,
     /// Segments released to the driver, plus released ends of segments that grow in place.
     pub num_device_free: u64,
+    /// Bytes of tensors that are kept on the host. They are allocated, but not reserved.
+    pub spilled_bytes: Stat,
+    /// The number of times that a block moved to the host.
+    pub num_spills: u64,
+    /// The number of times that a block came back from the host.
+    pub num_returns: u64,
     /// Blocks of at least this many bytes are never split (`max_split_size_mb`).
     pub max_split_size: u64,
     /// Allocations of at least `max_split_size`.
@@ -139,6 +145,7 @@ plus! {
     }
     DeviceStats {
         total small_pool large_pool num_alloc_retries num_ooms num_sync_all_streams num_device_alloc num_device_free
+        spilled_bytes num_spills num_returns
         oversize_allocations oversize_segments; keep max_split_size
     }
 }

@@ -15,6 +15,7 @@ mod out_of_memory;
 mod oversubscribe;
 mod plans;
 mod snapshot;
+mod spill;
 mod stacks;
 mod storage;
 mod threads;

@@ -21,6 +21,7 @@ mod limits;
 mod non_blocking;
 mod numbers;
 mod parts;
+mod spill;
 mod steps;
 mod trials;
 

@@ -4,6 +4,7 @@
 mod common;
 
 mod autocast;
+mod budget;
 mod checkpoint;
 mod data;
 mod foreach;

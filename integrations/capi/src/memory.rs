@@ -92,6 +92,9 @@ fn stats_json(stats: &DeviceStats) -> String {
     }
     stat("oversize_allocations", stats.oversize_allocations);
     stat("oversize_segments", stats.oversize_segments);
+    stat("spilled_bytes.all", stats.spilled_bytes);
+    number("num_spills", stats.num_spills);
+    number("num_returns", stats.num_returns);
     number("num_alloc_retries", stats.num_alloc_retries);
     number("num_ooms", stats.num_ooms);
     number("num_sync_all_streams", stats.num_sync_all_streams);

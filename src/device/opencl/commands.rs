@@ -47,6 +47,8 @@ const NO_EVENT: ClError = ClError::new("clEnqueueReadBuffer", -58);
 pub(crate) struct MapRegion<'a> {
     pub(crate) at: ClAt<'a>,
     pub(crate) overwrite: bool,
+    /// Whether to report errors of this thread's kernels and earlier commands.
+    pub(crate) reports_faults: bool,
 }
 
 impl ClDevice {
@@ -300,14 +302,17 @@ impl ClDevice {
         let flags = if region.overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };
         let kind = if region.overwrite { RecordKind::Write } else { RecordKind::Read };
         let _mapped = profiler::span(kind, profiler::MAPPED, self.device(), self.current_stream().0, bytes);
+        let slots = &[self.slot()][..usize::from(region.reports_faults)];
         let readings = self.while_idle(self.current_stream(), Vec::new(), |q, readings| {
-            q.read_faults(readings, &[self.slot()], false)?;
+            q.read_faults(readings, slots, false)?;
             let start = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, off, bytes, 0, ptr::null(), none))?;
             f(start.cast());
             q.unmap(region.at.0, start)
         });
         let readings = readings.map_err(|e| self.error(e))?;
-        self.take_failed(self.current_stream())?;
+        if region.reports_faults {
+            self.take_failed(self.current_stream())?;
+        }
         self.report(readings)
     }
 

@@ -10,21 +10,21 @@
 //! Within a segment, a block's destination may overlap its own source or another block's. Copies are therefore grouped into waves. Within a wave no
 //! copy writes bytes that another copy reads, so a failed wave can be repeated. The next wave starts when the device has finished the previous one.
 //!
-//! A block that was moved through the host stays on the host if another thread took the memory that was freed for the block. The block then gets
-//! its own segment in host memory, in a pool that no request searches, and stays readable. The block returns to the device at its next use or when
-//! the cache is emptied, if the device has memory for the block. Statistics count the block as reserved, so that a limit leaves room for it.
+//! A block that was moved through the host stays on the host if another thread took the memory that was freed for the block
+//! ([`spill`](super::spill)).
 
 use std::cmp::Reverse;
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, RwLockWriteGuard};
 
 use super::super::block::{Block, ReaderCount, Slot};
-use super::super::driver::{Failure, Memory, MemoryKind};
+use super::super::config::Spill;
+use super::super::driver::host_copy::{self, HostCopy};
+use super::super::driver::{Failure, Memory};
 use super::super::history::TraceAction;
 use super::super::segment::Segment;
-use super::entry::{SPILLED_POOL, Use};
+use super::entry::Use;
 use super::events::AfterMove;
-use super::heap::{Request, Search, SegmentRecord};
+use super::heap::{Request, SegmentRecord};
 use super::ladder::OomRecovery;
 use super::policy::{MAX_COPIES_PER_BLOCK, MAX_TRIES, MAX_TRIES_BEFORE_LOSS, RETRY_AFTER, SizeKind};
 use super::{CachingAllocator, Core};
@@ -53,7 +53,7 @@ pub(super) struct Move<'a> {
     pub(super) slot: &'a Slot,
     /// The slot's lock, held until the table is updated.
     #[expect(dead_code, reason = "held")]
-    write_lock: RwLockWriteGuard<'a, ReaderCount>,
+    pub(super) write_lock: RwLockWriteGuard<'a, ReaderCount>,
 }
 
 /// A plan to move the blocks of several segments into one.
@@ -116,21 +116,6 @@ enum Step {
     ThroughHost(usize),
 }
 
-/// A block whose bytes are only on the host.
-pub(super) struct Stranded<'a> {
-    pub(super) block: Move<'a>,
-    pub(super) bytes: Box<[u8]>,
-}
-
-/// A reserved range of a segment for a block that returns from the host. `id` is the reservation's table entry.
-struct ReservedRange {
-    id: u32,
-    segment: Arc<Segment>,
-    offset: usize,
-    /// True if the segment was created for the block, so that the statistics have to count the segment instead of the host copy.
-    has_own_segment: bool,
-}
-
 /// Plans the steps that move blocks down within a segment. `moves` gives (source offset, destination offset, size) in ascending order of offsets.
 fn steps(moves: impl Iterator<Item = (usize, usize, usize)>) -> Vec<Step> {
     let (mut steps, mut wave, mut first_read) = (Vec::new(), Vec::new(), usize::MAX);
@@ -161,10 +146,15 @@ fn steps(moves: impl Iterator<Item = (usize, usize, usize)>) -> Vec<Step> {
 }
 
 /// Adds the sentence that no block was lost to a driver error's message.
-pub(super) fn add_compaction_detail(error: Error) -> Error {
+fn add_compaction_detail(error: Error) -> Error {
+    add_detail(error, "compaction")
+}
+
+/// Adds to a driver error's message that no block was lost during this activity.
+pub(super) fn add_detail(error: Error, activity: &str) -> Error {
     match error {
         Error::OpenCl { device, call, code, detail } => {
-            let detail = format!("{detail}, during compaction: no block was lost");
+            let detail = format!("{detail}, during {activity}: no block was lost");
             Error::OpenCl { device, call, code, detail }
         }
         other => other,
@@ -184,11 +174,19 @@ impl CachingAllocator {
         if !self.rules.config.compaction {
             return Ok(None);
         }
+        let _compaction_lock = self.lock_compaction();
+        self.compact_locked(request, recovery)
+    }
+
+    /// Like [`compact_for`](Self::compact_for), for a caller that holds the compaction lock.
+    pub(super) fn compact_locked(&self, request: &Request, recovery: &mut OomRecovery) -> Result<Option<Block>> {
+        if self.rules.config.spill != Spill::Off && self.lock().available_bytes(true) < request.size as u64 {
+            return Ok(None); // compaction would be in vain before each spill
+        }
         let mut budget = match self.rules.config.compaction_budget {
             0 => u64::MAX,
             bytes => bytes as u64,
         };
-        let _compaction_lock = self.lock_compaction();
         self.wait_for_streams(request)?;
         if let Some(block) = self.lock_with_stats().search_best_fit(self.number, request, true) {
             return Ok(Some(block)); // another thread has freed enough memory
@@ -242,7 +240,7 @@ impl CachingAllocator {
                 self.repack(segment, &mut budget)?;
             }
         }
-        self.restore_all();
+        self.free_spilled();
         let mut core = self.lock();
         core.growth.restart_warm_up();
         Ok(before.saturating_sub(core.heap.stats.reserved()))
@@ -288,10 +286,9 @@ impl CachingAllocator {
             plan.stream = StreamId::DEFAULT;
         }
         let mut core = self.lock();
-        let kept = self.keep_on_host(&mut core, stranded);
+        self.keep_on_host(&mut core, stranded);
         let bytes = core.segment_bytes(plan.segments[0]);
         let gone = core.apply_moves(plan, &target, bytes);
-        core.count_spilled(kept);
         drop(core);
         drop(gone);
         moved
@@ -468,15 +465,13 @@ impl CachingAllocator {
             Err(why) => {
                 let device = self.driver.device();
                 log::emit(move || tracing::error!(%device, bytes, why, "moved blocks stay on the host"));
-                let stranded = std::mem::take(&mut plan.moves).into_iter().zip(host);
+                let stranded = std::mem::take(&mut plan.moves).into_iter().zip(host.into_iter().map(HostCopy::Heap));
                 let mut core = self.lock();
-                let kept = self.keep_on_host(&mut core, stranded.map(|(block, bytes)| Stranded { block, bytes }));
+                self.keep_on_host(&mut core, stranded);
                 core.bytes_being_created -= plan.bytes_being_created;
                 let gone = core.apply_moves(plan, &nowhere, 0);
-                core.count_spilled(kept);
                 drop(core);
                 drop(gone);
-                self.restore_all(); // the device may have memory for some of the blocks
                 *budget = 0; // prevents further moves through the host
             }
         }
@@ -536,7 +531,7 @@ impl CachingAllocator {
         &self,
         plan: &mut CompactionPlan<'a>,
         target: &Arc<Segment>,
-    ) -> (Result<()>, Option<Stranded<'a>>) {
+    ) -> (Result<()>, Option<(Move<'a>, HostCopy)>) {
         let places = plan.moves.iter().map(|m| (m.from.1, m.to, m.size));
         let (steps, mut copied_bytes) = (steps(places), vec![0; plan.moves.len()]);
         let mut on_host = None;
@@ -583,7 +578,7 @@ impl CachingAllocator {
         for (m, copied_bytes) in plan.moves.iter_mut().zip(copied_bytes) {
             m.to = if copied_bytes == m.size { m.to } else { m.from.1 };
         }
-        let stranded = on_host.map(|(index, bytes)| Stranded { block: plan.moves.remove(index), bytes });
+        let stranded = on_host.map(|(index, bytes)| (plan.moves.remove(index), HostCopy::Heap(bytes)));
         (copied.map_err(add_compaction_detail), stranded)
     }
 
@@ -602,12 +597,7 @@ impl CachingAllocator {
     /// Reads a block's bytes to the host. The first `done` bytes are already at the new location.
     pub(super) fn read_to_host(&self, tries: u32, m: &Move<'_>, done: usize, target: &Segment) -> Result<Box<[u8]>> {
         let bytes = if m.from.0.memory().has_contents() { m.size } else { 0 }; // without contents, the driver only counts the call
-        let full = |()| Error::OutOfMemory {
-            device: Device::Cpu,
-            requested: m.size,
-            detail: "the host has no room for a block that is being moved".into(),
-        };
-        let mut host = self.retry(tries, || bytemuck::allocation::try_zeroed_slice_box::<u8>(bytes).map_err(full))?;
+        let mut host = self.retry(tries, || host_copy::zeroed(bytes))?;
         let (new, old) = host.split_at_mut(done.min(bytes));
         self.retry(tries, || {
             // SAFETY: the block is write-locked until its bytes are in the new location.
@@ -625,133 +615,6 @@ impl CachingAllocator {
     pub(super) fn write_from_host(&self, tries: u32, bytes: &[u8], target: &Segment, at: usize) -> Result<()> {
         // SAFETY: the location is in a new segment or held by a plan, and its block is write-locked.
         self.retry(tries, || unsafe { self.driver.write(bytes, (target.memory(), at)) })
-    }
-
-    // Blocks kept on the host.
-
-    /// Copies a block from the host back to the device. No thread may hold the block's address.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`] if the device has no memory for the block, and errors that the driver reports while
-    /// writing. The block then stays readable on the host.
-    #[cold]
-    pub(in crate::storage) fn restore(&self, block: &Block) -> Result<()> {
-        if block.owner != self.number {
-            return Err(Error::invalid("restore", format!("{block:?} is not of {self:?}")));
-        }
-        let _compaction_lock = self.lock_compaction();
-        self.restore_block(block.id()).or_else(|error| {
-            if !matches!(error, Error::OutOfMemory { .. }) {
-                return Err(error);
-            }
-            let unused = self.lock().heap.remove_unused(0);
-            drop(unused);
-            self.release_pages(0, 0);
-            self.restore_block(block.id())
-        })
-    }
-
-    /// Copies every block kept on the host back to the device, if the device has memory for it, and frees the host
-    /// copies of dropped tensors. The compaction lock must be held.
-    pub(super) fn restore_all(&self) {
-        self.free_spilled();
-        let spilled = self.lock().spilled();
-        for id in spilled {
-            if let Err(error) = self.restore_block(id) {
-                // The driver failed for another reason than lack of memory, so the next block would fail as well.
-                let stop = !matches!(error, Error::OutOfMemory { .. });
-                let device = self.driver.device();
-                log::emit(move || tracing::warn!(%device, %error, "a block stays on the host"));
-                if stop {
-                    break;
-                }
-            }
-        }
-    }
-
-    pub(super) fn free_spilled(&self) {
-        let unused: Vec<_> = {
-            let heap = &mut self.lock_with_stats().heap;
-            heap.whole_blocks(SPILLED_POOL).into_iter().map(|id| heap.remove_whole(id)).collect()
-        };
-        drop(unused);
-    }
-
-    /// Copies one block back to the device. Does nothing if the block is not on the host.
-    fn restore_block(&self, id: u32) -> Result<()> {
-        let busy = |size: usize| Error::OutOfMemory {
-            device: self.driver.device(),
-            requested: size,
-            detail: "a tensor kept on the host is being read, and cannot return to the device now".into(),
-        };
-        let block = self.retry(MAX_TRIES, || self.lock().lock_spilled(id).map_err(busy))?;
-        let Some(block) = block else { return Ok(()) };
-        let held = self.lock().reserve_range_for(id);
-        let written = held.map_or_else(|| self.create_segment_for(id, block.size), Ok).and_then(|place| {
-            // Work on the block's stream may still be using the free bytes.
-            let MemoryKind::Spilled(bytes) = &block.from.0.memory().0 else { return Ok(place) };
-            match self
-                .wait_for_all()
-                .and_then(|()| self.write_from_host(MAX_TRIES, bytes, &place.segment, place.offset))
-            {
-                Ok(()) => Ok(place),
-                Err(error) => {
-                    let mut core = self.lock();
-                    core.heap.unfreeze_block(place.id);
-                    if place.has_own_segment {
-                        core.count_spilled([id]);
-                    }
-                    Err(error)
-                }
-            }
-        });
-        let mut core = self.lock();
-        let done = match written {
-            Ok(place) => Ok(core.apply_restore(block, &place)),
-            Err(error) => {
-                core.unlock_moved_blocks([block], []);
-                Err(error)
-            }
-        };
-        drop(core);
-        done.map(drop)
-    }
-
-    /// Creates a segment for a block that is kept on the host.
-    fn create_segment_for(&self, id: u32, size: usize) -> Result<ReservedRange> {
-        let memory = self.create_memory(size).map_err(|why| match why {
-            Failure::Other(error) => error,
-            full => Error::OutOfMemory {
-                device: self.driver.device(),
-                requested: size,
-                detail: format!(
-                    "a tensor of this size was moved to the host to make room: it stays readable, and returns when the \
-                     device has memory for it ({full})"
-                ),
-            },
-        })?;
-        let mut core = self.lock_with_stats();
-        let home = core.home_arena(id);
-        let kind = core.heap.segment_of(id).kind;
-        core.heap.stats.record_segment_free(kind, size);
-        let made = core.heap.add_segment(Arc::new(Segment::new(memory, size)), size, home);
-        Ok(ReservedRange { has_own_segment: true, ..core.reserve_range(made, size) })
-    }
-
-    /// Moves blocks whose bytes are only on the host into host segments. The caller must call
-    /// [`count_spilled`](Core::count_spilled) for the blocks once the statistics no longer count the old memory.
-    pub(super) fn keep_on_host<'a>(
-        &self,
-        core: &mut Core,
-        stranded: impl IntoIterator<Item = Stranded<'a>>,
-    ) -> Vec<u32> {
-        let keep = |Stranded { block, bytes }: Stranded<'a>| {
-            self.has_cross_stream_use.store(true, Relaxed);
-            let id = block.id;
-            core.spill(block, Arc::new(Segment::spilled(bytes)));
-            id
-        };
-        stranded.into_iter().map(keep).collect()
     }
 }
 
@@ -809,19 +672,16 @@ impl Core {
                     Use::Unmapped => continue,
                     _ => {}
                 }
-                let slot = self.slots.get_or_create(id);
-                // SAFETY: slots live as long as the allocator, which outlives this call's plan.
-                let slot: &'a Slot = unsafe { slot.as_ref() };
+                let (offset, size) = (entry.offset(), entry.size());
                 self.moving.insert(id, AfterMove::Nothing);
-                match slot.try_lock_for_move().filter(|_| !slot.is_exported()) {
-                    Some(write_lock) => {
-                        let from = (Arc::clone(&self.heap.segment_of(id).segment), entry.offset());
-                        plan.moves.push(Move { id, from, to, size: entry.size(), slot, write_lock });
-                        to += entry.size();
+                match self.lock_block(id).filter(|block| !block.slot.is_exported()) {
+                    Some(block) => {
+                        plan.moves.push(Move { to, ..block });
+                        to += size;
                     }
                     None => {
-                        plan.staying.push((id, entry.offset(), entry.size()));
-                        to = if around { entry.offset() + entry.size() } else { to };
+                        plan.staying.push((id, offset, size));
+                        to = if around { offset + size } else { to };
                     }
                 }
             }
@@ -884,95 +744,6 @@ impl Core {
                 Some(AfterMove::Nothing) | None => {}
             }
         }
-    }
-
-    /// Returns the live blocks that are kept on the host.
-    fn spilled(&self) -> Vec<u32> {
-        let held = self.heap.segments().filter(|(_, held)| held.pool == SPILLED_POOL);
-        held.map(|(_, held)| held.first).filter(|&id| self.heap.entry(id).usage() == Use::Live).collect()
-    }
-
-    /// Returns the total size, in bytes, of the blocks that are kept on the host.
-    pub(super) fn spilled_bytes(&self) -> u64 {
-        self.spilled().into_iter().map(|id| self.heap.entry(id).size() as u64).sum()
-    }
-
-    /// Write-locks a block that is kept on the host. Returns `None` if the block is not on the host, and `Err` with the block's
-    /// size in bytes if the block is in use.
-    fn lock_spilled<'a>(&mut self, id: u32) -> Result<Option<Move<'a>>, usize> {
-        let entry = self.heap.entry(id);
-        if entry.usage() != Use::Live || self.heap.segment_of(id).pool != SPILLED_POOL {
-            return Ok(None);
-        }
-        let slot = self.slots.get_or_create(id);
-        // SAFETY: slots live as long as the allocator, which outlives the call that uses the slot.
-        let slot = unsafe { slot.as_ref() };
-        let write_lock = slot.try_lock_for_move().ok_or(entry.size())?;
-        self.moving.insert(id, AfterMove::Nothing);
-        let from = (Arc::clone(&self.heap.segment_of(id).segment), 0);
-        Ok(Some(Move { id, from, to: 0, size: entry.size(), slot, write_lock }))
-    }
-
-    /// Moves a block of a plan into its own segment on the host.
-    fn spill(&mut self, block: Move<'_>, segment: Arc<Segment>) {
-        let id = block.id;
-        let cached = matches!(self.moving.get(&id), Some(AfterMove::Uncache));
-        if !cached {
-            self.heap.record_free(id, block.slot.requested());
-        }
-        self.heap.move_to_host_segment(id, Arc::clone(&segment));
-        if !cached {
-            self.heap.record(TraceAction::Alloc, id, block.slot.requested());
-        }
-        // SAFETY: the allocator keeps the segment as long as its block is live. The slot is write-locked, and the bytes are in the segment.
-        unsafe { block.slot.set_location(&segment, 0) };
-        block.slot.used_by_other_stream.store(true, Relaxed); // so that the freed block does not go to a thread cache
-        self.unlock_moved_blocks([block], []);
-    }
-
-    /// Counts blocks that are kept on the host as reserved.
-    pub(super) fn count_spilled(&mut self, blocks: impl IntoIterator<Item = u32>) {
-        for id in blocks {
-            let (kind, size) = (self.heap.segment_of(id).kind, self.heap.segment_of(id).size);
-            self.heap.stats.record_segment_alloc(kind, size);
-        }
-    }
-
-    /// Returns the arena to which a block kept on the host will return.
-    fn home_arena(&mut self, id: u32) -> u32 {
-        let (stream, kind) = (self.heap.arena_of_block(id).stream, self.heap.arena_of_block(id).kind);
-        self.heap.arena(0, stream, kind)
-    }
-
-    /// Reserves free bytes of the device for a block that is kept on the host.
-    fn reserve_range_for(&mut self, id: u32) -> Option<ReservedRange> {
-        let (home, size) = (self.home_arena(id), self.heap.entry(id).size());
-        let found = self.heap.find_free(home, size, Search::Thorough, || usize::MAX)?;
-        Some(self.reserve_range(found, size))
-    }
-
-    /// Takes the first `size` bytes of a free block out of the bins.
-    fn reserve_range(&mut self, id: u32, size: usize) -> ReservedRange {
-        self.heap.freeze_start(id, size);
-        let (segment, offset) = (Arc::clone(&self.heap.segment_of(id).segment), self.heap.entry(id).offset());
-        ReservedRange { id, segment, offset, has_own_segment: false }
-    }
-
-    /// Updates the table after a block was written to its reserved range. Returns the host segment.
-    fn apply_restore(&mut self, block: Move<'_>, place: &ReservedRange) -> Arc<Segment> {
-        let (id, requested) = (block.id, block.slot.requested());
-        let home = self.home_arena(id);
-        self.heap.record_free(id, requested);
-        let gone = self.heap.return_from_host(id, place.id, home);
-        if !place.has_own_segment {
-            self.heap.stats.record_segment_free(gone.kind, block.size);
-        }
-        self.heap.record(TraceAction::Alloc, id, requested);
-        // SAFETY: the slot is write-locked, the bytes were written to the new location, and its segment is kept as long as the
-        // block is live.
-        unsafe { block.slot.set_location(&place.segment, place.offset) };
-        self.unlock_moved_blocks([block], []);
-        gone.segment
     }
 }
 

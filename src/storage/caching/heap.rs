@@ -78,7 +78,7 @@ pub(super) struct SegmentEnd {
     hint: u32,
     /// The offsets up to which blocks were in use at decay's recent checks. `usize::MAX` for checks before the segment last grew.
     used: [usize; REMEMBERED_ENDS],
-    /// Number of bytes in uncommitted holes before the end.
+    /// Number of bytes in uncommitted holes before the end. For a segment on the host, all its bytes.
     pub(super) holes: usize,
 }
 
@@ -382,11 +382,12 @@ impl Heap {
         (taken, streams)
     }
 
-    /// Takes the first `size` bytes of a free block out of the bins. The rest of the block stays free.
-    pub(super) fn freeze_start(&mut self, id: u32, size: usize) {
-        self.freeze_block(id);
-        if self.entry(id).size() > size {
+    /// Frees the bytes of a live block after the first `size`.
+    pub(super) fn trim_live(&mut self, id: u32, size: usize) {
+        let (kind, all) = self.kind_and_size(id);
+        if all > size {
             let rest = self.split(id, size);
+            self.stats.correct_live(kind, [0, size as i64 - all as i64, 0]);
             self.unfreeze_block(rest);
         }
     }
@@ -680,7 +681,10 @@ impl Heap {
         let held = self.segments[segment as usize].take().expect("a removed segment is held");
         self.vacant_segments.push(segment);
         self.stats.record_split_change(held.kind, split);
-        self.stats.record_segment_free(held.kind, held.committed());
+        match held.pool {
+            SPILLED_POOL => self.stats.spilled_bytes.decrease(held.size as u64),
+            _ => self.stats.record_segment_free(held.kind, held.committed()),
+        }
         held.segment
     }
 
@@ -935,8 +939,9 @@ impl Heap {
         gone
     }
 
-    /// Moves a live block into its own segment in the pool of host blocks. The block's old range stays reserved.
-    pub(super) fn move_to_host_segment(&mut self, id: u32, segment: Arc<Segment>) {
+    /// Moves a live block into its own segment in the pool of host blocks. Returns the block's old range as a frozen block, which
+    /// stays reserved.
+    pub(super) fn move_to_host_segment(&mut self, id: u32, segment: Arc<Segment>) -> u32 {
         let entry = self.table[id as usize];
         let size = entry.size();
         let gap = self.insert(Entry::new(entry.segment, entry.arena(), Use::Frozen, entry.offset(), size));
@@ -950,17 +955,37 @@ impl Heap {
         block.set_arena(arena);
         let context = self.history.record(TraceAction::SegmentAlloc, segment.address(), size as u64, stream.0);
         self.set_segment(at, segment, context, size, (SPILLED_POOL, stream, kind), id);
+        if let Some(held) = &mut self.segments[at as usize] {
+            held.end.holes = size;
+        }
+        self.stats.spilled_bytes.increase(size as u64);
+        self.stats.num_spills += 1;
+        gap
     }
 
-    /// Moves a live block from its host segment to the range of a frozen block. Returns the host segment's record.
-    pub(super) fn return_from_host(&mut self, id: u32, place: u32, arena: u32) -> SegmentRecord {
+    /// Puts a frozen block into the bins of an arena of its pool and kind.
+    pub(super) fn unfreeze_for(&mut self, id: u32, stream: StreamId) {
+        let SegmentRecord { pool, kind, .. } = *self.segment_of(id);
+        let arena = self.arena(pool, stream, kind);
+        self.table[id as usize].set_arena(arena);
+        self.unfreeze_block(id);
+    }
+
+    /// Moves a live block from its host segment to the range of another live block of the same size, whose entry becomes vacant.
+    /// Returns the host segment.
+    pub(super) fn return_from_host(&mut self, id: u32, place: u32) -> Arc<Segment> {
         let at = self.table[id as usize].segment;
         self.record_released(at);
         self.take_position(id, place);
+        let arena = self.table[place as usize].arena();
         self.table[id as usize].set_arena(arena);
         self.vacate(place);
+        self.contexts.remove(&place);
         self.vacant_segments.push(at);
-        self.segments[at as usize].take().expect("a block's segment is held")
+        let held = self.segments[at as usize].take().expect("a block's segment is held");
+        self.stats.spilled_bytes.decrease(held.size as u64);
+        self.stats.num_returns += 1;
+        held.segment
     }
 
     /// Gives entry `id` the range of entry `of`, which must have the same size. Entry `of` is left without a range.
@@ -1364,6 +1389,7 @@ impl Heap {
                 free_arena = if free { entry.arena() } else { NOWHERE };
                 blocks += 1;
             }
+            let holes = if held.pool == SPILLED_POOL { held.end.holes } else { holes };
             assert_eq!((offset, offset - holes), (held.size, held.committed()));
             reserved += held.committed();
         }

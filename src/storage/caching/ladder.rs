@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard as PageGuard};
 use super::super::allocator::Allocator;
 use super::super::block::Block;
 use super::super::config::Config;
-use super::super::driver::{Driver, Failure};
+use super::super::driver::{Driver, Failure, host_copy};
 use super::super::history::TraceAction;
 use super::super::hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration, register};
 use super::super::images::desc::OtherMemory;
@@ -64,9 +64,11 @@ enum RecoveryStep {
     UseOnOomPools,
     /// Move live blocks together.
     Compact,
+    /// Move idle blocks to the host, if `spill` is set.
+    Spill,
 }
 
-const RECOVERY_STEPS: [RecoveryStep; 13] = [
+const RECOVERY_STEPS: [RecoveryStep; 14] = [
     RecoveryStep::Events,
     RecoveryStep::ThreadCaches,
     RecoveryStep::OtherStreams,
@@ -80,6 +82,7 @@ const RECOVERY_STEPS: [RecoveryStep; 13] = [
     RecoveryStep::OtherKind,
     RecoveryStep::UseOnOomPools,
     RecoveryStep::Compact,
+    RecoveryStep::Spill,
 ];
 
 fn count_served(_step: RecoveryStep) {
@@ -94,6 +97,15 @@ pub(super) struct OomRecovery {
     pub(super) failure: Option<Failure>,
     /// The kind of the memory that was created and its size in bytes, for a log message.
     pub(super) growth_message: Option<(&'static str, u64)>,
+    /// True if the memory is for a block that returns from the host. The thread may hold locks of other blocks, so no callback is called.
+    /// The block returns to an arena of its own kind. A pending block is not taken, because the statistics would count a new allocation.
+    pub(super) is_return: bool,
+}
+
+impl OomRecovery {
+    pub(super) fn for_return() -> OomRecovery {
+        OomRecovery { is_return: true, ..OomRecovery::default() }
+    }
 }
 
 /// State of an allocator with expandable segments.
@@ -164,8 +176,7 @@ impl CachingAllocator {
 
     /// Recovers memory for a request that the first search did not serve.
     #[cold]
-    pub(super) fn recover_memory(&self, request: &Request) -> Result<Block> {
-        let mut recovery = OomRecovery::default();
+    pub(super) fn recover_memory(&self, request: &Request, mut recovery: OomRecovery) -> Result<Block> {
         self.update_held_elsewhere();
         self.free_spilled();
         let found = self.run_recovery_steps(request, &mut recovery);
@@ -202,6 +213,11 @@ impl CachingAllocator {
         recovery: &mut OomRecovery,
     ) -> Result<Option<Block>> {
         match step {
+            RecoveryStep::OtherStreams
+            | RecoveryStep::Callbacks
+            | RecoveryStep::OtherKind
+            | RecoveryStep::UseOnOomPools
+                if recovery.is_return => {}
             RecoveryStep::Events => {
                 self.process_events(false)?;
             }
@@ -238,7 +254,8 @@ impl CachingAllocator {
                 core.heap.stats.num_sync_all_streams += 1;
             }
             // The driver never creates a segment of this size, however much memory is free. So the cache is kept.
-            RecoveryStep::Release | RecoveryStep::Compact if matches!(recovery.failure, Some(Failure::TooBig)) => {}
+            RecoveryStep::Release | RecoveryStep::Compact | RecoveryStep::Spill
+                if matches!(recovery.failure, Some(Failure::TooBig)) => {}
             RecoveryStep::Release => {
                 let unused = self.lock().heap.remove_unused(0);
                 drop(unused);
@@ -246,6 +263,7 @@ impl CachingAllocator {
                 return self.grow(request, true, recovery);
             }
             RecoveryStep::Compact => return self.compact_for(request, recovery),
+            RecoveryStep::Spill => return self.spill_for(request, recovery),
             RecoveryStep::OtherKind => {
                 let other = Request { kind: request.kind.opposite(), ..*request };
                 return Ok(self.lock_with_stats().search_best_fit(self.number, &other, true));
@@ -297,7 +315,7 @@ impl CachingAllocator {
     }
 
     /// Records the failed request, notifies the observers, and builds the error.
-    pub(super) fn out_of_memory(&self, request: &Request, failure: Option<Failure>) -> Error {
+    fn out_of_memory(&self, request: &Request, failure: Option<Failure>) -> Error {
         let config = &self.rules.config;
         let report = {
             let mut core = self.lock_with_stats();
@@ -313,7 +331,11 @@ impl CachingAllocator {
                 limit: core.limits.allowed(),
                 stats: core.heap.stats.stats(),
                 pools,
-                spilled: core.spilled_bytes(),
+                spilled: core.heap.stats.spilled_bytes.current,
+                idle: core.idle_bytes(),
+                spill: config.spill,
+                shares_host: host_copy::shares_host_memory(self.driver.device()),
+                spill_limit: config.spill_limit as u64,
                 elsewhere: core.limits.elsewhere,
                 ran_out: failure.as_ref().and_then(Failure::ran_out),
                 could_compact: !config.compaction,

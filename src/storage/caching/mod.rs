@@ -22,6 +22,7 @@ mod mempool;
 mod policy;
 mod report;
 mod slots;
+mod spill;
 mod sync;
 
 use std::collections::{BTreeMap, HashMap};
@@ -32,8 +33,8 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
 
 use super::allocator::{Allocator, check_fraction};
-use super::block::{Block, CACHEABLE_FLAG, next_owner_number};
-use super::config::Config;
+use super::block::{Block, CACHEABLE_FLAG, advance_use_clock, next_owner_number};
+use super::config::{Config, Spill};
 use super::counters::ThreadCacheDeltas;
 use super::driver::{Driver, Marker};
 use super::history::{
@@ -42,13 +43,13 @@ use super::history::{
 };
 use super::hooks::{Hooks, OutOfMemoryEvent};
 use super::stats::DeviceStats;
-use crate::device::{StreamId, log};
+use crate::device::StreamId;
 use crate::{Device, Result};
 use cache::{CachedBlock, PutOutcome, ThreadCache, ThreadCaches};
-use entry::Use;
+use entry::{SPILLED_POOL, Use};
 use events::{AfterMove, Pending, PendingUses};
 use heap::{Heap, Request, Search, SegmentRecord};
-use ladder::Expandable;
+use ladder::{Expandable, OomRecovery};
 pub use mempool::{MemPool, MemPoolOptions, PoolCheckpoint, use_mem_pool};
 pub(super) use policy::SizeKind;
 use policy::{Decay, Growth, Limits, Rules, fraction_of};
@@ -106,6 +107,8 @@ struct Core {
     decay: Decay,
     /// The largest block size, in bytes, that thread caches keep; 0 if the caches are off.
     largest_cached: usize,
+    /// Whether idle blocks may move to the host, so that the clock of blocks' uses has to run.
+    spills: bool,
 }
 
 impl fmt::Debug for CachingAllocator {
@@ -144,7 +147,11 @@ impl CachingAllocator {
             moving: HashMap::new(),
             decay,
             largest_cached: caches.largest(),
+            spills: rules.config.spill != Spill::Off,
         };
+        if core.spills {
+            advance_use_clock();
+        }
         let number = next_owner_number();
         Ok(CachingAllocator {
             driver,
@@ -226,7 +233,14 @@ impl CachingAllocator {
     fn deallocate_used_by_others(&self, block: Block, requested: usize) {
         let streams = self.lock().pending.take_users(block.id());
         let uses = streams.into_iter().map(|stream| (stream, self.driver.record(stream).ok())).collect();
-        self.lock_with_stats().free_used_block(block.id(), requested, uses);
+        let has_spilled = {
+            let mut core = self.lock_with_stats();
+            core.free_used_block(block.id(), requested, uses);
+            core.heap.stats.spilled_bytes.current > 0
+        };
+        if has_spilled {
+            self.free_spilled(); // the block may be on the host
+        }
     }
 
     /// Frees pending blocks whose streams have finished; with `wait`, waits for all of them. Returns whether any block became free.
@@ -376,6 +390,9 @@ impl Core {
     /// Records a request for the growth and decay heuristics, before its outcome is known.
     fn record_request(&mut self, request: &Request) {
         self.heap.ticks += 1;
+        if self.spills {
+            advance_use_clock();
+        }
         let active = self.heap.stats.active_bytes() + request.size as u64;
         self.growth.record_active(active, self.heap.ticks);
         self.decay.record_active(active);
@@ -478,7 +495,7 @@ impl Core {
             total_size: part.len() as u64,
             stream: held.stream.0.into(),
             segment_type: held.kind,
-            segment_pool_id: (0, held.pool.into()),
+            segment_pool_id: if held.pool == SPILLED_POOL { (2, 0) } else { (0, held.pool.into()) },
             is_expandable: held.segment.is_reserved(),
             frames: [].into(),
             blocks,
@@ -560,7 +577,7 @@ impl Allocator for CachingAllocator {
             return Ok(core.create_handle_of(self.number, id, bytes, size));
         }
         drop(core);
-        self.recover_memory(&request)
+        self.recover_memory(&request, OomRecovery::default())
     }
 
     fn deallocate(&self, block: Block) {
@@ -626,10 +643,7 @@ impl Allocator for CachingAllocator {
         };
         drop(unused); // not under the lock, because releasing segments waits for the device
         self.release_pages(0, 0);
-        let _messages = log::defer(); // a log subscriber may allocate, which takes the lock held below
-        if let Ok(_compaction_lock) = self.compacting.try_lock() {
-            self.restore_all();
-        }
+        self.free_spilled();
         Ok(())
     }
 

@@ -54,6 +54,8 @@ pub(super) const MAX_SYNC_ATTEMPTS: usize = 4;
 /// Maximum number of tries of a call that may fail temporarily, and the pause between tries.
 pub(super) const MAX_TRIES: u32 = 8;
 pub(super) const RETRY_AFTER: Duration = Duration::from_micros(if cfg!(test) { 10 } else { 10_000 });
+/// Maximum number of tries to lock a block that returns from the host, while other threads read it there.
+pub(super) const MAX_RETURN_TRIES: u32 = 1000;
 /// Like [`MAX_TRIES`], for calls whose failure would leave blocks on the host or lose a block.
 pub(super) const MAX_TRIES_BEFORE_LOSS: u32 = 100;
 /// Maximum number of copies for one block that moves by less than its size. A block that needs more copies goes through the host.

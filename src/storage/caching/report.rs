@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::super::config::Spill;
 use super::super::stats::{DeviceStats, MemPoolStats};
 use crate::error::Size;
 
@@ -15,8 +16,14 @@ pub(super) struct Report {
     /// For each pool, the default pool first: its number, its statistics, and whether other pools may allocate from its free blocks.
     pub(super) pools: Vec<(u32, MemPoolStats, bool)>,
     pub(super) ran_out: Option<&'static str>,
-    /// Number of bytes of tensors that compaction left on the host.
+    /// Number of bytes of tensors that are on the host.
     pub(super) spilled: u64,
+    /// Number of bytes of tensors that could move to the host.
+    pub(super) idle: u64,
+    pub(super) spill: Spill,
+    /// True if the device works in the host's memory.
+    pub(super) shares_host: bool,
+    pub(super) spill_limit: u64,
     /// Number of bytes of the device's memory that images or other allocators hold.
     pub(super) elsewhere: u64,
     /// True if compaction, `max_split_size_mb` or expandable segments are available but off.
@@ -28,7 +35,8 @@ pub(super) struct Report {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (allocated, reserved) = (self.stats.allocated_bytes.current, self.stats.reserved_bytes.current);
-        let active = self.stats.active_bytes.current;
+        let [allocated, active] =
+            [allocated, self.stats.active_bytes.current].map(|bytes| bytes.saturating_sub(self.spilled));
         if self.pool > 0 {
             write!(f, "in memory pool {}, ", self.pool)?;
         }
@@ -74,7 +82,25 @@ impl fmt::Display for Report {
 impl Report {
     /// Returns the number of reserved bytes outside active blocks. Changes by other threads' caches may be missing.
     fn unallocated(&self) -> u64 {
-        self.stats.reserved_bytes.current.saturating_sub(self.stats.active_bytes.current)
+        let active = self.stats.active_bytes.current.saturating_sub(self.spilled);
+        self.stats.reserved_bytes.current.saturating_sub(active)
+    }
+
+    /// Says what prevents spilling, or that it exists.
+    fn write_spill_advice(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let enough = self.idle + self.unallocated() + self.limit.saturating_sub(self.stats.reserved_bytes.current);
+        match self.spill {
+            Spill::Off if self.pool == 0 && self.idle > 0 && enough >= self.size => {
+                let (place, key) = if self.shares_host { ("a file", "disk") } else { ("the host", "host") };
+                let idle = Size(self.idle);
+                write!(f, ". {idle:#} of idle tensors could move to {place}: set spill:{key} in CLAYSTONE_ALLOC_CONF")
+            }
+            Spill::Off => Ok(()),
+            _ if self.spilled + self.size > self.spill_limit => {
+                write!(f, ". spill_limit_mb is reached: {:#} of {:#}", Size(self.spilled), Size(self.spill_limit))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Suggests only settings that could have made this allocation succeed.
@@ -95,6 +121,7 @@ impl Report {
         if self.ran_out.is_none() && self.limit < self.capacity && reserved + self.size <= self.capacity {
             write!(f, ". The memory limit is exhausted, not the device: raise the memory fraction or limit")?;
         }
+        self.write_spill_advice(f)?;
         if self.unallocated() < self.size {
             return Ok(()); // even all unallocated memory together would not suffice
         }

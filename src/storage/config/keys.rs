@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use super::{Backend, CONFIG_OP, Config, MIB, MemoryMode, ROUNDUP_INTERVALS, SegmentSizes};
+use super::{Backend, CONFIG_OP, Config, MIB, MemoryMode, ROUNDUP_INTERVALS, SegmentSizes, Spill};
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
@@ -150,6 +150,8 @@ pub(super) mod formats {
     );
     pub(crate) const SEGMENTS: ValueFormat<SegmentSizes> =
         by_name!("adaptive or pytorch", "adaptive" => SegmentSizes::Adaptive, "pytorch" => SegmentSizes::PyTorch);
+    pub(crate) const SPILL: ValueFormat<Spill> =
+        by_name!("off, host or disk", "off" => Spill::Off, "host" => Spill::Host, "disk" => Spill::Disk);
     pub(crate) const MIB_FROM_1: ValueFormat<usize> = bytes::<MIB, 1>("a whole number of MiB, 1 or more");
     pub(crate) const MIB_FROM_20: ValueFormat<usize> = bytes::<MIB, 20>("a whole number of MiB, 20 or more");
     pub(crate) const BUDGET: ValueFormat<usize> = bytes::<MIB, 0>("a whole number of MiB, 0 for no bound");

@@ -33,6 +33,8 @@ fn every_key_sets_its_field() {
         ("cross_stream_reuse:False", Config { cross_stream_reuse: false, ..d() }),
         ("compaction:False", Config { compaction: false, ..d() }),
         ("compaction_budget_mb:5", Config { compaction_budget: mib(5), ..d() }),
+        ("spill:disk", Config { spill: Spill::Disk, ..d() }),
+        ("spill_limit_mb:100", Config { spill_limit: mib(100), ..d() }),
         ("thread_cache_kb:3", Config { thread_cache: 3 << 10, ..d() }),
         ("decay_ms:1500", Config { decay: Duration::from_millis(1500), ..d() }),
         ("zero_fill:True", Config { zero_fill: true, ..d() }),
@@ -224,7 +226,7 @@ fn configs() -> impl Strategy<Value = Config> {
     let sizes =
         (prop_oneof![Just(usize::MAX), mib(20)], mib(20), mib(20), mib(0), prop_oneof![Just(usize::MAX), mib(0)]);
     let parts = (prop_oneof![Just(0.0), 1e-9..0.999], 0.0..=1.0f64, 1.0..1e9f64, mib(0), 0..1usize << 20, 0..u64::MAX);
-    (backend, memory, sizes, parts, runs, any::<[bool; 9]>()).prop_map(|(backend, memory, sizes, parts, runs, on)| {
+    (backend, memory, sizes, parts, runs, any::<[bool; 11]>()).prop_map(|(backend, memory, sizes, parts, runs, on)| {
         Config {
             backend,
             memory,
@@ -249,6 +251,8 @@ fn configs() -> impl Strategy<Value = Config> {
             guard_bytes: on[7],
             pool_overfit: parts.2,
             numa_local: on[8],
+            spill: [Spill::Off, Spill::Host, Spill::Disk][usize::from(on[9]) + usize::from(on[10])],
+            spill_limit: sizes.4,
         }
     })
 }

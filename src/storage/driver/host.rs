@@ -14,8 +14,10 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
+use std::slice;
 
 use super::{ALIGNMENT, At, Driver, Failure, Memory, MemoryKind};
+use crate::device::cpu::bulk;
 use crate::device::{StreamId, profiler};
 use crate::storage::config::Config;
 use crate::{Device, Element, Error, Result};
@@ -210,14 +212,14 @@ unsafe impl Driver for Host {
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
         let from = bytes_at(from, to.len())?;
         // SAFETY: the range is inside committed memory, and no other code writes to it, as `Driver::read` requires.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr(), to.len()) }
+        bulk::copy(to, unsafe { slice::from_raw_parts(from.as_ptr(), to.len()) });
         Ok(())
     }
 
     unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
         let to = bytes_at(to, from.len())?;
         // SAFETY: the range is inside committed memory, and no other code accesses it, as `Driver::write` requires.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) }
+        bulk::copy(unsafe { slice::from_raw_parts_mut(to.as_ptr(), from.len()) }, from);
         Ok(())
     }
 }

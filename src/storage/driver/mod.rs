@@ -33,6 +33,7 @@ macro_rules! safe_methods {
 }
 
 pub(crate) mod host;
+pub(super) mod host_copy;
 pub(crate) mod opencl;
 pub(super) mod pinned;
 mod registry;
@@ -49,6 +50,7 @@ use crate::device::opencl::{ClBuffer, ClEvent, ClImage};
 pub use crate::storage::images::{ImageDesc, ImageFormat};
 use crate::{Device, Error, Result};
 use host::HostMemory;
+use host_copy::HostCopy;
 pub use registry::driver;
 pub use sim::{Call, Sim, SimOptions};
 use sim::{SimMarker, SimMemory};
@@ -105,7 +107,7 @@ pub(crate) enum MemoryKind {
     /// Memory of a user's driver.
     Custom(Box<dyn Any + Send + Sync>),
     /// A block's bytes, spilled to the host until the device has memory for them.
-    Spilled(Box<[u8]>),
+    Spilled(HostCopy),
     /// No memory any more: the segment was released while its blocks were spilled.
     Released,
 }

@@ -6,7 +6,7 @@ use std::panic::AssertUnwindSafe;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::{At, Driver, Failure, ImageDesc, ImageFormat, Marker, MarkerKind, Memory, MemoryKind, Progress};
+use super::{At, Driver, Failure, ImageDesc, ImageFormat, Marker, MarkerKind, Memory, MemoryKind, Progress, staging};
 use crate::device::opencl::{self, ClAt, ClBuffer, ClDevice, ClError, ClEvent, ClImage, Class, MappedBuffer};
 use crate::device::{StreamId, profiler};
 use crate::storage::block::{Block, BlockLocation};
@@ -208,11 +208,11 @@ unsafe impl Driver for OpenCl {
     }
 
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
-        self.device.read_without_faults(buffer_at(from)?, to)
+        staging::read_block(self.device, buffer_at(from)?, to)
     }
 
     unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
-        self.device.write(from, buffer_at(to)?)
+        staging::write_block(self.device, from, buffer_at(to)?)
     }
 }
 

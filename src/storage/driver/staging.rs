@@ -29,7 +29,8 @@ use crate::device::cpu::bulk::copy;
 use crate::device::cpu::streaming::Streaming;
 use crate::device::opencl::{self, ClAt, ClDevice, ClEvent, HostMemory, MapRegion, MappedBuffer};
 use crate::device::{DeviceKind, StreamId};
-use crate::storage::{config::Config, per_device};
+use crate::storage::config::{Config, Spill};
+use crate::storage::per_device;
 use crate::sync::lock;
 use crate::{Device, Error, Result};
 
@@ -68,6 +69,8 @@ const SMALL_PIECE_BYTES: usize = 64 << 10;
 const MIN_MAPPED_BYTES: usize = 4 << 20;
 /// At most the machine's memory divided by this number may be pinned.
 const PINNED_MEMORY_DIVISOR: u64 = 8;
+/// Like [`PINNED_MEMORY_DIVISOR`], if the configuration of the environment moves idle blocks to pinned memory.
+const SPILL_MEMORY_DIVISOR: u64 = 2;
 /// The maximum of pinned memory, in bytes, if the size of the machine's memory is unknown.
 const DEFAULT_PINNED_BYTES: u64 = 1 << 30;
 /// Interval at which the background thread polls (`pinned_use_background_threads`), as in PyTorch.
@@ -105,12 +108,13 @@ fn pool(device: &'static ClDevice) -> &'static DevicePinnedPool {
     static BUDGET: Mutex<Option<Arc<Budget>>> = Mutex::new(None);
     let mut budget = lock(&BUDGET);
     per_device::get(device.device()).unwrap_or_else(|| {
+        let config = Config::from_env_once().cloned().unwrap_or_default(); // errors of the configuration are reported when the allocator is made
+        let divisor = if config.spill == Spill::Host { SPILL_MEMORY_DIVISOR } else { PINNED_MEMORY_DIVISOR };
         let budget = budget.get_or_insert_with(|| {
             let memory = Host::new(&Config::default()).capacity();
-            let part = if memory == u64::MAX { DEFAULT_PINNED_BYTES } else { memory / PINNED_MEMORY_DIVISOR };
+            let part = if memory == u64::MAX { DEFAULT_PINNED_BYTES } else { memory / divisor };
             Budget::new(usize::try_from(part).unwrap_or(usize::MAX))
         });
-        let config = Config::from_env_once().cloned().unwrap_or_default(); // errors of the configuration are reported when the allocator is made
         let made = PinnedPool::new(PinnedDevice(device), config.pinned_reserve_segment_size, Arc::clone(budget));
         let pool: &'static DevicePinnedPool = per_device::get_or_insert(device.device(), made);
         if config.pinned_use_background_threads {
@@ -157,10 +161,7 @@ pub(in crate::storage) fn read_into<T: AnyBitPattern + NoUninit>(
 /// Reads through a mapping or pinned slices, so that no command refers to `dst`. Returns `None` if the driver's own transfer is faster.
 fn try_read_staged(device: &'static ClDevice, src: ClAt<'_>, dst: &mut [u8]) -> Option<Result<()>> {
     if is_mapped(device, dst.len()) {
-        let (n, to) = (dst.len(), dst.as_mut_ptr());
-        let region = MapRegion { at: src, overwrite: false };
-        // SAFETY: `n` bytes are mapped at `from`, and nothing runs on the device meanwhile; `dst` is borrowed exclusively.
-        return Some(device.with_mapped(region, n, |from| unsafe { copy_raw(from, to, n, copy) }));
+        return Some(read_mapped(device, src, dst, true));
     }
     let ring = is_staged(device, dst.len())
         .then(|| Ring::new(pool(device), device, DOWNLOAD_SIZES.for_transfer(dst.len()), dst.len()));
@@ -175,10 +176,7 @@ pub(in crate::storage) fn write(
     pinned: Option<&PinnedBytes>,
 ) -> Result<()> {
     if is_mapped(device, src.len()) {
-        let (n, from) = (src.len(), src.as_ptr());
-        let region = MapRegion { at: dst, overwrite: true };
-        // SAFETY: `n` bytes are mapped at `to`, and nothing runs on the device meanwhile; `src` is borrowed.
-        return device.with_mapped(region, n, |to| unsafe { copy_raw(from, to, n, copy) });
+        return write_mapped(device, src, dst, true);
     }
     if let Some(lent) = pinned.and_then(|pinned| pinned.lend(device, src.as_ptr().cast_mut(), src.len(), false)) {
         return device.write_from(lent, dst).map(drop);
@@ -188,6 +186,38 @@ pub(in crate::storage) fn write(
     match ring.flatten() {
         Some(ring) => ring.write(src, dst),
         None => device.write(src, dst),
+    }
+}
+
+/// Reads from a mapped buffer. With `reports_faults`, reports faults that this thread's kernels found.
+fn read_mapped(device: &ClDevice, src: ClAt<'_>, dst: &mut [u8], reports_faults: bool) -> Result<()> {
+    let (n, to) = (dst.len(), dst.as_mut_ptr());
+    let region = MapRegion { at: src, overwrite: false, reports_faults };
+    // SAFETY: `n` bytes are mapped at `from`, and nothing runs on the device meanwhile; `dst` is borrowed exclusively.
+    device.with_mapped(region, n, |from| unsafe { copy_raw(from, to, n, copy) })
+}
+
+/// Writes to a mapped buffer, and reports faults like [`read_mapped`].
+fn write_mapped(device: &ClDevice, src: &[u8], dst: ClAt<'_>, reports_faults: bool) -> Result<()> {
+    let (n, from) = (src.len(), src.as_ptr());
+    let region = MapRegion { at: dst, overwrite: true, reports_faults };
+    // SAFETY: `n` bytes are mapped at `to`, and nothing runs on the device meanwhile; `src` is borrowed.
+    device.with_mapped(region, n, |to| unsafe { copy_raw(from, to, n, copy) })
+}
+
+/// Reads a block that an allocator moves, and waits. Faults of kernels are left to the program's next read.
+pub(super) fn read_block(device: &ClDevice, src: ClAt<'_>, dst: &mut [u8]) -> Result<()> {
+    match is_mapped(device, dst.len()) {
+        true => read_mapped(device, src, dst, false),
+        false => device.read_without_faults(src, dst),
+    }
+}
+
+/// Writes a block that an allocator moves, and waits. Reports no faults of kernels.
+pub(super) fn write_block(device: &ClDevice, src: &[u8], dst: ClAt<'_>) -> Result<()> {
+    match is_mapped(device, src.len()) {
+        true => write_mapped(device, src, dst, false),
+        false => device.write(src, dst),
     }
 }
 
@@ -203,7 +233,7 @@ fn is_mapped(device: &ClDevice, bytes: usize) -> bool {
 }
 
 /// Pinned host memory that holds a tensor's elements.
-pub(in crate::storage) struct PinnedBytes {
+pub(crate) struct PinnedBytes {
     /// The pinned block, which is taken out only when the value is dropped.
     block: ManuallyDrop<Pinned<'static, PinnedDevice>>,
     opened: &'static ClDevice,

@@ -79,7 +79,8 @@ pub struct SegmentInfo {
     /// Whether the segment serves small or large requests.
     #[serde(default)]
     pub segment_type: SegmentType,
-    /// The id of the private pool: (0, 0) for none, (1, 0) for images.
+    /// The id of the private pool: (0, 0) for none, (1, 0) for images, (2, 0) for blocks that were spilled to the host. These are not
+    /// in the device's memory.
     #[serde(default)]
     pub segment_pool_id: (i64, i64),
     /// Whether the segment is part of a reservation, and grows and shrinks by pages.

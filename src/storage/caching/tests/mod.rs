@@ -12,6 +12,7 @@ mod mempool;
 mod policy;
 mod properties;
 mod sequences;
+mod spill;
 mod streams;
 
 use super::*;

@@ -50,11 +50,12 @@ type Tally = BTreeMap<String, u64>;
 
 /// Events that must happen for the runs to be meaningful: every operation, every recovery step, and their outcomes.
 #[cfg(not(miri))]
-const EXPECTED: [&str; 58] = [
+const EXPECTED: [&str; 61] = [
     "Allocate",
     "Free",
     "Share",
     "Check",
+    "Evict",
     "Run",
     "Synchronize",
     "EmptyCache",
@@ -87,6 +88,8 @@ const EXPECTED: [&str; 58] = [
     "pending",
     "events out of order",
     "compacted",
+    "evicted",
+    "returned",
     "creation failed with -4",
     "creation failed with -5",
     "creation failed with -6",
@@ -111,8 +114,11 @@ const EXPECTED: [&str; 58] = [
     "step Compact",
 ];
 
-/// Number of operations per run.
-const OPERATIONS: usize = if cfg!(miri) { 30 } else { 10_000 };
+/// Returns the number of operations per run: 10,000, or the value of `CLAYSTONE_TEST_OPERATIONS`.
+fn operations() -> usize {
+    let wanted = std::env::var("CLAYSTONE_TEST_OPERATIONS").ok().and_then(|n| n.parse().ok());
+    wanted.unwrap_or(if cfg!(miri) { 30 } else { 10_000 })
+}
 
 fn run_operations(setup: Setup, ops: &[Op]) -> Result<Tally, String> {
     let result = catch_unwind(AssertUnwindSafe(|| {
@@ -150,7 +156,7 @@ fn check_random_operations(setup: Setup) {
         ..Cases::default()
     };
     let result = TestRunner::new(config).run(&any::<u64>(), |seed| {
-        let ops = ops::generate(seed, OPERATIONS, setup.capacity);
+        let ops = ops::generate(seed, operations(), setup.capacity);
         let Err(why) = run_operations(setup, &ops) else { return Ok(()) };
         let ops = ops::shrink(ops, 600, |ops| {
             run_operations(setup, ops).is_err_and(|other| failure_kind(&other) == failure_kind(&why))
@@ -231,6 +237,28 @@ fn with_garbage_collection_of_a_fraction_and_blocks_that_are_not_split() {
     check_random_operations(COLLECTING);
 }
 
+const SPILLING: Setup = Setup { config: "spill:host", ..SETUP };
+
+#[test]
+fn with_blocks_that_move_to_the_host() {
+    check_random_operations(SPILLING);
+    check_random_operations(Setup { config: "spill:host,segments:pytorch", capacity: 96 << 20, every: 7, ..SETUP });
+    check_random_operations(Setup { config: "spill:host,compaction:False", compacts: false, every: 3, ..SETUP });
+    check_random_operations(Setup { history: true, every: 5, config: "spill:host,spill_limit_mb:48", ..SETUP });
+    let grows = "spill:host,expandable_segments:True";
+    check_random_operations(Setup { config: grows, page: 64 << 10, every: 7, ..SETUP });
+}
+
+#[cfg(not(miri))]
+#[test]
+fn random_runs_move_blocks_to_the_host_and_back() {
+    let tally = run_operations(SPILLING, &ops::generate(9, operations(), SPILLING.capacity)).unwrap();
+    for event in ["step Spill", "returned", "shared", "compacted"] {
+        assert!(tally.get(event).is_some_and(|&n| n > 5), "{event}: {tally:#?}");
+    }
+    println!("{tally:#?}");
+}
+
 /// An event that never happens in the random runs would be untested.
 #[cfg(not(miri))]
 #[test]
@@ -239,7 +267,7 @@ fn random_runs_reach_every_expected_event() {
     let unsplit = Setup { config: "max_split_size_mb:20", capacity: 96 << 20, ..SETUP };
     let mut sums: Tally = EXPECTED.map(|name| (name.into(), 0)).into();
     for (seed, setup) in (1..).zip([SETUP, caches, unsplit, COLLECTING]) {
-        let tally = run_operations(setup, &ops::generate(seed, OPERATIONS, setup.capacity)).unwrap();
+        let tally = run_operations(setup, &ops::generate(seed, operations(), setup.capacity)).unwrap();
         tally.into_iter().for_each(|(name, n)| *sums.entry(name).or_default() += n);
     }
     let never: Vec<_> = sums.iter().filter(|(_, n)| **n == 0).collect();

@@ -21,6 +21,7 @@ use super::super::*;
 use super::ops::Op;
 use super::unknown::Unknown;
 use super::{Setup, Tally};
+use crate::storage::driver::MemoryKind;
 use crate::storage::{BlockState, Driver, Failure, HistoryOptions, Registration, SegmentInfo, Stat};
 use failures::{ASKING, failure, retry_until_ok};
 use pools::Pool;
@@ -106,7 +107,8 @@ impl World {
                 };
                 let any = !given.is_empty();
                 for live in given {
-                    sim.check_tag(sim.stream(live.stream), &live.block, live.tag).unwrap();
+                    // A callback runs while memory is short, so a block on the host is checked there.
+                    check_where_it_is(&sim, sim.stream(live.stream), &live);
                     owner.deallocate(live.block);
                 }
                 any
@@ -148,16 +150,24 @@ impl World {
             Op::Free { block } => {
                 if !self.live.is_empty() {
                     let live = self.live.swap_remove(block % self.live.len());
-                    self.sim.check_tag(self.sim.stream(live.stream), &live.block, live.tag).map_err(say)?;
+                    check_where_it_is(&self.sim, self.sim.stream(live.stream), &live);
                     self.allocator.deallocate(live.block);
                 }
             }
-            Op::Share { block, stream } => self.share(block, stream).map_err(say)?,
-            Op::Check { block } => {
-                if let Some(live) = self.live.get(block % self.live.len().max(1)) {
-                    self.sim.check_tag(self.sim.stream(live.stream), &live.block, live.tag).map_err(say)?;
+            Op::Share { block, stream } => {
+                let returned = self.live.is_empty() || self.bring_back(block % self.live.len())?;
+                if returned {
+                    self.share(block, stream).map_err(say)?;
                 }
             }
+            Op::Check { block } => {
+                if !self.live.is_empty() {
+                    self.bring_back(block % self.live.len())?;
+                    let live = &self.live[block % self.live.len()];
+                    check_where_it_is(&self.sim, self.sim.stream(live.stream), live);
+                }
+            }
+            Op::Evict { block } => self.evict(block % self.live.len().max(1))?,
             Op::Run { seed } => _ = self.sim.run_some(seed),
             Op::Synchronize => retry_until_ok(|| self.sim.synchronize()),
             Op::EmptyCache => {
@@ -282,6 +292,54 @@ impl World {
         written.map_err(|error| format!("the first use of a block reported: {error}"))
     }
 
+    /// Brings a block back from the host, as its next use does. Returns whether the block is on the device. The return may only fail
+    /// after an injected failure, or if the memory that cannot move leaves no room.
+    fn bring_back(&mut self, index: usize) -> Result<bool, String> {
+        let (failures, held, block) = (self.sim.failures_left(), self.sim.committed(), &self.live[index].block);
+        if !is_on_host(block) {
+            return Ok(true);
+        }
+        let returned = self.allocator.restore(block);
+        let (is_back, size) = (!is_on_host(block), block.size() as u64);
+        ensure!(returned.is_ok() == is_back, "{returned:?}, but on the device: {is_back}");
+        ensure!(self.sim.committed() <= self.limit.max(held), "a return exceeds the limit {}", self.limit);
+        let private = {
+            let core = self.allocator.lock();
+            core.heap.segments().filter(|(_, held)| held.pool > 0).map(|(_, held)| held.committed() as u64).sum::<u64>()
+        };
+        let room = self.limit.min(self.setup.capacity - self.others);
+        let slack = 4 * (self.setup.page as u64).saturating_sub(512);
+        let is_bound = !self.setup.compacts || self.setup.config.contains("spill_limit");
+        if !is_back && failures == self.sim.failures_left() && !is_bound {
+            let stays = if self.setup.config.contains("spill") { 0 } else { self.bytes_on_device() };
+            ensure!(
+                private + stays + size + slack > room,
+                "no return of {size} bytes, with {private} private and {stays} others of {room}: {returned:?}"
+            );
+        }
+        self.note(if is_back { "returned" } else { "could not return" });
+        self.accept_peaks()?; // the range for the block may have been longer until its end was freed
+        Ok(is_back)
+    }
+
+    /// Returns the number of bytes of blocks of the default pool that are on the device.
+    fn bytes_on_device(&self) -> u64 {
+        self.totals_of(|live| live.pool == 0 && !is_on_host(&live.block))[1]
+    }
+
+    /// Moves a block to the host, which only changes its location.
+    fn evict(&mut self, index: usize) -> Result<(), String> {
+        let Some(was_on_host) = self.live.get(index).map(|live| is_on_host(&live.block)) else { return Ok(()) };
+        let evicted = self.allow_injected_failure(|world| world.allocator.evict(&world.live[index].block))?;
+        let (evicted, Live { block, pool, .. }) = (evicted.unwrap_or(false), &self.live[index]);
+        ensure!(is_on_host(block) == (was_on_host || evicted), "evicted: {evicted}, but {block:?}");
+        ensure!(!evicted || !was_on_host && *pool == 0, "{block:?} of pool {pool} left");
+        if evicted {
+            self.note("evicted");
+        }
+        Ok(())
+    }
+
     fn share(&mut self, block: usize, stream: u32) -> Result<()> {
         let n = self.live.len();
         let Some(live) = self.live.get_mut(block % n.max(1)).filter(|live| live.stream != stream) else {
@@ -377,8 +435,9 @@ impl World {
         let peaks = [s.allocation.peak, s.allocated_bytes.peak, s.requested_bytes.peak];
         ensure!(peaks == self.peaks, "peaks were {:?}, statistics say {peaks:?}", self.peaks);
         let (active, reserved) = (s.active_bytes.current, s.reserved_bytes.current);
-        ensure!(requested <= allocated && allocated <= active && active <= reserved, "no order in {s}");
-        ensure!(active + s.inactive_split_bytes.current <= reserved, "no room for the split blocks in {s}");
+        let held = reserved + s.spilled_bytes.current;
+        ensure!(requested <= allocated && allocated <= active && active <= held, "no order in {s}");
+        ensure!(active + s.inactive_split_bytes.current <= held, "no room for the split blocks in {s}");
         let held = (self.sim.committed(), self.sim.live_segments() as u64);
         ensure!(held == (reserved, s.segment.current), "the device holds {held:?}, statistics say otherwise: {s}");
         let pending = self.allocator.lock().pending.blocks().count() as u64;
@@ -402,7 +461,8 @@ impl World {
         snapshot.check().map_err(|error| error.to_string())?;
         let s = &self.stats;
         let sum = |f: fn(&SegmentInfo) -> u64| snapshot.segments.iter().map(f).sum::<u64>();
-        let sums = [sum(|g| g.total_size), sum(SegmentInfo::allocated_size), sum(SegmentInfo::active_size)];
+        let on_device = |g: &SegmentInfo| if g.segment_pool_id == (2, 0) { 0 } else { g.total_size };
+        let sums = [sum(on_device), sum(SegmentInfo::allocated_size), sum(SegmentInfo::active_size)];
         let told = [s.reserved_bytes.current, s.allocated_bytes.current, s.active_bytes.current];
         ensure!(sums == told, "a snapshot's sums are {sums:?}, statistics say {told:?}");
         let blocks = || snapshot.segments.iter().flat_map(|g| &g.blocks);
@@ -473,6 +533,26 @@ impl World {
         ensure!(entries == 0, "{entries} blocks are left in the table");
         self.tally.extend(ladder::SERVED_BY_STEP.take().into_iter().map(|(rung, n)| (format!("step {rung}"), n)));
         Ok(self.tally)
+    }
+}
+
+fn is_on_host(block: &Block) -> bool {
+    matches!(block.segment().memory().0, MemoryKind::Spilled(_))
+}
+
+/// Checks a block's tag on the device or, if the block was spilled, on the host.
+fn check_where_it_is(sim: &Sim, stream: StreamId, live: &Live) {
+    let place = live.block.location();
+    match &place.segment().memory().0 {
+        MemoryKind::Spilled(copy) => {
+            let mut bytes = vec![0; live.block.size()];
+            copy.read(place.offset(), &mut bytes).unwrap();
+            assert!(bytes.chunks(4).all(|bytes| bytes == live.tag.to_le_bytes()), "{} bytes changed", bytes.len());
+        }
+        _ => {
+            let at = (place.segment().memory(), place.offset());
+            sim.check_tag_at(stream, at, live.block.size(), live.tag).unwrap();
+        }
     }
 }
 

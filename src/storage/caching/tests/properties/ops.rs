@@ -21,6 +21,10 @@ pub(super) enum Op {
     Check {
         block: usize,
     },
+    /// The program moves the block to the host.
+    Evict {
+        block: usize,
+    },
     /// The device runs some of the queued work.
     Run {
         seed: u64,
@@ -136,7 +140,8 @@ pub(super) fn generate(seed: u64, n: usize, capacity: u64) -> Vec<Op> {
                     Op::Allocate { bytes, stream, pool: pool.saturating_sub(9) }
                 }
                 620..710 => Op::Share { block, stream },
-                710..780 => Op::Check { block },
+                710..770 => Op::Check { block },
+                770..780 => Op::Evict { block },
                 780..880 => Op::Run { seed: random.next() },
                 880..888 => Op::MakePool { no_split: random.below(3) == 0, use_on_oom: random.below(2) == 0 },
                 888..893 => Op::DropPool { pool },

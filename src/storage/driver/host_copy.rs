@@ -1,0 +1,288 @@
+//! Memory outside a device that holds the bytes of spilled blocks: host memory, pinned memory, or part of a file.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::slice;
+use std::sync::{Mutex, OnceLock};
+
+use super::staging::{self, PinnedBytes};
+use super::{At, Driver, Memory, MemoryKind};
+use crate::device::cpu::bulk::copy;
+use crate::device::cpu::huge_pages::advise_huge;
+use crate::device::{DeviceInfo, DeviceKind, lock};
+use crate::storage::config::Spill;
+use crate::{Device, Error, Result};
+
+/// Size in bytes of the pieces in which bytes are copied to and from the file.
+const PIECE_BYTES: usize = 4 << 20;
+/// The unit of ranges of the file, in bytes.
+const FILE_UNIT_BYTES: u64 = 4096;
+
+/// The bytes of a spilled block.
+pub(crate) enum HostCopy {
+    Heap(Box<[u8]>),
+    /// Pinned memory, and the number of bytes in use.
+    Pinned(PinnedBytes, usize),
+    File(FileRange),
+}
+
+/// Transfers bytes between pinned memory, which they fill if `written`, and a buffer, and waits.
+fn transfer_pinned(pinned: &PinnedBytes, bytes: usize, (memory, offset): At<'_>, written: bool) -> Result<()> {
+    let MemoryKind::OpenCl(buffer) = &memory.0 else {
+        return Err(Error::invalid("spill", "pinned memory is for OpenCL buffers"));
+    };
+    pinned.enqueue(pinned.start(), bytes, (buffer, offset), written)?;
+    pinned.wait_and_check(true)
+}
+
+/// The error if the host has no room for a copy of `bytes` bytes.
+fn no_room(bytes: usize, why: &str) -> Error {
+    let detail = format!("the host has no room for a block that is being moved{why}");
+    Error::OutOfMemory { device: Device::Cpu, requested: bytes, detail }
+}
+
+/// Allocates ordinary host memory.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] of the CPU device.
+pub(in crate::storage) fn zeroed(bytes: usize) -> Result<Box<[u8]>> {
+    let mut zeroed = bytemuck::allocation::try_zeroed_slice_box::<u8>(bytes).map_err(|()| no_room(bytes, ""))?;
+    advise_huge(&mut zeroed);
+    Ok(zeroed)
+}
+
+/// True if the device works in the host's memory.
+pub(in crate::storage) fn shares_host_memory(device: Device) -> bool {
+    let is_shared = |info: &DeviceInfo| info.kind == DeviceKind::Cpu || info.unified_memory;
+    device.cached_info().is_ok_and(is_shared)
+}
+
+impl HostCopy {
+    /// Allocates room for `bytes` bytes of a block in `from`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] of the CPU device if the host or the file system has no room.
+    pub(in crate::storage) fn allocate(spill: Spill, driver: &dyn Driver, from: &Memory, bytes: usize) -> Result<Self> {
+        if !from.has_contents() {
+            return Ok(HostCopy::Heap(Box::default())); // the driver only counts the copies
+        }
+        if spill == Spill::Disk {
+            return Ok(HostCopy::File(SpillFile::of_process()?.allocate(bytes)));
+        }
+        if matches!(from.0, MemoryKind::OpenCl(_))
+            && !shares_host_memory(driver.device())
+            && let Ok(Some(pinned)) = staging::alloc_pinned(driver.device(), bytes)
+        {
+            return Ok(HostCopy::Pinned(pinned, bytes));
+        }
+        zeroed(bytes).map(HostCopy::Heap)
+    }
+
+    /// True if the copy is of simulated memory without contents.
+    pub(in crate::storage) fn is_simulated(&self) -> bool {
+        matches!(self, HostCopy::Heap(bytes) if bytes.is_empty())
+    }
+
+    /// Fills the copy from the device, and waits.
+    ///
+    /// # Safety
+    /// The conditions of [`Driver::read`] hold for `from` and as many bytes as the copy has. All work on them is done.
+    pub(in crate::storage) unsafe fn fill(&mut self, driver: &dyn Driver, from: At<'_>) -> Result<()> {
+        match self {
+            // SAFETY: the caller promises what `read` requires.
+            HostCopy::Heap(bytes) => unsafe { driver.read(from, bytes) },
+            HostCopy::Pinned(pinned, bytes) => transfer_pinned(pinned, *bytes, from, true),
+            HostCopy::File(range) => range.for_each_piece(|at, piece| {
+                // SAFETY: as above.
+                unsafe { driver.read((from.0, from.1 + at), piece) }?;
+                range.write(at, piece)
+            }),
+        }
+    }
+
+    /// Writes the copy to the device, and waits.
+    ///
+    /// # Safety
+    /// The conditions of [`Driver::write`] hold for `to` and as many bytes as the copy has. All work on them is done.
+    pub(in crate::storage) unsafe fn write_to(&self, driver: &dyn Driver, to: At<'_>) -> Result<()> {
+        match self {
+            // SAFETY: the caller promises what `write` requires.
+            HostCopy::Heap(bytes) => unsafe { driver.write(bytes, to) },
+            HostCopy::Pinned(pinned, bytes) => transfer_pinned(pinned, *bytes, to, false),
+            HostCopy::File(range) => range.for_each_piece(|at, piece| {
+                range.read(at, piece)?;
+                // SAFETY: as above.
+                unsafe { driver.write(piece, (to.0, to.1 + at)) }
+            }),
+        }
+    }
+
+    /// Copies the bytes from `at` on to the slice.
+    pub(in crate::storage) fn read(&self, at: usize, to: &mut [u8]) -> Result<()> {
+        match self {
+            _ if self.is_simulated() => to.fill(0),
+            HostCopy::Heap(bytes) => copy(to, &bytes[at..][..to.len()]),
+            HostCopy::Pinned(pinned, bytes) => {
+                pinned.wait_and_check(false)?;
+                // SAFETY: the pinned memory has this many initialised bytes. No transfer writes to them, as was checked just now, and
+                // none begins before the block's lock, which the caller holds for reading, is released.
+                copy(to, &unsafe { slice::from_raw_parts(pinned.start().as_ptr(), *bytes) }[at..][..to.len()]);
+            }
+            HostCopy::File(range) => range.read(at, to)?,
+        }
+        Ok(())
+    }
+}
+
+/// The file of this process for spilled blocks, and the end of each range in use by its start, in bytes. The file has no name, so the
+/// system removes it when the process ends.
+struct SpillFile(Mutex<(File, BTreeMap<u64, u64>)>);
+
+impl SpillFile {
+    /// Returns the file, which the first call creates in the directory `CLAYSTONE_SPILL_DIR`.
+    fn of_process() -> Result<&'static SpillFile> {
+        static FILE: OnceLock<io::Result<SpillFile>> = OnceLock::new();
+        let create = || {
+            let directory = std::env::var_os("CLAYSTONE_SPILL_DIR").filter(|name| !name.is_empty());
+            let file = tempfile::tempfile_in(directory.map_or_else(std::env::temp_dir, Into::into))?;
+            Ok(SpillFile(Mutex::new((file, BTreeMap::new()))))
+        };
+        FILE.get_or_init(create).as_ref().map_err(|e| no_room(0, &format!(": CLAYSTONE_SPILL_DIR: {e}")))
+    }
+
+    /// Takes the first free range with room for `bytes` bytes.
+    fn allocate(&'static self, bytes: usize) -> FileRange {
+        let (_, used) = &mut *lock(&self.0);
+        let (length, mut start) = ((bytes as u64).next_multiple_of(FILE_UNIT_BYTES), 0);
+        for (&next, &end) in &*used {
+            if next - start >= length {
+                break;
+            }
+            start = end;
+        }
+        used.insert(start, start + length);
+        FileRange { file: self, start, bytes }
+    }
+}
+
+/// A range of the file, which is free again when the value is dropped.
+pub(crate) struct FileRange {
+    file: &'static SpillFile,
+    start: u64,
+    bytes: usize,
+}
+
+impl FileRange {
+    /// Calls `f` with each offset and a buffer for the piece there.
+    fn for_each_piece(&self, mut f: impl FnMut(usize, &mut [u8]) -> Result<()>) -> Result<()> {
+        let mut buffer = vec![0; PIECE_BYTES.min(self.bytes)];
+        (0..self.bytes).step_by(PIECE_BYTES).try_for_each(|at| f(at, &mut buffer[..PIECE_BYTES.min(self.bytes - at)]))
+    }
+
+    /// Calls `f` with the file at offset `at` of the range.
+    fn with_file(&self, at: usize, f: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
+        let (file, _) = &mut *lock(&self.file.0);
+        file.seek(SeekFrom::Start(self.start + at as u64)).and_then(|_| f(file))
+    }
+
+    fn write(&self, at: usize, from: &[u8]) -> Result<()> {
+        self.with_file(at, |file| file.write_all(from)).map_err(|e| no_room(self.bytes, &format!(" to the file: {e}")))
+    }
+
+    fn read(&self, at: usize, to: &mut [u8]) -> Result<()> {
+        let unreadable = |e| Error::invalid("spill", format!("the file of spilled tensors cannot be read: {e}"));
+        self.with_file(at, |file| file.read_exact(to)).map_err(unreadable)
+    }
+}
+
+impl Drop for FileRange {
+    fn drop(&mut self) {
+        let (file, used) = &mut *lock(&self.file.0);
+        used.remove(&self.start);
+        if used.range(self.start..).next().is_none() {
+            let _ = file.set_len(used.values().next_back().copied().unwrap_or(0)); // the rest of the file is not needed
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::opencl::OpenCl;
+    use super::*;
+    use crate::device::opencl;
+
+    #[test]
+    fn ranges_of_the_file_do_not_overlap_and_are_reused() {
+        let file: &'static SpillFile =
+            Box::leak(Box::new(SpillFile(Mutex::new((tempfile::tempfile().unwrap(), BTreeMap::new())))));
+        let (mut ranges, mut state) = (Vec::<FileRange>::new(), 7u64);
+        for _ in 0..2000 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let random = (state >> 33) as usize;
+            if ranges.is_empty() || ranges.len() < 40 && !random.is_multiple_of(3) {
+                ranges.push(file.allocate(1 + random % 40_000));
+            } else {
+                ranges.swap_remove(random % ranges.len());
+            }
+            let used: Vec<(u64, u64)> = lock(&file.0).1.iter().map(|(&start, &end)| (start, end)).collect();
+            assert!(used.len() == ranges.len() && used.is_sorted_by(|a, b| a.1 <= b.0), "{used:?}");
+            assert!(used.last().is_none_or(|last| last.1 <= 80 * 45_056), "freed ranges are not reused");
+        }
+        drop(ranges);
+        let (file, used) = &*lock(&file.0);
+        assert_eq!((used.len(), file.metadata().unwrap().len()), (0, 0));
+    }
+
+    #[test]
+    fn every_kind_of_copy_holds_the_bytes_of_a_block() {
+        const BYTES: usize = 3 << 20;
+        for index in 0..opencl::count() {
+            let driver = OpenCl::open(index).unwrap();
+            let [from, to] = [0; 2].map(|_| driver.create(BYTES).unwrap());
+            let bytes: Vec<u8> = (0..BYTES).map(|i| (i * 7 + i / 999) as u8).collect();
+            let pinned = staging::alloc_pinned(driver.device(), BYTES).unwrap().unwrap();
+            let kinds = vec![
+                HostCopy::Pinned(pinned, BYTES),
+                HostCopy::allocate(Spill::Host, &driver, &from, BYTES).unwrap(),
+                HostCopy::allocate(Spill::Disk, &driver, &from, BYTES).unwrap(),
+            ];
+            for mut copy in kinds {
+                let (mut read, mut back) = (vec![0; BYTES], vec![0; BYTES]);
+                // SAFETY: no other code uses the memory.
+                unsafe {
+                    driver.write(&bytes, (&from, 0)).unwrap();
+                    copy.fill(&driver, (&from, 0)).unwrap();
+                    driver.write(&read, (&from, 0)).unwrap();
+                    copy.write_to(&driver, (&to, 0)).unwrap();
+                    driver.read((&to, 0), &mut back).unwrap();
+                }
+                assert!(back == bytes);
+                copy.read(0, &mut read).unwrap();
+                assert!(read == bytes);
+                let mut part = [0; 999];
+                copy.read(12_345, &mut part).unwrap();
+                assert_eq!(part, bytes[12_345..][..999]);
+            }
+        }
+    }
+
+    #[test]
+    fn the_file_holds_what_was_written() {
+        let file = SpillFile::of_process().unwrap();
+        let ranges: Vec<FileRange> = [5_000_000, 1, 4096].map(|bytes| file.allocate(bytes)).into();
+        for (range, byte) in ranges.iter().zip(1..) {
+            range
+                .for_each_piece(|at, piece| {
+                    piece.fill(byte);
+                    range.write(at, piece)
+                })
+                .unwrap();
+        }
+        for (range, byte) in ranges.iter().zip(1..) {
+            let mut bytes = vec![0; range.bytes];
+            range.read(0, &mut bytes).unwrap();
+            assert!(bytes.iter().all(|&b| b == byte));
+        }
+    }
+}
