@@ -40,13 +40,15 @@ struct Args {
     /// Write the first weights, the tokens and the losses to FILE (safetensors)
     #[arg(long, value_name = "FILE")]
     save: Option<PathBuf>,
+    #[command(flatten)]
+    memory: steps::Memory,
     /// Passed by cargo
     #[arg(long, hide = true)]
     bench: bool,
 }
 
 fn main() -> std::result::Result<(), Box<dyn Error>> {
-    let Args { device, width, layers, heads, context, batch, vocabulary, dtype, steps: count, save, .. } =
+    let Args { device, width, layers, heads, context, batch, vocabulary, dtype, steps: count, save, memory, .. } =
         Args::parse();
     manual_seed(1);
     let mut gpt = Gpt::new(Sizes { vocabulary, context, width, layers, heads, tied: false, dropout: 0.0 }, device)?;
@@ -63,6 +65,6 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         optimizer.step()?;
         Ok(loss.detach())
     };
-    steps::run(device, count, step, saved)?;
+    steps::run(device, count, step, saved, &memory)?;
     Ok(())
 }

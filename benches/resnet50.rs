@@ -35,6 +35,8 @@ struct Args {
     /// Write the first weights, the data and the losses to FILE (safetensors)
     #[arg(long, value_name = "FILE")]
     save: Option<PathBuf>,
+    #[command(flatten)]
+    memory: steps::Memory,
     /// Passed by cargo
     #[arg(long, hide = true)]
     bench: bool,
@@ -89,7 +91,7 @@ fn resnet50(device: Device) -> Result<Sequential> {
 }
 
 fn main() -> std::result::Result<(), Box<dyn Error>> {
-    let Args { device, batch, side, dtype, steps: count, save, .. } = Args::parse();
+    let Args { device, batch, side, dtype, steps: count, save, memory, .. } = Args::parse();
     manual_seed(1);
     let mut net = resnet50(device)?;
     net.to_memory_format(MemoryFormat::ChannelsLast)?;
@@ -107,6 +109,6 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         optimizer.step()?;
         Ok(loss.detach())
     };
-    steps::run(device, count, step, saved)?;
+    steps::run(device, count, step, saved, &memory)?;
     Ok(())
 }

@@ -1,8 +1,10 @@
-//! Helpers for benches of training steps. They save the first weights and the data for PyTorch, time steps, and record losses.
+//! Helpers for benches of training steps. They save the first weights and the data for PyTorch, time steps, record losses, and repeat the
+//! steps in less memory.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use claystone::autograd::{StepUses, memory_budget};
 use claystone::io::{self, StateDict};
 use claystone::nn::Module;
 use claystone::{Device, Result, Tensor};
@@ -25,27 +27,86 @@ pub fn copy_first_state(
     Some((path, first))
 }
 
-/// Runs [`WARM_UP_STEPS`] steps, then `steps` timed steps. Prints the time, and writes `saved` with the losses.
+/// Repetitions of the timed steps in less memory. The allocator has to spill: `CLAYSTONE_ALLOC_CONF=spill:host`.
+#[derive(clap::Args)]
+pub struct Memory {
+    /// Repeat the steps with these parts of the peak as the memory limit (0.75,0.5,0.35)
+    #[arg(long, value_delimiter = ',', value_name = "PARTS")]
+    limits: Vec<f64>,
+    /// Repeat the steps with these parts of the peak as the budget of `memory_budget`
+    #[arg(long, value_delimiter = ',', value_name = "PARTS")]
+    budgets: Vec<f64>,
+}
+
+/// Runs [`WARM_UP_STEPS`] steps, then `steps` timed steps. Prints the time, and writes `saved` with the losses. Then repeats the timed
+/// steps, on the weights that training has reached, as `memory` says.
 pub fn run(
     device: Device,
     steps: usize,
     mut step: impl FnMut(usize) -> Result<Tensor>,
     saved: Option<(PathBuf, StateDict)>,
+    memory: &Memory,
 ) -> Result<()> {
     let mut losses = (0..WARM_UP_STEPS).map(&mut step).collect::<Result<Vec<_>>>()?;
-    device.synchronize()?;
-    let started = Instant::now();
-    for number in WARM_UP_STEPS..WARM_UP_STEPS + steps {
-        losses.push(step(number)?);
-    }
-    device.synchronize()?;
-    let ms = 1e3 * started.elapsed().as_secs_f64() / steps as f64;
+    device.reset_peak_stats()?;
+    let ms = time(device, steps, |number| Ok(losses.push(step(number)?)))?;
     let losses = Tensor::stack(&losses.iter().collect::<Vec<_>>(), 0)?;
     let values = losses.to_vec::<f32>()?;
-    println!("{ms:.3} ms a step; losses {:.4} to {:.4}", values[0], values[values.len() - 1]);
+    let peak = device.memory_stats()?.allocated_bytes.peak;
+    println!("{ms:.3} ms a step; losses {:.4} to {:.4}; peak {peak} bytes", values[0], values[values.len() - 1]);
     if let Some((path, mut saved)) = saved {
         saved.insert("losses", losses);
         io::save(path, &saved)?;
     }
+    let report = |kind: &str, part: f64, repeated: f64| -> Result<()> {
+        let stats = device.memory_stats()?;
+        let (held, spills) = (stats.reserved_bytes.peak, stats.num_spills);
+        println!(
+            "{kind} of {:.0} % of the peak: {repeated:.3} ms a step, {:.3} of the time without; at most {held} bytes reserved, {} blocks moved a step",
+            1e2 * part, repeated / ms, spills / steps as u64
+        );
+        Ok(())
+    };
+    let warm_up = 3.min(steps);
+    for &part in &memory.limits {
+        device.empty_cache()?;
+        device.set_memory_limit((peak as f64 * part) as u64)?;
+        time(device, warm_up, |number| step(number).map(drop))?;
+        reset(device)?;
+        report("limit", part, time(device, steps, |number| step(number).map(drop))?)?;
+    }
+    device.set_memory_limit(u64::MAX)?;
+    if !memory.budgets.is_empty() {
+        let (recorded, uses) = StepUses::record(device, || step(WARM_UP_STEPS))?;
+        recorded?;
+        for &part in &memory.budgets {
+            let budget = match memory_budget(&uses, (uses.peak() as f64 * part) as u64) {
+                Ok(budget) => budget,
+                Err(error) => {
+                    println!("budget of {:.0} %: {error}", 1e2 * part);
+                    continue;
+                }
+            };
+            println!("{budget}");
+            device.empty_cache()?;
+            time(device, warm_up, |number| budget.run(|| step(number)).map(drop))?;
+            reset(device)?;
+            report("budget", part, time(device, steps, |number| budget.run(|| step(number)).map(drop))?)?;
+        }
+    }
     Ok(())
+}
+
+fn reset(device: Device) -> Result<()> {
+    device.reset_peak_stats()?;
+    device.reset_accumulated_stats()
+}
+
+/// Returns the mean time, in milliseconds, of `steps` steps after the untimed ones.
+fn time(device: Device, steps: usize, step: impl FnMut(usize) -> Result<()>) -> Result<f64> {
+    device.synchronize()?;
+    let started = Instant::now();
+    (WARM_UP_STEPS..WARM_UP_STEPS + steps).try_for_each(step)?;
+    device.synchronize()?;
+    Ok(1e3 * started.elapsed().as_secs_f64() / steps as f64)
 }
