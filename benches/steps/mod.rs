@@ -63,7 +63,9 @@ pub fn run(
         let (held, spills) = (stats.reserved_bytes.peak, stats.num_spills);
         println!(
             "{kind} of {:.0} % of the peak: {repeated:.3} ms a step, {:.3} of the time without; at most {held} bytes reserved, {} blocks moved a step",
-            1e2 * part, repeated / ms, spills / steps as u64
+            1e2 * part,
+            repeated / ms,
+            spills / steps as u64
         );
         Ok(())
     };

@@ -109,7 +109,8 @@ impl StepUses {
 pub fn memory_budget(uses: &StepUses, bytes: u64) -> Result<Budget> {
     if bytes < uses.smallest {
         let (all, none) = (format!("all {} bytes of saved tensors move", uses.saved), uses.peak());
-        let reason = format!("{bytes} bytes are less than {} bytes, the peak if {all} ({none} bytes if none)", uses.smallest);
+        let reason =
+            format!("{bytes} bytes are less than {} bytes, the peak if {all} ({none} bytes if none)", uses.smallest);
         return Err(Error::invalid("memory_budget", reason));
     }
     let (mut curve, mut moves) = (uses.curve.clone(), Vec::new());

@@ -242,7 +242,8 @@ fn budgets_nest_with_hooks_checkpoints_and_kept_graphs() {
             step().unwrap();
             let want = gradient_bits(&[&x, &w]);
             let may_hook = name != "disabled"; // hooks and their opposite do not nest
-            let hooked = may_hook.then(|| save_on_cpu(false, step)).map(|done| done.map(|()| gradient_bits(&[&x, &w])).unwrap());
+            let hooked =
+                may_hook.then(|| save_on_cpu(false, step)).map(|done| done.map(|()| gradient_bits(&[&x, &w])).unwrap());
             let (done, uses) = StepUses::record(device, step).unwrap();
             done.unwrap();
             assert_eq!(gradient_bits(&[&x, &w]), want, "{name}, recorded");
