@@ -99,7 +99,7 @@ impl PendingCounter {
         Stat {
             current: live.current + current,
             peak: live.peak.max(peak),
-            allocated: live.allocated - retaken,
+            allocated: live.allocated.saturating_sub(retaken), // while a block returns, one allocation is not counted
             freed: live.freed + base - retaken - current,
         }
     }
