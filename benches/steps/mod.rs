@@ -48,25 +48,22 @@ pub fn run(
     memory: &Memory,
 ) -> Result<()> {
     let mut losses = (0..WARM_UP_STEPS).map(&mut step).collect::<Result<Vec<_>>>()?;
-    device.reset_peak_stats()?;
     let ms = time(device, steps, |number| Ok(losses.push(step(number)?)))?;
     let losses = Tensor::stack(&losses.iter().collect::<Vec<_>>(), 0)?;
     let values = losses.to_vec::<f32>()?;
-    let peak = device.memory_stats()?.allocated_bytes.peak;
-    println!("{ms:.3} ms a step; losses {:.4} to {:.4}; peak {peak} bytes", values[0], values[values.len() - 1]);
+    let stats = device.memory_stats()?;
+    let (peak, reserved) = (stats.allocated_bytes.peak, stats.reserved_bytes.peak);
+    println!("{ms:.3} ms a step; losses {:.4} to {:.4}", values[0], values[values.len() - 1]);
+    println!("at most {peak} bytes allocated, {reserved} reserved");
     if let Some((path, mut saved)) = saved {
         saved.insert("losses", losses);
         io::save(path, &saved)?;
     }
     let report = |kind: &str, part: f64, repeated: f64| -> Result<()> {
         let stats = device.memory_stats()?;
-        let (held, spills) = (stats.reserved_bytes.peak, stats.num_spills);
-        println!(
-            "{kind} of {:.0} % of the peak: {repeated:.3} ms a step, {:.3} of the time without; at most {held} bytes reserved, {} blocks moved a step",
-            1e2 * part,
-            repeated / ms,
-            spills / steps as u64
-        );
+        let (percent, ratio, moved) = (1e2 * part, repeated / ms, stats.num_spills / steps as u64);
+        print!("{kind} of {percent:.0} % of the peak: {repeated:.3} ms a step, {ratio:.3} of the time without; ");
+        println!("at most {} bytes reserved, {moved} blocks moved a step", stats.reserved_bytes.peak);
         Ok(())
     };
     let warm_up = 3.min(steps);
