@@ -4,13 +4,14 @@
 //! measures the peak of allocated bytes between events, and for each storage the longest time without a use between two of its events.
 //! [`memory_budget`] moves storages in one fixed order until the peak fits. A smaller budget thus moves all that a larger one moves.
 
+use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};
 use std::{fmt, mem, ptr};
 
-use super::modes::{SCOPES, with_flag};
-use super::node::{Saved, SavedHook};
+use super::modes::with_flag;
+use super::node::{Saved, SavedHook, WatchSaved};
 use crate::device::capture::is_capturing;
 use crate::storage::{Block, PeakScope, Storage, advance_use_clock};
 use crate::sync::{OnDrop, lock};
@@ -21,6 +22,11 @@ const MIN_MOVED_BYTES: u64 = 64 << 10;
 
 /// Maximum number of events by which a storage comes back ahead of its use.
 const MAX_LEAD_EVENTS: usize = 16;
+
+thread_local! {
+    /// The innermost recording or run of a budget on this thread.
+    static WATCH: RefCell<Option<Arc<Mutex<Watch>>>> = const { RefCell::new(None) };
+}
 
 /// The time in which a storage can be on the host: after event `from`, until event `until`.
 #[derive(Debug, Clone, Copy)]
@@ -191,13 +197,13 @@ fn block_bytes(storage: &Storage) -> u64 {
 
 /// Observes the storages that operations on a thread save, while a step is recorded or runs in a budget.
 #[derive(Default)]
-pub(super) struct Watch {
+struct Watch {
     device: Device,
     /// Number of events so far.
     events: usize,
     /// The saved storages by ordinal, and by address.
-    storages: Vec<Weak<SavedHook>>,
-    by_address: HashMap<usize, Weak<SavedHook>>,
+    storages: Vec<Weak<Watched>>,
+    by_address: HashMap<usize, Weak<Watched>>,
     /// For a run, the moves that are not complete, by `from`, and whether the storage has left the device.
     moves: Vec<(Move, bool)>,
     /// For a recording, a scope for each interval between events. Dropping them restores the peaks of enclosing scopes.
@@ -210,7 +216,7 @@ pub(super) struct Watch {
 }
 
 /// A storage that is saved for backward and observed.
-pub(super) struct Watched {
+struct Watched {
     /// Keeps the storage, but no node of the graph, as long as a saved handle does.
     handle: Saved,
     ordinal: usize,
@@ -221,7 +227,7 @@ pub(super) struct Watched {
 
 /// Lets the innermost watch on this thread observe a saved tensor, unless the tensor is a parameter or a view of one.
 pub(super) fn watch(saved: &mut Saved) {
-    let Some(watch) = SCOPES.with(|scopes| scopes.watch.borrow().clone()) else { return };
+    let Some(watch) = WATCH.with_borrow(Clone::clone) else { return };
     let tensor = &saved.tensor;
     let is_parameter = tensor.made_by.as_ref().is_some_and(|node| node.base(&tensor.layout).0.is_leaf());
     let mut state = lock(&watch);
@@ -229,26 +235,25 @@ pub(super) fn watch(saved: &mut Saved) {
         return;
     }
     let address = ptr::from_ref(tensor.storage.allocation()).addr();
-    let hook = state.by_address.get(&address).and_then(Weak::upgrade).unwrap_or_else(|| {
+    let watched = state.by_address.get(&address).and_then(Weak::upgrade).unwrap_or_else(|| {
         let handle = Saved::of(tensor.detach(), 0, None, None);
         let (ordinal, first) = (state.storages.len(), state.events);
-        let hook = Arc::new(SavedHook::Watched(Watched { handle, ordinal, first, watch: Arc::clone(&watch) }));
-        state.storages.push(Arc::downgrade(&hook));
-        state.by_address.insert(address, Arc::downgrade(&hook));
-        hook
+        let watched = Arc::new(Watched { handle, ordinal, first, watch: Arc::clone(&watch) });
+        state.storages.push(Arc::downgrade(&watched));
+        state.by_address.insert(address, Arc::downgrade(&watched));
+        watched
     });
     drop(state);
-    if let SavedHook::Watched(watched) = &**saved.hook.insert(hook) {
-        watched.note_event();
-    }
+    watched.note_event();
+    saved.hook = Some(Arc::new(SavedHook::Watched(watched)));
 }
 
 impl Watch {
     /// Runs `step` with this watch as the innermost one on the thread. Returns the watch, too.
     fn observe<R>(self, step: impl FnOnce() -> R) -> (R, Arc<Mutex<Watch>>) {
         let watch = Arc::new(Mutex::new(self));
-        let mut outer = SCOPES.with(|scopes| scopes.watch.replace(Some(Arc::clone(&watch))));
-        let _restore = OnDrop(|| drop(SCOPES.with(|scopes| scopes.watch.replace(outer.take()))));
+        let mut outer = WATCH.replace(Some(Arc::clone(&watch)));
+        let _restore = OnDrop(|| drop(WATCH.replace(outer.take())));
         (with_flag(|modes| &mut modes.saved_hooks, true, step), watch)
     }
 
@@ -276,10 +281,10 @@ impl Watch {
     }
 }
 
-impl Watched {
-    /// Counts an event: the storage is saved, or backward is about to use it. Carries out the moves that are due.
+impl WatchSaved for Watched {
+    /// Counts an event. Carries out the moves that are due.
     #[cold]
-    pub(super) fn note_event(&self) {
+    fn note_event(&self) {
         let mut watch = lock(&self.watch);
         let now = watch.events;
         watch.events += 1;
@@ -294,13 +299,15 @@ impl Watched {
         self.carry_out(&mut moves, now);
         lock(&self.watch).moves = moves;
     }
+}
 
+impl Watched {
     /// Starts the moves that are due at event `now`. A block that cannot move now is tried again at the next event.
     fn carry_out(&self, moves: &mut Vec<(Move, bool)>, now: usize) {
         let begin = |m: &Move, start: fn(&Storage) -> Result<bool>| {
-            let hook = lock(&self.watch).storages.get(m.ordinal).and_then(Weak::upgrade);
-            let Some(SavedHook::Watched(Watched { handle, .. })) = hook.as_deref() else { return false };
-            let storage = &handle.tensor.storage;
+            let watched = lock(&self.watch).storages.get(m.ordinal).and_then(Weak::upgrade);
+            let Some(watched) = watched else { return false };
+            let storage = &watched.handle.tensor.storage;
             block_bytes(storage) == m.bytes
                 && start(storage).unwrap_or_else(|error| {
                     tracing::warn!(%error, "a saved tensor could not be moved");

@@ -2,9 +2,8 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use super::budget::Watch;
 use crate::expr::philox::Seed;
 use crate::sync::OnDrop;
 use crate::{DType, Result, Tensor};
@@ -39,8 +38,6 @@ pub(super) struct Scopes {
     draws: RefCell<Vec<Vec<RandomSource>>>,
     /// The seeds that [`replay_draws`] has not returned yet.
     replayed: RefCell<Option<VecDeque<RandomSource>>>,
-    /// The innermost recording or run of a budget.
-    pub(super) watch: RefCell<Option<Arc<Mutex<Watch>>>>,
 }
 
 /// A function that [`queue_callback`](super::queue_callback) runs at the end of a backward pass.

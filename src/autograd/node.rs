@@ -6,7 +6,6 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use smallvec::SmallVec;
 
 use super::Context;
-use super::budget::Watched;
 use super::hooks::{Hooks, PostAccumulateHook};
 use crate::device::capture::is_capturing;
 use crate::sync::lock;
@@ -192,7 +191,13 @@ pub(crate) struct Saved {
 /// Code that runs when backward needs a saved tensor.
 pub(super) enum SavedHook {
     Packed(Packed),
-    Watched(Watched),
+    Watched(Arc<dyn WatchSaved>),
+}
+
+/// The observer of a saved storage.
+pub(super) trait WatchSaved: Send + Sync {
+    /// Handles an event of the storage: it is saved, or backward is about to use it.
+    fn note_event(&self);
 }
 
 impl Saved {

@@ -222,7 +222,7 @@ impl DeviceReport {
 }
 
 /// The environment variables of this crate.
-pub const VARIABLES: [&str; 16] = [
+pub const VARIABLES: [&str; 17] = [
     "CLAYSTONE_ALLOC_CONF",
     "CLAYSTONE_CACHE_DIR",
     "CLAYSTONE_CACHE_MAXSIZE",
@@ -238,6 +238,7 @@ pub const VARIABLES: [&str; 16] = [
     "CLAYSTONE_NO_CACHING",
     "CLAYSTONE_PROFILE",
     "CLAYSTONE_SNAPSHOT_ON_OOM",
+    "CLAYSTONE_SPILL_DIR",
     "CLAYSTONE_TUNING",
 ];
 
