@@ -18,7 +18,7 @@ enum Absent {
 }
 
 /// How often a block is brought back before its use fails, if other threads move it to the host again each time.
-const MAX_TRIES: usize = 64;
+pub(super) const MAX_TRIES: usize = 64;
 
 /// The value that stands for the result of a closure over simulated bytes that is not called.
 pub(crate) trait Uncalled {
@@ -69,7 +69,8 @@ impl Allocation {
     /// Brings the bytes back, and keeps the block from ever moving again.
     ///
     /// # Errors
-    /// Errors of [`bring_back`](Self::bring_back).
+    /// Errors of [`bring_back`](Self::bring_back). Even then the block never moves again once the bytes are back, because another thread
+    /// may have exported it meanwhile.
     pub(super) fn export_present(&self) -> Result<()> {
         self.block().into_iter().for_each(Block::export); // first, so that the block does not move to the host again
         self.bring_back().map(drop)
@@ -78,7 +79,13 @@ impl Allocation {
     /// Calls `f` with the block and its allocator. Returns false, without a call, if the block is not of the caching allocator.
     fn with_caching_allocator(&self, f: impl FnOnce(&CachingAllocator, &Block) -> Result<bool>) -> Result<bool> {
         let (Backing::Host(lease) | Backing::OpenCl(_, lease)) = &self.backing else { return Ok(false) };
-        find_allocator(lease.allocator()).map_or(Ok(false), |allocator| f(allocator, &lease.block))
+        match find_allocator(lease.allocator()) {
+            Some(allocator) => f(allocator, &lease.block),
+            None if lease.is_spilled() => {
+                Err(Error::invalid("storage", "no Allocator::inner returns the allocator that keeps it on the host"))
+            }
+            None => Ok(false),
+        }
     }
 
     /// Calls `lock` until the bytes are present under its lock, and brings them back in between.
@@ -92,8 +99,14 @@ impl Allocation {
             drop(guard);
             self.bring_back()?;
         }
+        Err(self.moved_again_error())
+    }
+
+    /// The error after [`MAX_TRIES`] tries to bring the bytes back.
+    #[cold]
+    pub(super) fn moved_again_error(&self) -> Error {
         let detail = "other threads need the memory of a tensor that is kept on the host".into();
-        Err(Error::OutOfMemory { device: self.device(), requested: self.nbytes(), detail })
+        Error::OutOfMemory { device: self.device(), requested: self.nbytes(), detail }
     }
 }
 

@@ -187,16 +187,22 @@ impl Storage {
     /// The slow path of [`cl`](Self::cl): copies spilled bytes back to the device, or returns an error that says why there is no buffer.
     #[cold]
     fn restore_spilled_or_fail(&self) -> Result<ClBlockLocation<'_>> {
-        if let Backing::OpenCl(_, lease) = &self.allocation().backing
-            && lease.is_spilled()
-        {
-            self.allocation().bring_back()?;
-            return self.cl();
-        }
-        if let Backing::OpenCl(driver, lease) = &self.allocation().backing
-            && let Some(location) = driver.simulated_location(&lease.block)?
-        {
-            return Ok(location);
+        if let Backing::OpenCl(driver, lease) = &self.allocation().backing {
+            for _ in 0..absent::MAX_TRIES {
+                self.allocation().bring_back()?;
+                if let Some(location) = driver.location(&lease.block) {
+                    return Ok(location);
+                }
+                if !lease.is_spilled() {
+                    break;
+                }
+            }
+            if let Some(location) = driver.simulated_location(&lease.block)? {
+                return Ok(location);
+            }
+            if lease.is_spilled() {
+                return Err(self.allocation().moved_again_error());
+            }
         }
         self.allocation().check_memory()?;
         Err(Error::invalid(
@@ -245,11 +251,11 @@ impl Storage {
         let mut values: Vec<T> = bytemuck::zeroed_vec(count); // for a large vector, the system maps zero pages and writes nothing
         advise_huge(&mut values);
         let range = self.checked_range("read", offset, count * size_of::<T>())?;
-        if count == 0 || self.read_spilled(range.clone(), bytemuck::cast_slice_mut(&mut values))? {
+        if count > 0 && self.is_simulated() {
+            self.read_simulated(range, bytemuck::cast_slice_mut(&mut values));
             return Ok(values);
         }
-        if self.is_simulated() {
-            self.read_simulated(range, bytemuck::cast_slice_mut(&mut values));
+        if count == 0 || self.read_spilled(range, bytemuck::cast_slice_mut(&mut values))? {
             return Ok(values);
         }
         let from = self.location_to_read()?;

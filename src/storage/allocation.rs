@@ -9,8 +9,9 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock, RwLock};
 
-use super::allocator::Allocator;
+use super::allocator::{Allocator, find_allocator};
 use super::block::{ALIGNMENT, Block, ReaderCount};
+use super::caching::CachingAllocator;
 use super::driver::MemoryKind;
 use super::driver::host::HostMemory;
 use super::driver::opencl::OpenCl;
@@ -436,6 +437,10 @@ impl Lease {
         // A user's allocator is not trusted: its block is checked, because a wrong block would make later reads and writes unsound.
         if !is_built_in && !satisfies_request(&block, device, bytes) {
             return Err(reject_block(allocator, block, device, bytes));
+        }
+        // Only the caching allocator that made a block can bring it back from the host.
+        if !is_built_in && block.is_in_table() && find_allocator::<CachingAllocator>(allocator).is_none() {
+            block.export();
         }
         if profiler::is_on() {
             report_change_to_profiler(allocator, block.size() as i64);

@@ -215,6 +215,11 @@ impl Block {
         (self.entry_and_flags & OWN_SLOT_FLAG != 0).then(|| unsafe { self.slot.cast::<OwnedSlot>().as_ref() })
     }
 
+    /// True if the block's slot is in an allocator's table, so that the block may move.
+    pub(super) fn is_in_table(&self) -> bool {
+        self.entry_and_flags & OWN_SLOT_FLAG == 0
+    }
+
     /// Makes a block from the `size` bytes at `offset` in this block, for allocators that wrap others. The new block
     /// owns this block, which no longer moves; [`into_parent_block`](Block::into_parent_block) gives this block back.
     ///

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::super::guard::guard_violations;
+use super::super::scope::with_allocator;
 use super::super::{CachingAllocator, GuardAllocator, LoggingAllocator, Sim, SimOptions, TraceAction};
 use super::*;
 
@@ -114,6 +115,42 @@ fn a_wrapper_behaves_like_the_wrapped_allocator() {
         outer.empty_cache().unwrap();
         assert_eq!(sim.committed(), 0);
     }
+}
+
+/// A wrapper without the method `inner`.
+#[derive(Debug)]
+struct Hiding(CachingAllocator);
+
+impl Allocator for Hiding {
+    fn device(&self) -> Device {
+        self.0.device()
+    }
+
+    fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
+        self.0.allocate(bytes, stream)
+    }
+
+    fn deallocate(&self, block: Block) {
+        self.0.deallocate(block);
+    }
+
+    fn record_stream(&self, block: &Block, stream: StreamId) {
+        self.0.record_stream(block, stream);
+    }
+}
+
+#[test]
+fn a_block_stays_in_place_if_its_caching_allocator_is_hidden() {
+    let caching = || CachingAllocator::new(driver(Device::Cpu).unwrap(), "spill:disk".parse().unwrap()).unwrap();
+    let zeros = |allocator: Arc<dyn Allocator>| {
+        with_allocator(Device::Cpu, allocator, || crate::Tensor::zeros(1000, Device::Cpu)).unwrap()
+    };
+    let [hidden, wrapped] = [zeros(Arc::new(Hiding(caching()))), zeros(Arc::new(MinimalWrapper(Arc::new(caching()))))];
+    assert_eq!([&hidden, &wrapped].map(|x| x.storage().evict().unwrap()), [false, true]);
+    assert_eq!(
+        [&hidden, &wrapped].map(|x| x.storage().allocation().block().unwrap().slot().is_exported()),
+        [true, false]
+    );
 }
 
 #[test]

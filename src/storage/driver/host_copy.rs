@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::slice;
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::{process, slice};
 
 use super::staging::{self, PinnedBytes};
 use super::{At, Driver, Memory, MemoryKind};
@@ -32,8 +32,7 @@ fn transfer_pinned(pinned: &PinnedBytes, bytes: usize, (memory, offset): At<'_>,
     let MemoryKind::OpenCl(buffer) = &memory.0 else {
         return Err(Error::invalid("spill", "pinned memory is for OpenCL buffers"));
     };
-    pinned.enqueue(pinned.start(), bytes, (buffer, offset), written)?;
-    pinned.wait_and_check(true)
+    pinned.transfer(bytes, (buffer, offset), written)
 }
 
 /// The error if the host has no room for a copy of `bytes` bytes.
@@ -68,7 +67,7 @@ impl HostCopy {
             return Ok(HostCopy::Heap(Box::default())); // the driver only counts the copies
         }
         if spill == Spill::Disk {
-            return Ok(HostCopy::File(SpillFile::of_process()?.allocate(bytes)));
+            return SpillFile::of_process()?.allocate(bytes).map(HostCopy::File);
         }
         if matches!(from.0, MemoryKind::OpenCl(_))
             && !shares_host_memory(driver.device())
@@ -124,9 +123,7 @@ impl HostCopy {
             _ if self.is_simulated() => to.fill(0),
             HostCopy::Heap(bytes) => copy(to, &bytes[at..][..to.len()]),
             HostCopy::Pinned(pinned, bytes) => {
-                pinned.wait_and_check(false)?;
-                // SAFETY: the pinned memory has this many initialised bytes. No transfer writes to them, as was checked just now, and
-                // none begins before the block's lock, which the caller holds for reading, is released.
+                // SAFETY: the pinned memory has this many initialised bytes. The only transfer that writes to them is over: see `fill`.
                 copy(to, &unsafe { slice::from_raw_parts(pinned.start().as_ptr(), *bytes) }[at..][..to.len()]);
             }
             HostCopy::File(range) => range.read(at, to)?,
@@ -135,25 +132,34 @@ impl HostCopy {
     }
 }
 
-/// The file of this process for spilled blocks, and the end of each range in use by its start, in bytes. The file has no name, so the
-/// system removes it when the process ends.
-struct SpillFile(Mutex<(File, BTreeMap<u64, u64>)>);
+/// The file of this process for spilled blocks, the end of each range in use by its start, in bytes, and the process's number. The file
+/// has no name, so the system removes it when the process ends. A forked process must not use the file: the process that made it goes
+/// on freeing and reusing the ranges.
+pub(in crate::storage) struct SpillFile(Mutex<(File, BTreeMap<u64, u64>)>, u32);
 
 impl SpillFile {
-    /// Returns the file, which the first call creates in the directory `CLAYSTONE_SPILL_DIR`.
-    fn of_process() -> Result<&'static SpillFile> {
+    /// Returns the file, which the first call creates in the directory `CLAYSTONE_SPILL_DIR`. If that call fails, so do all later ones.
+    pub(in crate::storage) fn of_process() -> Result<&'static SpillFile> {
         static FILE: OnceLock<io::Result<SpillFile>> = OnceLock::new();
         let create = || {
             let directory = std::env::var_os("CLAYSTONE_SPILL_DIR").filter(|name| !name.is_empty());
             let file = tempfile::tempfile_in(directory.map_or_else(std::env::temp_dir, Into::into))?;
-            Ok(SpillFile(Mutex::new((file, BTreeMap::new()))))
+            Ok(SpillFile(Mutex::new((file, BTreeMap::new())), process::id()))
         };
         FILE.get_or_init(create).as_ref().map_err(|e| no_room(0, &format!(": CLAYSTONE_SPILL_DIR: {e}")))
     }
 
+    /// Locks the file, unless this process was forked from the one that made the file.
+    fn lock(&self) -> io::Result<MutexGuard<'_, (File, BTreeMap<u64, u64>)>> {
+        let is_own = process::id() == self.1;
+        is_own
+            .then(|| lock(&self.0))
+            .ok_or_else(|| io::Error::other("it belongs to the process that this one was forked from"))
+    }
+
     /// Takes the first free range with room for `bytes` bytes.
-    fn allocate(&'static self, bytes: usize) -> FileRange {
-        let (_, used) = &mut *lock(&self.0);
+    fn allocate(&'static self, bytes: usize) -> Result<FileRange> {
+        let (_, used) = &mut *self.lock().map_err(|e| no_room(bytes, &format!(" to the file: {e}")))?;
         let (length, mut start) = ((bytes as u64).next_multiple_of(FILE_UNIT_BYTES), 0);
         for (&next, &end) in &*used {
             if next - start >= length {
@@ -162,7 +168,7 @@ impl SpillFile {
             start = end;
         }
         used.insert(start, start + length);
-        FileRange { file: self, start, bytes }
+        Ok(FileRange { file: self, start, bytes })
     }
 }
 
@@ -176,13 +182,13 @@ pub(crate) struct FileRange {
 impl FileRange {
     /// Calls `f` with each offset and a buffer for the piece there.
     fn for_each_piece(&self, mut f: impl FnMut(usize, &mut [u8]) -> Result<()>) -> Result<()> {
-        let mut buffer = vec![0; PIECE_BYTES.min(self.bytes)];
+        let mut buffer = zeroed(PIECE_BYTES.min(self.bytes))?;
         (0..self.bytes).step_by(PIECE_BYTES).try_for_each(|at| f(at, &mut buffer[..PIECE_BYTES.min(self.bytes - at)]))
     }
 
     /// Calls `f` with the file at offset `at` of the range.
     fn with_file(&self, at: usize, f: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
-        let (file, _) = &mut *lock(&self.file.0);
+        let (file, _) = &mut *self.file.lock()?;
         file.seek(SeekFrom::Start(self.start + at as u64)).and_then(|_| f(file))
     }
 
@@ -198,7 +204,8 @@ impl FileRange {
 
 impl Drop for FileRange {
     fn drop(&mut self) {
-        let (file, used) = &mut *lock(&self.file.0);
+        let Ok(mut locked) = self.file.lock() else { return };
+        let (file, used) = &mut *locked;
         used.remove(&self.start);
         if used.range(self.start..).next().is_none() {
             let _ = file.set_len(used.values().next_back().copied().unwrap_or(0)); // the rest of the file is not needed
@@ -215,13 +222,13 @@ mod tests {
     #[test]
     fn ranges_of_the_file_do_not_overlap_and_are_reused() {
         let file: &'static SpillFile =
-            Box::leak(Box::new(SpillFile(Mutex::new((tempfile::tempfile().unwrap(), BTreeMap::new())))));
+            Box::leak(Box::new(SpillFile(Mutex::new((tempfile::tempfile().unwrap(), BTreeMap::new())), process::id())));
         let (mut ranges, mut state) = (Vec::<FileRange>::new(), 7u64);
         for _ in 0..2000 {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let random = (state >> 33) as usize;
             if ranges.is_empty() || ranges.len() < 40 && !random.is_multiple_of(3) {
-                ranges.push(file.allocate(1 + random % 40_000));
+                ranges.push(file.allocate(1 + random % 40_000).unwrap());
             } else {
                 ranges.swap_remove(random % ranges.len());
             }
@@ -268,9 +275,21 @@ mod tests {
     }
 
     #[test]
+    fn a_forked_process_leaves_the_file_alone() {
+        let file =
+            SpillFile(Mutex::new((tempfile::tempfile().unwrap(), BTreeMap::from([(0, 4096)]))), process::id() + 1);
+        let file: &'static SpillFile = Box::leak(Box::new(file));
+        assert!(file.allocate(1).is_err());
+        let range = FileRange { file, start: 0, bytes: 1 };
+        assert!(range.write(0, &[1]).is_err() && range.read(0, &mut [0]).is_err());
+        drop(range);
+        assert_eq!(lock(&file.0).1.len(), 1);
+    }
+
+    #[test]
     fn the_file_holds_what_was_written() {
         let file = SpillFile::of_process().unwrap();
-        let ranges: Vec<FileRange> = [5_000_000, 1, 4096].map(|bytes| file.allocate(bytes)).into();
+        let ranges: Vec<FileRange> = [5_000_000, 1, 4096].map(|bytes| file.allocate(bytes).unwrap()).into();
         for (range, byte) in ranges.iter().zip(1..) {
             range
                 .for_each_piece(|at, piece| {

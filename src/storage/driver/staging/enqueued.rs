@@ -78,6 +78,22 @@ impl PinnedBytes {
         Ok(())
     }
 
+    /// Transfers the first `n` bytes like [`enqueue`](Self::enqueue), but waits, and reports a failure only to the caller. Afterwards the
+    /// transfer is over, or the device is lost.
+    pub(in crate::storage) fn transfer(&self, n: usize, place: ClAt<'_>, written: bool) -> Result<()> {
+        let (device, stream, start) = (self.opened, self.opened.current_stream(), self.start());
+        assert!(n <= self.block.bytes(), "bytes of other memory");
+        // SAFETY: the range is `n` bytes of this block, which only the caller uses. The bytes stay valid until the transfer is over,
+        // because they are never freed if the device is lost.
+        let started = unsafe {
+            match written {
+                true => device.start_read(stream, place, start, n),
+                false => device.start_write(stream, start, place, n),
+            }
+        };
+        started.and_then(|event| device.wait(&event)).inspect_err(|_| _ = device.drain_stream(stream))
+    }
+
     /// Waits for enqueued transfers that write the bytes and, before the caller writes the bytes (`written`), for transfers that read them.
     pub(super) fn wait_for_enqueued(&self, written: bool) -> Result<()> {
         let conflicting = |transfer: &&EnqueuedTransfer| written || transfer.written;
