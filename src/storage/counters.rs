@@ -242,6 +242,12 @@ impl Counters {
         (a.active(1) + b.active(1) + self.thread_cache[0][1]).max(0) as u64
     }
 
+    /// Returns the active bytes that are in the device's memory.
+    #[inline(always)]
+    pub(super) fn active_bytes_on_device(&self) -> u64 {
+        self.active_bytes().saturating_sub(self.spilled_bytes.current)
+    }
+
     pub(super) fn allocated_bytes(&self) -> u64 {
         self.pools.iter().map(|pool| pool.live[1].current()).sum::<i64>() as u64
     }
@@ -423,6 +429,7 @@ impl Counters {
         }
         self.oversize_allocations.peak = self.oversize_allocations.peak.max(to.oversize_allocations.peak);
         self.oversize_segments.peak = self.oversize_segments.peak.max(to.oversize_segments.peak);
+        self.spilled_bytes.peak = self.spilled_bytes.peak.max(to.spilled_bytes.peak);
     }
 
     pub(super) fn reset_accumulated(&mut self) {

@@ -18,8 +18,9 @@ use std::sync::{Arc, Mutex, MutexGuard as PageGuard};
 
 use super::super::allocator::Allocator;
 use super::super::block::Block;
-use super::super::config::Config;
-use super::super::driver::{Driver, Failure, host_copy};
+use super::super::config::{Config, Spill};
+use super::super::driver::host_copy::{self, SpillFile};
+use super::super::driver::{Driver, Failure};
 use super::super::history::TraceAction;
 use super::super::hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration, register};
 use super::super::images::desc::OtherMemory;
@@ -32,7 +33,7 @@ use super::policy::{Growth, MAX_IDLE_QUERIES, MAX_RESERVED_BYTES, MAX_SYNC_ATTEM
 use super::report::Report;
 use super::sync::MutexGuard;
 use super::{CachingAllocator, Core};
-use crate::device::{StreamId, lock};
+use crate::device::{StreamId, lock, log};
 use crate::{Error, Result};
 
 /// The recovery steps, from the cheapest to the most expensive.
@@ -182,9 +183,10 @@ impl CachingAllocator {
         let found = self.run_recovery_steps(request, &mut recovery);
         // The message is logged last, because a subscriber may allocate and some steps hold locks.
         if let Some((what, bytes)) = recovery.growth_message {
-            tracing::debug!(device = %self.driver.device(), bytes, "{what}");
+            let device = self.driver.device();
+            log::emit(move || tracing::debug!(%device, bytes, "{what}"));
         }
-        found?.ok_or_else(|| self.out_of_memory(request, recovery.failure))
+        found?.ok_or_else(|| self.out_of_memory(request, recovery))
     }
 
     /// Tries the recovery steps until one serves the request.
@@ -315,7 +317,7 @@ impl CachingAllocator {
     }
 
     /// Records the failed request, notifies the observers, and builds the error.
-    fn out_of_memory(&self, request: &Request, failure: Option<Failure>) -> Error {
+    fn out_of_memory(&self, request: &Request, OomRecovery { failure, is_return, .. }: OomRecovery) -> Error {
         let config = &self.rules.config;
         let report = {
             let mut core = self.lock_with_stats();
@@ -343,16 +345,23 @@ impl CachingAllocator {
                 could_grow: !config.expandable_segments && self.driver.page() > 0,
             }
         };
-        self.hooks.notify_observers(|| OutOfMemoryEvent {
-            device: self.driver.device(),
-            requested: request.bytes,
-            allowed: report.limit,
-            device_free: report.capacity.saturating_sub(report.stats.reserved_bytes.current + report.elsewhere),
-        });
+        if !is_return {
+            self.hooks.notify_observers(|| OutOfMemoryEvent {
+                device: self.driver.device(),
+                requested: request.bytes,
+                allowed: report.limit,
+                device_free: report.capacity.saturating_sub(report.stats.reserved_bytes.current + report.elsewhere),
+            });
+        }
         if matches!(failure, Some(Failure::TooBig)) {
             return self.too_large(request.bytes);
         }
-        let detail = report.to_string();
+        let mut detail = report.to_string();
+        if config.spill == Spill::Disk
+            && let Err(Error::OutOfMemory { detail: why, .. }) = SpillFile::of_process()
+        {
+            detail = format!("{detail}. {why}");
+        }
         Error::OutOfMemory { device: self.driver.device(), requested: request.bytes, detail }
     }
 
@@ -449,7 +458,7 @@ impl CachingAllocator {
             return core;
         }
         let now = self.clock.now();
-        let (ticks, active) = (core.heap.ticks, core.heap.stats.active_bytes());
+        let (ticks, active) = (core.heap.ticks, core.heap.stats.active_bytes_on_device());
         let due = core.decay.is_due(now);
         if due {
             core.heap.record_segment_ends();

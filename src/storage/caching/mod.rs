@@ -393,7 +393,7 @@ impl Core {
         if self.spills {
             advance_use_clock();
         }
-        let active = self.heap.stats.active_bytes() + request.size as u64;
+        let active = self.heap.stats.active_bytes_on_device() + request.size as u64;
         self.growth.record_active(active, self.heap.ticks);
         self.decay.record_active(active);
     }

@@ -56,6 +56,7 @@ impl CachingAllocator {
         let kinds = [request.kind, if recovery.is_return { request.kind } else { request.kind.opposite() }];
         let find = |recovery: &mut OomRecovery| -> Result<Option<Block>> {
             self.wait_for_streams(request)?;
+            self.free_spilled();
             let mut core = self.lock_with_stats();
             let mut search = |kind| core.search_best_fit(self.number, &Request { kind, ..*request }, true);
             if let Some(block) = kinds.into_iter().find_map(&mut search) {
@@ -93,6 +94,7 @@ impl CachingAllocator {
             return Ok(false);
         }
         let _compaction_lock = self.lock_compaction();
+        self.free_spilled();
         let mut core = self.lock_with_stats();
         let fits = core.heap.segment_of(block.id()).pool == 0 && block.size() as u64 <= core.spill_room(0);
         let stream = core.heap.arena_of_block(block.id()).stream;
@@ -102,9 +104,9 @@ impl CachingAllocator {
         self.move_to_host(vec![victim], stream)
     }
 
-    /// Moves blocks to the host, and gives the freed memory to a stream. Returns false, with every block in its place, if the host has
-    /// no room.
-    fn move_to_host(&self, victims: Vec<Move<'_>>, stream: StreamId) -> Result<bool> {
+    /// Moves blocks to the host until the host has no room, and gives the freed memory to a stream. The other blocks stay. Returns whether
+    /// any block has moved.
+    fn move_to_host(&self, mut victims: Vec<Move<'_>>, stream: StreamId) -> Result<bool> {
         let copy = |m: &Move<'_>| {
             let at = (m.from.0.memory(), m.from.1);
             self.retry(MAX_TRIES, || {
@@ -113,25 +115,23 @@ impl CachingAllocator {
                 unsafe { copy.fill(&*self.driver, at) }.map(|()| copy)
             })
         };
-        let copied = self.wait_for_all().and_then(|()| victims.iter().map(copy).collect::<Result<Vec<_>>>());
+        let mut copies = Vec::new();
+        let mut copy_all = || victims.iter().try_for_each(|m| copy(m).map(|copy| copies.push(copy)));
+        let copied = self.wait_for_all().and_then(|()| copy_all());
+        let (staying, any) = (victims.split_off(copies.len()), !copies.is_empty());
+        let mut core = self.lock_with_stats();
+        for gap in self.keep_on_host(&mut core, victims.into_iter().zip(copies)) {
+            core.heap.unfreeze_for(gap, stream); // the device is idle, so any stream may use the bytes
+        }
+        core.unlock_moved_blocks(staying, []);
+        drop(core);
+        self.free_spilled(); // the blocks that their owners freed during the copies
         match copied {
-            Ok(copies) => {
-                let mut core = self.lock_with_stats();
-                for gap in self.keep_on_host(&mut core, victims.into_iter().zip(copies)) {
-                    core.heap.unfreeze_for(gap, stream); // the device is idle, so any stream may use the bytes
-                }
-                Ok(true)
+            Err(Error::OutOfMemory { device: Device::Cpu, detail, .. }) => {
+                log::emit(move || tracing::warn!(detail, "not all blocks move to the host"));
+                Ok(any)
             }
-            Err(error) => {
-                self.lock().unlock_moved_blocks(victims, []);
-                match error {
-                    Error::OutOfMemory { device: Device::Cpu, detail, .. } => {
-                        log::emit(move || tracing::warn!(detail, "no block moves to the host"));
-                        Ok(false)
-                    }
-                    other => Err(add_detail(other, "spilling")),
-                }
-            }
+            other => other.map(|()| any).map_err(|error| add_detail(error, "spilling")),
         }
     }
 
@@ -186,13 +186,15 @@ impl CachingAllocator {
     /// Copies a block from the host to memory allocated for it as for any request. Unless `recovers`, the call returns false if the
     /// device has no memory now.
     fn bring_back(&self, (block, request): Return<'_>, recovers: bool) -> Result<bool> {
+        let _messages = log::defer(); // until the block is unlocked, because a subscriber may use it
         let found = self.lock_with_stats().search_best_fit(self.number, &request, true);
         let place = match found {
             Some(place) => Ok(Some(place)),
             None if recovers => self.recover_memory(&request, OomRecovery::for_return()).map(Some),
             None => self.grow(&request, true, &mut OomRecovery::default()),
         };
-        let place = place.map_err(|error| match error {
+        // Compactions by other threads leave an exported block alone. The flag is cleared when the entry serves another request.
+        let place = place.inspect(|place| place.iter().for_each(Block::export)).map_err(|error| match error {
             Error::OutOfMemory { device, detail, .. } => Error::OutOfMemory {
                 device,
                 requested: request.size,
@@ -257,6 +259,10 @@ impl Core {
     fn candidates<'a>(&mut self) -> Vec<Candidate<'a>> {
         let live: Vec<u32> = self.heap.blocks_of_pool(0, Use::Live).collect();
         let candidate = |id: u32| {
+            // A thread's cache may keep a freed block of this size, and hand it out while it moves.
+            if self.heap.entry(id).arena() == 0 && self.heap.entry(id).size() <= self.largest_cached {
+                return None;
+            }
             let block = self.lock_idle(id)?;
             // A block that was never used has no contents. Its owner may be about to keep it in its place.
             let age = if self.spills { block.slot.age()? } else { 0 };

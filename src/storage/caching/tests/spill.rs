@@ -83,6 +83,9 @@ fn the_least_recently_used_block_makes_room_and_returns_when_it_is_used() {
         let s = allocator.stats();
         assert_eq!((s.spilled_bytes.current, s.allocated_bytes.current, sim.committed()), (0, 0, 0));
         assert_eq!(allocator.lock().heap.segments().count(), 0);
+        allocator.reset_peak_stats();
+        allocator.raise_peaks(&s);
+        assert_eq!(allocator.stats().spilled_bytes.peak, 32 << 20);
     }
 }
 
@@ -179,6 +182,34 @@ fn the_limit_bounds_the_spilled_bytes_and_the_error_names_it() {
     assert_eq!(check(&sim, &allocator, &blocks), [true, false, false, false]);
     allocator.restore(&blocks[0]).unwrap();
     assert_eq!(check(&sim, &allocator, &blocks), [false; 4]);
+    free_all(&allocator, blocks);
+}
+
+#[test]
+fn host_copies_of_freed_blocks_do_not_count_towards_the_limit() {
+    let (sim, allocator) = spilling(64, "spill:host,spill_limit_mb:20");
+    let mut blocks = tagged(&sim, &allocator, &[16, 16, 16, 16]);
+    let freed = blocks.pop().unwrap();
+    assert!(allocator.evict(&freed).unwrap());
+    sim.check_tag(sim.stream(1), &blocks[0], 1).unwrap();
+    allocator.record_stream(&freed, sim.stream(1));
+    allocator.deallocate(freed); // pending, because the other stream is not done
+    blocks.push(take(&allocator, 16 * MIB));
+    sim.write_tag(HOME, &blocks[3], 4).unwrap();
+    blocks.push(take(&allocator, 16 * MIB));
+    sim.write_tag(HOME, &blocks[4], 5).unwrap();
+    assert_eq!(check(&sim, &allocator, &blocks).into_iter().filter(|&on_host| on_host).count(), 1);
+    free_all(&allocator, blocks);
+}
+
+#[test]
+fn blocks_that_thread_caches_would_keep_move_only_if_they_are_evicted() {
+    let (sim, allocator) = spilling(8, "spill:host,thread_cache_kb:16384"); // keeps blocks of up to 1 MiB
+    let blocks = tagged(&sim, &allocator, &[1, 1, 4]);
+    assert!(allocator.allocate(7 * MIB, HOME).is_err());
+    assert_eq!(check(&sim, &allocator, &blocks)[..2], [false; 2]);
+    assert!(allocator.evict(&blocks[0]).unwrap());
+    assert_eq!(check(&sim, &allocator, &blocks)[..2], [true, false]);
     free_all(&allocator, blocks);
 }
 
