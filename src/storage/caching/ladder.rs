@@ -264,6 +264,7 @@ impl CachingAllocator {
                 self.release_pages(0, 0);
                 return self.grow(request, true, recovery);
             }
+            RecoveryStep::Compact if self.spills_first(request) => {}
             RecoveryStep::Compact => return self.compact_for(request, recovery),
             RecoveryStep::Spill => return self.spill_for(request, recovery),
             RecoveryStep::OtherKind => {

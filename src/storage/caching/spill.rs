@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::super::allocator::Allocator;
 use super::super::block::{Block, Slot};
 use super::super::config::Spill;
-use super::super::driver::host_copy::HostCopy;
+use super::super::driver::host_copy::{self, HostCopy};
 use super::super::driver::{At, Memory, MemoryKind};
 use super::super::history::TraceAction;
 use super::super::segment::Segment;
@@ -68,23 +68,38 @@ impl CachingAllocator {
             self.release_pages(0, 0);
             self.grow(request, true, recovery)
         };
+        let compact = |recovery: &mut OomRecovery| -> Result<Option<Block>> {
+            let found = self.compact_locked(request, recovery)?;
+            found.map_or_else(|| find(recovery), |block| Ok(Some(block)))
+        };
         let _compaction_lock = self.lock_compaction();
+        let (compaction, spills_first) = (self.rules.config.compaction, self.spills_first(request));
         for attempt in 0.. {
             if let Some(block) = find(recovery)? {
                 return Ok(Some(block));
             }
-            if attempt > 0 && self.rules.config.compaction {
-                let found = self.compact_locked(request, recovery)?;
-                if let Some(block) = found.map_or_else(|| find(recovery), |block| Ok(Some(block)))? {
-                    return Ok(Some(block));
-                }
+            let compacts = compaction && !spills_first;
+            if compacts
+                && attempt > 0
+                && let Some(block) = compact(recovery)?
+            {
+                return Ok(Some(block));
             }
-            let victims = self.drain_caches().choose_victims(request, recovery.is_return, attempt);
+            let victims = self.drain_caches().choose_victims(request, recovery.is_return, compacts, attempt);
             if victims.is_empty() || !self.move_to_host(victims, request.stream)? {
-                return Ok(None);
+                break;
             }
         }
-        Ok(None)
+        if compaction && spills_first { compact(recovery) } else { Ok(None) }
+    }
+
+    /// True if blocks move to the host before live blocks move together. If the device has memory of its own, compaction takes several
+    /// times longer, because most blocks change segments.
+    pub(super) fn spills_first(&self, request: &Request) -> bool {
+        self.rules.config.spill != Spill::Off
+            && request.pool == 0
+            && !host_copy::shares_host_memory(self.driver.device())
+            && !capture::is_capturing(self.driver.device())
     }
 
     /// Moves a block to the host now, whether the configuration says `spill` or not. Returns false if the block is there already or has
@@ -302,10 +317,17 @@ impl Core {
     /// Chooses and locks blocks that make room for the request when they have moved to the host, least recently used first; large blocks
     /// come before small ones. Empty if there are none. Prefers blocks that are neighbours, so that their range serves the request. Otherwise
     /// enough blocks are chosen that the free memory suffices in total, and more with each attempt. A block that returns (`is_return`)
-    /// frees its bytes on the host, so that two blocks can change places at the limit.
-    fn choose_victims<'a>(&mut self, request: &Request, is_return: bool, attempt: u32) -> Vec<Move<'a>> {
+    /// frees its bytes on the host, so that two blocks can change places at the limit. Free blocks count as room if compaction follows
+    /// (`compacts`).
+    fn choose_victims<'a>(
+        &mut self,
+        request: &Request,
+        is_return: bool,
+        compacts: bool,
+        attempt: u32,
+    ) -> Vec<Move<'a>> {
         let mut left = self.spill_room(if is_return { request.size } else { 0 });
-        let have = self.available_bytes(self.rules.config.compaction);
+        let have = self.available_bytes(compacts);
         let wanted = (request.size as u64).saturating_sub(have).max(1).saturating_mul(1 << attempt.min(20));
         let mut candidates = self.candidates();
         candidates.sort_by_key(|(block, age)| (block.size < MIN_SPILLED_BYTES, Reverse(*age)));
@@ -363,7 +385,7 @@ impl Core {
     /// Moves a locked block into its own segment on the host. Returns its old range, a frozen block.
     fn spill(&mut self, block: Move<'_>, copy: HostCopy) -> u32 {
         let id = block.id;
-        let segment = Arc::new(Segment::new(Memory(MemoryKind::Spilled(copy)), block.size));
+        let segment = Arc::new(Segment::new(Memory(MemoryKind::Spilled(Box::new(copy))), block.size));
         let cached = matches!(self.moving.get(&id), Some(AfterMove::Uncache));
         if !cached {
             self.heap.record_free(id, block.slot.requested());

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::{process, slice};
 
 use super::staging::{self, PinnedBytes};
-use super::{At, Driver, Memory, MemoryKind};
+use super::{At, Driver, Memory, MemoryKind, SpilledBytes};
 use crate::device::cpu::bulk::copy;
 use crate::device::cpu::huge_pages::advise_huge;
 use crate::device::{DeviceInfo, DeviceKind, lock};
@@ -78,11 +78,6 @@ impl HostCopy {
         zeroed(bytes).map(HostCopy::Heap)
     }
 
-    /// True if the copy is of simulated memory without contents.
-    pub(in crate::storage) fn is_simulated(&self) -> bool {
-        matches!(self, HostCopy::Heap(bytes) if bytes.is_empty())
-    }
-
     /// Fills the copy from the device, and waits.
     ///
     /// # Safety
@@ -99,26 +94,14 @@ impl HostCopy {
             }),
         }
     }
+}
 
-    /// Writes the copy to the device, and waits.
-    ///
-    /// # Safety
-    /// The conditions of [`Driver::write`] hold for `to` and as many bytes as the copy has. All work on them is done.
-    pub(in crate::storage) unsafe fn write_to(&self, driver: &dyn Driver, to: At<'_>) -> Result<()> {
-        match self {
-            // SAFETY: the caller promises what `write` requires.
-            HostCopy::Heap(bytes) => unsafe { driver.write(bytes, to) },
-            HostCopy::Pinned(pinned, bytes) => transfer_pinned(pinned, *bytes, to, false),
-            HostCopy::File(range) => range.for_each_piece(|at, piece| {
-                range.read(at, piece)?;
-                // SAFETY: as above.
-                unsafe { driver.write(piece, (to.0, to.1 + at)) }
-            }),
-        }
+impl SpilledBytes for HostCopy {
+    fn is_simulated(&self) -> bool {
+        matches!(self, HostCopy::Heap(bytes) if bytes.is_empty())
     }
 
-    /// Copies the bytes from `at` on to the slice.
-    pub(in crate::storage) fn read(&self, at: usize, to: &mut [u8]) -> Result<()> {
+    fn read(&self, at: usize, to: &mut [u8]) -> Result<()> {
         match self {
             _ if self.is_simulated() => to.fill(0),
             HostCopy::Heap(bytes) => copy(to, &bytes[at..][..to.len()]),
@@ -129,6 +112,19 @@ impl HostCopy {
             HostCopy::File(range) => range.read(at, to)?,
         }
         Ok(())
+    }
+
+    unsafe fn write_to(&self, driver: &dyn Driver, to: At<'_>) -> Result<()> {
+        match self {
+            // SAFETY: the caller promises what `write` requires.
+            HostCopy::Heap(bytes) => unsafe { driver.write(bytes, to) },
+            HostCopy::Pinned(pinned, bytes) => transfer_pinned(pinned, *bytes, to, false),
+            HostCopy::File(range) => range.for_each_piece(|at, piece| {
+                range.read(at, piece)?;
+                // SAFETY: as above.
+                unsafe { driver.write(piece, (to.0, to.1 + at)) }
+            }),
+        }
     }
 }
 

@@ -50,7 +50,6 @@ use crate::device::opencl::{ClBuffer, ClEvent, ClImage};
 pub use crate::storage::images::{ImageDesc, ImageFormat};
 use crate::{Device, Error, Result};
 use host::HostMemory;
-use host_copy::HostCopy;
 pub use registry::driver;
 pub use sim::{Call, Sim, SimOptions};
 use sim::{SimMarker, SimMemory};
@@ -99,6 +98,21 @@ impl fmt::Display for Failure {
 /// An owned range of a device's memory. The memory is released on drop; errors of the release are ignored.
 pub struct Memory(pub(crate) MemoryKind);
 
+/// The bytes of a block outside its device.
+pub(crate) trait SpilledBytes: Send + Sync {
+    /// True if the bytes are of simulated memory without contents.
+    fn is_simulated(&self) -> bool;
+
+    /// Copies the bytes from `at` on to the slice.
+    fn read(&self, at: usize, to: &mut [u8]) -> Result<()>;
+
+    /// Writes the bytes to the device, and waits.
+    ///
+    /// # Safety
+    /// The conditions of [`Driver::write`] hold for `to` and the number of bytes. All work on them is done.
+    unsafe fn write_to(&self, driver: &dyn Driver, to: At<'_>) -> Result<()>;
+}
+
 pub(crate) enum MemoryKind {
     Host(HostMemory),
     OpenCl(ClBuffer),
@@ -107,7 +121,7 @@ pub(crate) enum MemoryKind {
     /// Memory of a user's driver.
     Custom(Box<dyn Any + Send + Sync>),
     /// A block's bytes, spilled to the host until the device has memory for them.
-    Spilled(HostCopy),
+    Spilled(Box<dyn SpilledBytes>),
     /// No memory any more: the segment was released while its blocks were spilled.
     Released,
 }
