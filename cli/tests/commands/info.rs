@@ -109,7 +109,7 @@ fn report_contains_every_environment_variable() {
             }
         }
     }
-    let tests = ["CLAYSTONE_REQUIRE_OPENCL", "CLAYSTONE_MUTATIONS"];
+    let tests = ["CLAYSTONE_REQUIRE_OPENCL", "CLAYSTONE_MUTATIONS", "CLAYSTONE_TEST_OPERATIONS"];
     assert!(read.len() >= 7, "{read:?}");
     for name in read.iter().filter(|name| !tests.contains(&name.as_str())) {
         assert!(variables.iter().any(|variable| variable["name"] == name.as_str()), "{name}");
