@@ -48,7 +48,10 @@ pub fn run(
     memory: &Memory,
 ) -> Result<()> {
     let mut losses = (0..WARM_UP_STEPS).map(&mut step).collect::<Result<Vec<_>>>()?;
-    let ms = time(device, steps, |number| Ok(losses.push(step(number)?)))?;
+    let ms = time(device, steps, |number| {
+        losses.push(step(number)?);
+        Ok(())
+    })?;
     let losses = Tensor::stack(&losses.iter().collect::<Vec<_>>(), 0)?;
     let values = losses.to_vec::<f32>()?;
     let stats = device.memory_stats()?;

@@ -190,7 +190,7 @@ pub(crate) struct Saved {
 
 /// Code that runs when backward needs a saved tensor.
 pub(super) enum SavedHook {
-    Packed(Packed),
+    Packed(Box<Packed>),
     Watched(Arc<dyn WatchSaved>),
 }
 

@@ -43,7 +43,7 @@ impl Saved {
         }
         let packed = packed.unwrap_or_else(|error| Some(Packed::new(move || Err(error.clone()))));
         let (Some(packed), Ok(storage)) = (packed, Storage::alloc(self.tensor.device(), 0)) else { return };
-        let hook = Some(Arc::new(SavedHook::Packed(packed)));
+        let hook = Some(Arc::new(SavedHook::Packed(Box::new(packed))));
         *self = Saved::of(Tensor { storage, ..self.tensor.shallow_clone() }, 0, None, hook);
     }
 }
