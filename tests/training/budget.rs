@@ -10,11 +10,8 @@ use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use claystone::storage::{self, Allocator, Block, DeviceStats};
 use claystone::{DType, Device, Error, Result, Tensor};
 
+use super::transformer::model;
 use crate::common::{devices, each_device, in_own_process, scattered};
-
-#[path = "../../examples/char_transformer/model.rs"]
-#[allow(dead_code)]
-mod model;
 
 /// An allocator that measures the bytes of blocks on the device and the largest block.
 #[derive(Debug)]
@@ -85,7 +82,7 @@ impl Training {
     /// Runs a step and returns the loss's bits.
     fn step(&mut self) -> Result<u32> {
         let (batch, length) = (16, 65);
-        let text: Vec<i64> = (0..batch * length).map(|i| ((i * i + 31 * self.steps) % 64) as i64).collect();
+        let text: Vec<i64> = (0..batch * length).map(|i| (i * i + 31 * self.steps) % 64).collect();
         let loss =
             self.gpt.loss(&Tensor::from_slice(&text, [batch as usize, length as usize], self.device)?, DType::F32)?;
         loss.backward()?;
@@ -222,7 +219,7 @@ fn budgets_nest_with_hooks_checkpoints_and_kept_graphs() {
             grads[0].as_ref().unwrap().square()?.sum((), false)?.add(&loss)?.backward()
         };
         let hooks_inside = || {
-            let h = saved_tensors_hooks(|t| Ok(t), |t: &Tensor| Ok(t.shallow_clone()), || network(&x, &w, 2)?.add(&x))?;
+            let h = saved_tensors_hooks(Ok, |t: &Tensor| Ok(t.shallow_clone()), || network(&x, &w, 2)?.add(&x))?;
             save_on_cpu(true, || network(&h, &w, 3))?.backward()
         };
         let hooks_outside = || save_on_cpu(false, || network(&x, &w, 3)?.backward());

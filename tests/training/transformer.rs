@@ -1,7 +1,7 @@
 //! The model of the example `char_transformer`, with tiny sizes, must train equally on every device, in f32 and mixed precision.
 
 #[path = "../../examples/char_transformer/model.rs"]
-mod model;
+pub mod model;
 
 use claystone::nn::Module;
 use claystone::ops::Attention;
