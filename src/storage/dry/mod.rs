@@ -136,7 +136,7 @@ static PROCESS_RUN: Mutex<Option<Arc<DryRun>>> = Mutex::new(None);
 /// ```
 /// use claystone::{Device, Tensor, storage};
 /// storage::begin_dry_run(Some(24 << 30))?;
-/// let made = std::thread::spawn(|| Tensor::zeros([1 << 20, 1 << 20], Device::Cpu)); // 4 TiB
+/// let made = std::thread::spawn(|| Tensor::zeros([1 << 18, 1 << 20], Device::Cpu)); // 1 TiB
 /// let x = made.join().expect("the thread does not panic")?;
 /// let estimate = storage::end_dry_run()?;
 /// assert!(x.storage().is_simulated() && estimate.devices[0].fits == Some(false));

@@ -334,6 +334,7 @@ impl Pickle {
         let id = match self.free.pop() {
             Some(id) => id,
             None => {
+                self.count_value()?; // a list takes as much memory as two other values
                 self.lists.push(List::default());
                 u32::try_from(self.lists.len() - 1).map_err(|_| TOO_MANY)?
             }
