@@ -165,7 +165,8 @@ pub fn begin_dry_run(capacity: Option<u64>) -> Result<()> {
     }
     *running = Some(Arc::clone(&run));
     drop(running);
-    used.into_iter().try_for_each(|device| registry::set_allocator(device, run.allocator(device)?))
+    let begun = used.into_iter().try_for_each(|device| registry::set_allocator(device, run.allocator(device)?));
+    begun.inspect_err(|_| drop(end_dry_run())) // the devices have their own allocators again
 }
 
 /// Ends the dry run that [`begin_dry_run`] began, and returns an estimate of the memory that the program needs. Tensors that were made
