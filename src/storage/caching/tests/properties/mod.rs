@@ -158,6 +158,7 @@ fn check_random_operations(setup: Setup) {
     let result = TestRunner::new(config).run(&any::<u64>(), |seed| {
         let ops = ops::generate(seed, operations(), setup.capacity);
         let Err(why) = run_operations(setup, &ops) else { return Ok(()) };
+        eprintln!("{why}\n{setup:?}, seed {seed}: looking for the fewest operations that fail"); // this may take minutes
         let ops = ops::shrink(ops, 600, |ops| {
             run_operations(setup, ops).is_err_and(|other| failure_kind(&other) == failure_kind(&why))
         });

@@ -311,7 +311,10 @@ impl World {
         let slack = 4 * (self.setup.page as u64).saturating_sub(512);
         let is_bound = !self.setup.compacts || self.setup.config.contains("spill_limit");
         if !is_back && failures == self.sim.failures_left() && !is_bound {
-            let stays = if self.setup.config.contains("spill") { 0 } else { self.bytes_on_device() };
+            // If other blocks may move to the host, those of sizes that thread caches keep stay on the device.
+            let spills = self.setup.config.contains("spill");
+            let cached = self.allocator.lock().largest_cached;
+            let stays = self.bytes_on_device(|live| !spills || live.stream == 0 && live.block.size() <= cached);
             ensure!(
                 private + stays + size + slack > room,
                 "no return of {size} bytes, with {private} private and {stays} others of {room}: {returned:?}"
@@ -322,9 +325,9 @@ impl World {
         Ok(is_back)
     }
 
-    /// Returns the number of bytes of blocks of the default pool that are on the device.
-    fn bytes_on_device(&self) -> u64 {
-        self.totals_of(|live| live.pool == 0 && !is_on_host(&live.block))[1]
+    /// Returns the number of bytes of these blocks of the default pool that are on the device.
+    fn bytes_on_device(&self, which: impl Fn(&Live) -> bool) -> u64 {
+        self.totals_of(|live| live.pool == 0 && !is_on_host(&live.block) && which(live))[1]
     }
 
     /// Moves a block to the host, which only changes its location.
