@@ -17,7 +17,6 @@ use std::cmp::Reverse;
 use std::sync::{Arc, RwLockWriteGuard};
 
 use super::super::block::{Block, ReaderCount, Slot};
-use super::super::config::Spill;
 use super::super::driver::host_copy::{self, HostCopy};
 use super::super::driver::{Failure, Memory};
 use super::super::history::TraceAction;
@@ -180,9 +179,6 @@ impl CachingAllocator {
 
     /// Like [`compact_for`](Self::compact_for), for a caller that holds the compaction lock.
     pub(super) fn compact_locked(&self, request: &Request, recovery: &mut OomRecovery) -> Result<Option<Block>> {
-        if self.rules.config.spill != Spill::Off && self.lock().available_bytes(true) < request.size as u64 {
-            return Ok(None); // compaction would be in vain before each spill
-        }
         let mut budget = match self.rules.config.compaction_budget {
             0 => u64::MAX,
             bytes => bytes as u64,

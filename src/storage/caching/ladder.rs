@@ -65,7 +65,7 @@ enum RecoveryStep {
     UseOnOomPools,
     /// Move live blocks together.
     Compact,
-    /// Move idle blocks to the host, if `spill` is set.
+    /// Move idle blocks to the host, if `spill` is set, and live blocks together after that.
     Spill,
 }
 
@@ -264,7 +264,7 @@ impl CachingAllocator {
                 self.release_pages(0, 0);
                 return self.grow(request, true, recovery);
             }
-            RecoveryStep::Compact if self.spills_first(request) => {}
+            RecoveryStep::Compact if self.may_spill_for(request) => {} // `Spill` compacts last
             RecoveryStep::Compact => return self.compact_for(request, recovery),
             RecoveryStep::Spill => return self.spill_for(request, recovery),
             RecoveryStep::OtherKind => {

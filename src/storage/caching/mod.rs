@@ -225,6 +225,30 @@ impl CachingAllocator {
         self.decay(core)
     }
 
+    /// Recovers memory for a request that is no return from the host.
+    #[cold]
+    #[inline(never)]
+    fn recover(&self, request: &Request) -> Result<Block> {
+        self.recover_memory(request, OomRecovery::default())
+    }
+
+    /// Notifies the observers of a request that exceeds the device's memory, and builds the error.
+    #[cold]
+    #[inline(never)]
+    fn refuse_too_large(&self, bytes: usize) -> crate::Error {
+        self.hooks.notify_observers(|| {
+            let core = self.lock_with_stats();
+            let held = core.heap.stats.reserved() + core.limits.elsewhere;
+            OutOfMemoryEvent {
+                device: self.driver.device(),
+                requested: bytes,
+                allowed: core.limits.allowed(),
+                device_free: self.driver.capacity().saturating_sub(held),
+            }
+        });
+        self.too_large(bytes)
+    }
+
     // Methods for blocks that several streams use.
 
     /// Frees a block that other streams have used. The block is pending until those streams finish.
@@ -537,19 +561,7 @@ impl Allocator for CachingAllocator {
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let size = match self.rules.round_size(bytes) {
             Some(size) if size as u64 <= self.rules.capacity => size,
-            _ => {
-                self.hooks.notify_observers(|| {
-                    let core = self.lock_with_stats();
-                    let held = core.heap.stats.reserved() + core.limits.elsewhere;
-                    OutOfMemoryEvent {
-                        device: self.driver.device(),
-                        requested: bytes,
-                        allowed: core.limits.allowed(),
-                        device_free: self.driver.capacity().saturating_sub(held),
-                    }
-                });
-                return Err(self.too_large(bytes));
-            }
+            _ => return Err(self.refuse_too_large(bytes)),
         };
         let (kind, pool) = (SizeKind::of_size(size), mempool::routed_pool(self.number));
         let own = self.caches.of_this_thread();
@@ -577,7 +589,7 @@ impl Allocator for CachingAllocator {
             return Ok(core.create_handle_of(self.number, id, bytes, size));
         }
         drop(core);
-        self.recover_memory(&request, OomRecovery::default())
+        self.recover(&request)
     }
 
     fn deallocate(&self, block: Block) {

@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::super::allocator::Allocator;
 use super::super::block::{Block, Slot};
 use super::super::config::Spill;
-use super::super::driver::host_copy::{self, HostCopy};
+use super::super::driver::host_copy::HostCopy;
 use super::super::driver::{At, Memory, MemoryKind};
 use super::super::history::TraceAction;
 use super::super::segment::Segment;
@@ -45,11 +45,11 @@ type Return<'a> = (Move<'a>, Request);
 impl CachingAllocator {
     // Moving blocks to the host.
 
-    /// Makes room for a request by moving idle blocks to the host: the step of out-of-memory recovery after compaction.
+    /// Makes room for a request by moving idle blocks to the host, and after that by moving live blocks together: the last step of
+    /// out-of-memory recovery.
     pub(super) fn spill_for(&self, request: &Request, recovery: &mut OomRecovery) -> Result<Option<Block>> {
         let is_possible = request.size as u64 <= self.lock().limits.limit().min(self.rules.capacity);
-        let is_off = self.rules.config.spill == Spill::Off || request.pool != 0;
-        if is_off || !is_possible || capture::is_capturing(self.driver.device()) {
+        if !self.may_spill_for(request) || !is_possible {
             return Ok(None);
         }
         // A block that returns keeps its kind.
@@ -68,38 +68,28 @@ impl CachingAllocator {
             self.release_pages(0, 0);
             self.grow(request, true, recovery)
         };
-        let compact = |recovery: &mut OomRecovery| -> Result<Option<Block>> {
-            let found = self.compact_locked(request, recovery)?;
-            found.map_or_else(|| find(recovery), |block| Ok(Some(block)))
-        };
         let _compaction_lock = self.lock_compaction();
-        let (compaction, spills_first) = (self.rules.config.compaction, self.spills_first(request));
         for attempt in 0.. {
             if let Some(block) = find(recovery)? {
                 return Ok(Some(block));
             }
-            let compacts = compaction && !spills_first;
-            if compacts
-                && attempt > 0
-                && let Some(block) = compact(recovery)?
-            {
-                return Ok(Some(block));
-            }
-            let victims = self.drain_caches().choose_victims(request, recovery.is_return, compacts, attempt);
+            let victims = self.drain_caches().choose_victims(request, recovery.is_return, attempt);
             if victims.is_empty() || !self.move_to_host(victims, request.stream)? {
                 break;
             }
         }
-        if compaction && spills_first { compact(recovery) } else { Ok(None) }
+        if !self.rules.config.compaction {
+            return Ok(None);
+        }
+        let found = self.compact_locked(request, recovery)?;
+        found.map_or_else(|| find(recovery), |block| Ok(Some(block)))
     }
 
-    /// True if blocks move to the host before live blocks move together. If the device has memory of its own, compaction takes several
-    /// times longer, because most blocks change segments.
-    pub(super) fn spills_first(&self, request: &Request) -> bool {
-        self.rules.config.spill != Spill::Off
-            && request.pool == 0
-            && !host_copy::shares_host_memory(self.driver.device())
-            && !capture::is_capturing(self.driver.device())
+    /// True if idle blocks may move to the host to make room for a request. They do so before live blocks move together, which copies
+    /// more bytes, because most blocks change segments.
+    pub(super) fn may_spill_for(&self, request: &Request) -> bool {
+        let is_on = self.rules.config.spill != Spill::Off && request.pool == 0;
+        is_on && !capture::is_capturing(self.driver.device())
     }
 
     /// Moves a block to the host now, whether the configuration says `spill` or not. Returns false if the block is there already or has
@@ -300,12 +290,9 @@ impl Core {
         Some(Move { id, from: self.location_of(id), to: 0, size: self.heap.entry(id).size(), slot, write_lock })
     }
 
-    /// Returns the number of bytes that the limit leaves for new segments, plus the free bytes of the default pool if those count
-    /// (`includes_free`).
-    pub(super) fn available_bytes(&self, includes_free: bool) -> u64 {
-        let room = self.limits.limit().saturating_sub(self.heap.stats.reserved() + self.bytes_being_created);
-        let free = self.heap.blocks_of_pool(0, Use::Free).filter(|_| includes_free);
-        room.saturating_add(free.map(|id| self.heap.entry(id).size() as u64).sum())
+    /// Returns the number of bytes that the limit leaves for new segments.
+    fn room_for_segments(&self) -> u64 {
+        self.limits.limit().saturating_sub(self.heap.stats.reserved() + self.bytes_being_created)
     }
 
     /// Returns how many more bytes may move to the host, `extra` bytes beyond the limit.
@@ -317,17 +304,10 @@ impl Core {
     /// Chooses and locks blocks that make room for the request when they have moved to the host, least recently used first; large blocks
     /// come before small ones. Empty if there are none. Prefers blocks that are neighbours, so that their range serves the request. Otherwise
     /// enough blocks are chosen that the free memory suffices in total, and more with each attempt. A block that returns (`is_return`)
-    /// frees its bytes on the host, so that two blocks can change places at the limit. Free blocks count as room if compaction follows
-    /// (`compacts`).
-    fn choose_victims<'a>(
-        &mut self,
-        request: &Request,
-        is_return: bool,
-        compacts: bool,
-        attempt: u32,
-    ) -> Vec<Move<'a>> {
+    /// frees its bytes on the host, so that two blocks can change places at the limit.
+    fn choose_victims<'a>(&mut self, request: &Request, is_return: bool, attempt: u32) -> Vec<Move<'a>> {
         let mut left = self.spill_room(if is_return { request.size } else { 0 });
-        let have = self.available_bytes(compacts);
+        let have = self.room_for_segments();
         let wanted = (request.size as u64).saturating_sub(have).max(1).saturating_mul(1 << attempt.min(20));
         let mut candidates = self.candidates();
         candidates.sort_by_key(|(block, age)| (block.size < MIN_SPILLED_BYTES, Reverse(*age)));

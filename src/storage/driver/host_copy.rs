@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::sync::{Mutex, MutexGuard, OnceLock};
-use std::{process, slice};
+use std::{mem, process, slice};
 
 use super::staging::{self, PinnedBytes};
 use super::{At, Driver, Memory, MemoryKind, SpilledBytes};
@@ -128,10 +128,18 @@ impl SpilledBytes for HostCopy {
     }
 }
 
-/// The file of this process for spilled blocks, the end of each range in use by its start, in bytes, and the process's number. The file
-/// has no name, so the system removes it when the process ends. A forked process must not use the file: the process that made it goes
-/// on freeing and reusing the ranges.
-pub(in crate::storage) struct SpillFile(Mutex<(File, BTreeMap<u64, u64>)>, u32);
+/// The file of this process for spilled blocks, and the process's number. The file has no name, so the system removes it when the process
+/// ends. A forked process must not use the file: the process that made it goes on freeing and reusing the ranges.
+pub(in crate::storage) struct SpillFile(Mutex<Ranges>, u32);
+
+/// The ranges of a file that are in use.
+struct Ranges {
+    file: File,
+    /// The end of each range in use by its start, in bytes.
+    used: BTreeMap<u64, u64>,
+    /// The buffer of the last transfer, for the next one.
+    buffer: Box<[u8]>,
+}
 
 impl SpillFile {
     /// Returns the file, which the first call creates in the directory `CLAYSTONE_SPILL_DIR`. If that call fails, so do all later ones.
@@ -140,13 +148,17 @@ impl SpillFile {
         let create = || {
             let directory = std::env::var_os("CLAYSTONE_SPILL_DIR").filter(|name| !name.is_empty());
             let file = tempfile::tempfile_in(directory.map_or_else(std::env::temp_dir, Into::into))?;
-            Ok(SpillFile(Mutex::new((file, BTreeMap::new())), process::id()))
+            Ok(SpillFile::new(file, process::id()))
         };
         FILE.get_or_init(create).as_ref().map_err(|e| no_room(0, &format!(": CLAYSTONE_SPILL_DIR: {e}")))
     }
 
+    fn new(file: File, process: u32) -> SpillFile {
+        SpillFile(Mutex::new(Ranges { file, used: BTreeMap::new(), buffer: Box::default() }), process)
+    }
+
     /// Locks the file, unless this process was forked from the one that made the file.
-    fn lock(&self) -> io::Result<MutexGuard<'_, (File, BTreeMap<u64, u64>)>> {
+    fn lock(&self) -> io::Result<MutexGuard<'_, Ranges>> {
         let is_own = process::id() == self.1;
         is_own
             .then(|| lock(&self.0))
@@ -155,7 +167,7 @@ impl SpillFile {
 
     /// Takes the first free range with room for `bytes` bytes.
     fn allocate(&'static self, bytes: usize) -> Result<FileRange> {
-        let (_, used) = &mut *self.lock().map_err(|e| no_room(bytes, &format!(" to the file: {e}")))?;
+        let used = &mut self.lock().map_err(|e| no_room(bytes, &format!(" to the file: {e}")))?.used;
         let (length, mut start) = ((bytes as u64).next_multiple_of(FILE_UNIT_BYTES), 0);
         for (&next, &end) in &*used {
             if next - start >= length {
@@ -178,13 +190,21 @@ pub(crate) struct FileRange {
 impl FileRange {
     /// Calls `f` with each offset and a buffer for the piece there.
     fn for_each_piece(&self, mut f: impl FnMut(usize, &mut [u8]) -> Result<()>) -> Result<()> {
-        let mut buffer = zeroed(PIECE_BYTES.min(self.bytes))?;
-        (0..self.bytes).step_by(PIECE_BYTES).try_for_each(|at| f(at, &mut buffer[..PIECE_BYTES.min(self.bytes - at)]))
+        let mut buffer = self.file.lock().map(|mut locked| mem::take(&mut locked.buffer)).unwrap_or_default();
+        if buffer.is_empty() {
+            buffer = zeroed(PIECE_BYTES)?;
+        }
+        let mut pieces = (0..self.bytes).step_by(PIECE_BYTES);
+        let result = pieces.try_for_each(|at| f(at, &mut buffer[..PIECE_BYTES.min(self.bytes - at)]));
+        if let Ok(mut locked) = self.file.lock() {
+            locked.buffer = buffer;
+        }
+        result
     }
 
     /// Calls `f` with the file at offset `at` of the range.
     fn with_file(&self, at: usize, f: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
-        let (file, _) = &mut *self.file.lock()?;
+        let file = &mut self.file.lock()?.file;
         file.seek(SeekFrom::Start(self.start + at as u64)).and_then(|_| f(file))
     }
 
@@ -201,11 +221,7 @@ impl FileRange {
 impl Drop for FileRange {
     fn drop(&mut self) {
         let Ok(mut locked) = self.file.lock() else { return };
-        let (file, used) = &mut *locked;
-        used.remove(&self.start);
-        if used.range(self.start..).next().is_none() {
-            let _ = file.set_len(used.values().next_back().copied().unwrap_or(0)); // the rest of the file is not needed
-        }
+        locked.used.remove(&self.start);
     }
 }
 
@@ -218,7 +234,7 @@ mod tests {
     #[test]
     fn ranges_of_the_file_do_not_overlap_and_are_reused() {
         let file: &'static SpillFile =
-            Box::leak(Box::new(SpillFile(Mutex::new((tempfile::tempfile().unwrap(), BTreeMap::new())), process::id())));
+            Box::leak(Box::new(SpillFile::new(tempfile::tempfile().unwrap(), process::id())));
         let (mut ranges, mut state) = (Vec::<FileRange>::new(), 7u64);
         for _ in 0..2000 {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -228,13 +244,13 @@ mod tests {
             } else {
                 ranges.swap_remove(random % ranges.len());
             }
-            let used: Vec<(u64, u64)> = lock(&file.0).1.iter().map(|(&start, &end)| (start, end)).collect();
+            let used: Vec<(u64, u64)> = lock(&file.0).used.iter().map(|(&start, &end)| (start, end)).collect();
             assert!(used.len() == ranges.len() && used.is_sorted_by(|a, b| a.1 <= b.0), "{used:?}");
             assert!(used.last().is_none_or(|last| last.1 <= 80 * 45_056), "freed ranges are not reused");
         }
         drop(ranges);
-        let (file, used) = &*lock(&file.0);
-        assert_eq!((used.len(), file.metadata().unwrap().len()), (0, 0));
+        let locked = lock(&file.0);
+        assert!(locked.used.is_empty());
     }
 
     #[test]
@@ -272,14 +288,14 @@ mod tests {
 
     #[test]
     fn a_forked_process_leaves_the_file_alone() {
-        let file =
-            SpillFile(Mutex::new((tempfile::tempfile().unwrap(), BTreeMap::from([(0, 4096)]))), process::id() + 1);
+        let file = SpillFile::new(tempfile::tempfile().unwrap(), process::id() + 1);
+        lock(&file.0).used.insert(0, 4096);
         let file: &'static SpillFile = Box::leak(Box::new(file));
         assert!(file.allocate(1).is_err());
         let range = FileRange { file, start: 0, bytes: 1 };
         assert!(range.write(0, &[1]).is_err() && range.read(0, &mut [0]).is_err());
         drop(range);
-        assert_eq!(lock(&file.0).1.len(), 1);
+        assert_eq!(lock(&file.0).used.len(), 1);
     }
 
     #[test]
