@@ -56,20 +56,22 @@ FLOAT_OF(float)
 IF_DOUBLE(FLOAT_OF(double))
 
 uint16 CONST convert_uint16(ushort16 x);
+uint16 CONST convert_uint16(long16 x);
 uint16 CONST convert_uint16(ulong16 x);
 ulong16 CONST convert_ulong16(uint16 x);
 float16 CONST convert_float16(int16 x);
 float16 CONST convert_float16(uint16 x);
 ushort16 CONST convert_ushort16(uint16 x);
 #define TO_LONG16(T) long16 CONST convert_long16(T x);
-TO_LONG16(uchar16) TO_LONG16(int16) TO_LONG16(uint16) TO_LONG16(long16)
+TO_LONG16(char16) TO_LONG16(uchar16) TO_LONG16(short16) TO_LONG16(int16) TO_LONG16(uint16) TO_LONG16(long16)
 
 #define VECTORS_IN(SPACE, T, N)                                                                                        \
     T##N PURE vload##N(size_t i, const SPACE T *p);                                                                    \
     void FUNCTION vstore##N(T##N v, size_t i, SPACE T *p);
 #define VECTORS_OF(T, N) VECTORS_IN(__global, T, N) VECTORS_IN(__local, T, N) VECTORS_IN(__private, T, N)
 #define VECTORS(T) VECTORS_OF(T, 4) VECTORS_OF(T, 8) VECTORS_OF(T, 16)
-VECTORS(uchar) VECTORS(ushort) VECTORS(int) VECTORS(uint) VECTORS(long) VECTORS(ulong) VECTORS(float)
+VECTORS(char) VECTORS(uchar) VECTORS(short) VECTORS(ushort) VECTORS(int) VECTORS(uint) VECTORS(long) VECTORS(ulong)
+VECTORS(float)
 IF_DOUBLE(VECTORS(double) VECTORS_OF(double, 2))
 
 #define HALVES_IN(SPACE)                                                                                               \

@@ -39,6 +39,8 @@ typedef int i32_t;
 typedef uchar u8_t;
 typedef uint u32_t;
 typedef uchar bool_t;
+typedef char i8_t;
+typedef short i16_t;
 
 // Rounds to nearest, ties to even. A NaN stays a NaN, although its payload is truncated.
 static inline ushort bf16_from_float(float v)
@@ -67,6 +69,8 @@ static inline float from_f16(f16_t x) { return vload_half(0, (const half*)&x); }
 static inline float from_bf16(bf16_t x) { return as_float((uint)x << 16); }
 static inline long from_i64(i64_t x) { return x; }
 static inline long from_i32(i32_t x) { return x; }
+static inline long from_i16(i16_t x) { return x; }
+static inline long from_i8(i8_t x) { return x; }
 static inline long from_u8(u8_t x) { return x; }
 static inline long from_u32(u32_t x) { return x; }
 static inline long from_bool(bool_t x) { return x != 0; }
@@ -78,6 +82,8 @@ static inline long from_bool(bool_t x) { return x != 0; }
     static inline bf16_t to_bf16_##C(T v) { return bf16_from_float((float)v); }                                      \
     static inline i64_t to_i64_##C(T v) { return TO_LONG(v); }                                                       \
     static inline i32_t to_i32_##C(T v) { return (int)clamp(TO_LONG(v), (long)INT_MIN, (long)INT_MAX); }             \
+    static inline i16_t to_i16_##C(T v) { return (short)clamp(TO_LONG(v), (long)SHRT_MIN, (long)SHRT_MAX); }         \
+    static inline i8_t to_i8_##C(T v) { return (char)clamp(TO_LONG(v), (long)SCHAR_MIN, (long)SCHAR_MAX); }          \
     static inline u8_t to_u8_##C(T v) { return (uchar)clamp(TO_LONG(v), 0L, (long)UCHAR_MAX); }                      \
     static inline u32_t to_u32_##C(T v) { return (uint)clamp(TO_LONG(v), 0L, (long)UINT_MAX); }                      \
     static inline bool_t to_bool_##C(T v) { return v != 0; }
@@ -89,6 +95,8 @@ static inline f16_t to_f16_I64(long v) { return f16_from_float((float)v); }
 static inline bf16_t to_bf16_I64(long v) { return bf16_from_float((float)v); }
 static inline i64_t to_i64_I64(long v) { return v; }
 static inline i32_t to_i32_I64(long v) { return (int)v; }
+static inline i16_t to_i16_I64(long v) { return (short)v; }
+static inline i8_t to_i8_I64(long v) { return (char)v; }
 static inline u8_t to_u8_I64(long v) { return (uchar)v; }
 static inline u32_t to_u32_I64(long v) { return (uint)v; }
 static inline bool_t to_bool_I64(long v) { return v != 0; }
@@ -101,6 +109,8 @@ static inline bool_t to_bool_I64(long v) { return v != 0; }
     STORE_OF(bf16, C, T)                                                                                             \
     STORE_OF(i64, C, T)                                                                                              \
     STORE_OF(i32, C, T)                                                                                              \
+    STORE_OF(i16, C, T)                                                                                              \
+    STORE_OF(i8, C, T)                                                                                               \
     STORE_OF(u8, C, T)                                                                                               \
     STORE_OF(u32, C, T)                                                                                              \
     STORE_OF(bool, C, T)                                                                                             \
@@ -116,6 +126,8 @@ static inline float load_f16(const __global f16_t* p, ulong i) { return vload_ha
 LOAD_OF(bf16, float)
 LOAD_OF(i64, long)
 LOAD_OF(i32, long)
+LOAD_OF(i16, long)
+LOAD_OF(i8, long)
 LOAD_OF(u8, long)
 LOAD_OF(u32, long)
 LOAD_OF(bool, long)

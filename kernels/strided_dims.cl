@@ -31,6 +31,8 @@ static inline IDX next_index(IDX *i, IDX n) {
 #define load16_i64(p, i) vload16(0, (p) + (i))
 #define load16_i32(p, i) convert_long16(vload16(0, (p) + (i)))
 #define load16_u32(p, i) convert_long16(vload16(0, (p) + (i)))
+#define load16_i16(p, i) convert_long16(vload16(0, (p) + (i)))
+#define load16_i8(p, i) convert_long16(vload16(0, (p) + (i)))
 #define load16_u8(p, i) convert_long16(vload16(0, (p) + (i)))
 #define load16_bool(p, i) convert_long16(vload16(0, (p) + (i)))
 #define store16_f32(p, i, v) vstore16(v, 0, (p) + (i))

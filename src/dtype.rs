@@ -54,6 +54,10 @@ pub enum DType {
     U32,
     /// One byte, 0 or 1: the result of comparisons.
     Bool,
+    /// 8-bit signed integer.
+    I8,
+    /// 16-bit signed integer.
+    I16,
 }
 
 /// Defines the facts about each dtype: the name, the Rust type, the OpenCL C type of the bits, and the type in which arithmetic computes.
@@ -61,7 +65,7 @@ macro_rules! dtypes {
     ($($dtype:ident $name:literal $type:ty, $cl:literal, $compute:ident;)*) => {
         impl DType {
             /// All dtypes.
-            pub const ALL: [DType; 9] = [$(DType::$dtype),*];
+            pub const ALL: [DType; 11] = [$(DType::$dtype),*];
 
             /// Returns the OpenCL C type that holds an element's bits.
             pub(crate) const fn cl_storage(self) -> &'static str {
@@ -103,6 +107,8 @@ dtypes! {
     U8 "u8" u8, "uchar", I64;
     U32 "u32" u32, "uint", I64;
     Bool "bool" bool, "uchar", I64;
+    I8 "i8" i8, "char", I64;
+    I16 "i16" i16, "short", I64;
 }
 
 impl DType {
@@ -246,6 +252,8 @@ impl Scalar {
             DType::F64 => out.copy_from_slice(bytemuck::bytes_of(&x)),
             DType::I64 => int!(i64),
             DType::I32 => int!(i32),
+            DType::I16 => int!(i16),
+            DType::I8 => int!(i8),
             DType::U8 => int!(u8),
             DType::U32 => int!(u32),
             DType::Bool => out[0] = u8::from(x != 0.0),
@@ -264,6 +272,8 @@ impl Scalar {
             DType::F64 => read::<f64>(bytes).into(),
             DType::I64 => read::<i64>(bytes).into(),
             DType::I32 => read::<i32>(bytes).into(),
+            DType::I16 => read::<i16>(bytes).into(),
+            DType::I8 => read::<i8>(bytes).into(),
             DType::U8 => read::<u8>(bytes).into(),
             DType::U32 => read::<u32>(bytes).into(),
             DType::Bool => (bytes[0] != 0).into(),
@@ -322,6 +332,10 @@ mod tests {
         assert_eq!(stored(300.7.into(), DType::U8), Scalar::Int(255));
         assert_eq!(stored(300.into(), DType::U8), Scalar::Int(44));
         assert_eq!(stored((-1.5).into(), DType::I32), Scalar::Int(-1));
+        assert_eq!([300.7, -300.7].map(|x| stored(x.into(), DType::I8)), [127, -128].map(Scalar::Int));
+        assert_eq!([300, -129].map(|x| stored(x.into(), DType::I8)), [44, 127].map(Scalar::Int));
+        assert_eq!([40_000.0, -1.5].map(|x| stored(x.into(), DType::I16)), [32_767, -1].map(Scalar::Int));
+        assert_eq!([40_000, -32_769].map(|x| stored(x.into(), DType::I16)), [-25_536, 32_767].map(Scalar::Int));
         assert_eq!(stored(f64::NAN.into(), DType::I64), Scalar::Int(0));
         assert_eq!(stored(f64::NAN.into(), DType::Bool), Scalar::Int(1));
         assert_eq!(stored(0.1.into(), DType::F16), Scalar::Float(0.0999755859375));

@@ -76,4 +76,4 @@ macro_rules! numbers {
     )* };
 }
 
-numbers!(f64, f32, i64, i32, u32, u8, bool);
+numbers!(f64, f32, i64, i32, i16, i8, u32, u8, bool);

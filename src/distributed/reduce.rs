@@ -91,7 +91,7 @@ floats! {
     f16, f32, widen_f16, convert::narrow;
     bf16, f32, widen_bf16, narrow_bf16;
 }
-integers!(i64, i32, u32, u8);
+integers!(i64, i32, i16, i8, u32, u8);
 
 impl ReduceOp {
     /// Returns [`Error::UnsupportedDType`] unless the reduction is defined for this dtype.
@@ -116,6 +116,8 @@ impl ReduceOp {
             DType::I64 => self.reduce_as::<i64>(before, own, after),
             DType::I32 => self.reduce_as::<i32>(before, own, after),
             DType::U32 => self.reduce_as::<u32>(before, own, after),
+            DType::I16 => self.reduce_as::<i16>(before, own, after),
+            DType::I8 => self.reduce_as::<i8>(before, own, after),
             DType::U8 | DType::Bool => self.reduce_as::<u8>(before, own, after),
         }
     }

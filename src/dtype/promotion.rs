@@ -61,8 +61,10 @@ pub fn promote_types(a: DType, b: DType) -> DType {
     }
     match (a, b) {
         (F64, _) | (_, F64) => F64,
-        (U8, other) | (other, U8) => other,
         _ if a.is_float() => F32,
+        (U8, I8) | (I8, U8) => I16,
+        (I8 | I16, U32) | (U32, I8 | I16) => I64,
+        (U8 | I8, other) | (other, U8 | I8) | (I16, other) | (other, I16) => other,
         _ => I64,
     }
 }
@@ -81,6 +83,21 @@ pub fn can_cast(from: DType, to: DType) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn integers_promote_as_in_pytorch() {
+        use DType::*;
+        let integers = [U8, I8, I16, U32, I32, I64];
+        let promoted = [
+            [U8, I16, I16, U32, I32, I64],
+            [I16, I8, I16, I64, I32, I64],
+            [I16, I16, I16, I64, I32, I64],
+            [U32, I64, I64, U32, I64, I64],
+            [I32, I32, I32, I64, I32, I64],
+            [I64; 6],
+        ];
+        assert_eq!(integers.map(|a| integers.map(|b| promote_types(a, b))), promoted);
+    }
 
     #[test]
     fn promotion_is_symmetric_associative_and_has_bool_as_its_least() {

@@ -10,6 +10,8 @@ impl DType {
         match self {
             DType::I64 => Some((i64::MIN as i128, i64::MAX as i128)),
             DType::I32 => Some((i32::MIN as i128, i32::MAX as i128)),
+            DType::I16 => Some((i16::MIN as i128, i16::MAX as i128)),
+            DType::I8 => Some((i8::MIN as i128, i8::MAX as i128)),
             DType::U32 => Some((0, u32::MAX as i128)),
             DType::U8 => Some((0, u8::MAX as i128)),
             _ => None,

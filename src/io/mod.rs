@@ -4,7 +4,7 @@
 //! [`state_dict`](crate::nn::Module::state_dict), which has PyTorch's names. [`save_checkpoint`] and [`load_checkpoint`] save
 //! and load the complete state of a training run. Elements are transferred between file and device in pieces, so that host memory
 //! never holds a whole tensor. Views are written by their strides. Dtypes are kept. npy has no bf16: its bits are stored as `<V2`, as
-//! by ml_dtypes. Elements of a dtype that claystone lacks (i8, u16, f8, complex numbers, text) are read as bytes: a u8 tensor
+//! by ml_dtypes. Elements of a dtype that claystone lacks (u16, f8, complex numbers, text) are read as bytes: a u8 tensor
 //! with one more dim, `[.., bytes of an element]`, or `[bytes]` if an element is not a whole number of bytes.
 //!
 //! An error names the file, the tensor and the fault. A size in a file is not trusted beyond the bytes that the file has: reading

@@ -88,7 +88,7 @@ fn header_text(from: &mut impl Read) -> Result<(String, u64)> {
 }
 
 /// NumPy's name for each dtype, without the byte order.
-const DTYPE_NAMES: [(DType, &str); 9] = [
+const DTYPE_NAMES: [(DType, &str); 11] = [
     (DType::F64, "f8"),
     (DType::F32, "f4"),
     (DType::F16, "f2"),
@@ -97,6 +97,8 @@ const DTYPE_NAMES: [(DType, &str); 9] = [
     (DType::I32, "i4"),
     (DType::U32, "u4"),
     (DType::U8, "u1"),
+    (DType::I16, "i2"),
+    (DType::I8, "i1"),
     (DType::Bool, "b1"),
 ];
 

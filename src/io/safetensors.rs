@@ -156,7 +156,7 @@ pub fn write_safetensors(path: impl AsRef<Path>, tensors: &StateDict) -> Result<
 }
 
 /// The safetensors name of each dtype.
-const DTYPES: [(DType, Dtype); 9] = [
+const DTYPES: [(DType, Dtype); 11] = [
     (DType::F64, Dtype::F64),
     (DType::F32, Dtype::F32),
     (DType::F16, Dtype::F16),
@@ -165,6 +165,8 @@ const DTYPES: [(DType, Dtype); 9] = [
     (DType::I32, Dtype::I32),
     (DType::U32, Dtype::U32),
     (DType::U8, Dtype::U8),
+    (DType::I16, Dtype::I16),
+    (DType::I8, Dtype::I8),
     (DType::Bool, Dtype::BOOL),
 ];
 

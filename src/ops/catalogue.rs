@@ -330,7 +330,7 @@ pub fn operations_markdown() -> String {
         "# Operations\n\n\
          All public operations. Each runs on the CPU and on every OpenCL device, for tensors of any strides (f64 if the device supports it).\n\
          `claystone operations` generates these tables from the code, and a test runs every row on both kinds of device.\n\
-         Floats are f32, f16, bf16 and f64; integers are i64, i32, u8 and u32.\n\n\
+         Floats are f32, f16, bf16 and f64; integers are i64, i32, i16, i8, u32 and u8.\n\n\
          `ops::call` takes tensors and arguments in the order of the signature, and `ops::call_named` by name. In a signature, a\n\
          tensor is shown as its name; `bias?` is optional, and `*tensors` is a list that comes after all other tensors. An argument has\n\
          a kind and, if it is optional, a default; a `?` after the kind means that the operation chooses the default:\n\n",

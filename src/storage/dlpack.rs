@@ -13,13 +13,15 @@ use crate::device::read;
 use crate::{DType, Device, Error, Result};
 
 /// The DLPack type that corresponds to each dtype.
-const DTYPES: [(DType, DLDataType); 9] = [
+const DTYPES: [(DType, DLDataType); 11] = [
     (DType::F32, DLDataType::F32),
     (DType::F16, DLDataType::F16),
     (DType::BF16, DLDataType::BF16),
     (DType::F64, DLDataType::F64),
     (DType::I64, DLDataType::I64),
     (DType::I32, DLDataType::I32),
+    (DType::I16, DLDataType::I16),
+    (DType::I8, DLDataType::I8),
     (DType::U8, DLDataType::U8),
     (DType::U32, DLDataType::U32),
     (DType::Bool, DLDataType::BOOL),

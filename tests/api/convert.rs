@@ -84,6 +84,8 @@ fn every_dtype_survives_a_round_trip() {
         round_trip(&[i32::MIN, 0, i32::MAX], device);
         round_trip(&[0u32, 1, u32::MAX], device);
         round_trip(&[0u8, 7, 255], device);
+        round_trip(&[i16::MIN, -1, i16::MAX], device);
+        round_trip(&[i8::MIN, -1, i8::MAX], device);
         round_trip(&[true, false, true, true], device);
     });
 }

@@ -103,6 +103,7 @@ fn dtype_device_and_gradient_suffixes() {
     assert_eq!(of(DType::F64), "tensor([[1., 0.],\n        [0., 1.]], dtype=f64)");
     assert_eq!(of(DType::I64), "tensor([[1, 0],\n        [0, 1]])");
     assert_eq!(of(DType::U8), "tensor([[1, 0],\n        [0, 1]], dtype=u8)");
+    assert_eq!(of(DType::I8), "tensor([[1, 0],\n        [0, 1]], dtype=i8)");
     assert_eq!(of(DType::Bool), "tensor([[ True, False],\n        [False,  True]])");
     let empty = |shape: &[usize], dtype| Tensor::zeros(shape, (dtype, cpu)).unwrap().to_string();
     assert_eq!(empty(&[0], DType::F32), "tensor([])");

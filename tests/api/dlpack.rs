@@ -99,6 +99,8 @@ fn every_dtype_survives_a_round_trip() {
     check([1i32, -2, i32::MIN, i32::MAX, 4, 5], DLDataType::I32);
     check([1u32, 2, 0, u32::MAX, 4, 5], DLDataType::U32);
     check([1u8, 2, 0, 255, 4, 5], DLDataType::U8);
+    check([1i16, -2, i16::MIN, i16::MAX, 4, 5], DLDataType::I16);
+    check([1i8, -2, i8::MIN, i8::MAX, 4, 5], DLDataType::I8);
     check([true, false, false, true, true, false], DLDataType::BOOL);
 }
 

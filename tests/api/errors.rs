@@ -114,7 +114,7 @@ fn out_of_memory_leaves_tensors_intact() {
 #[test]
 fn integer_division_by_zero() {
     each_device(|d| {
-        for dtype in [DType::I64, DType::I32, DType::U8, DType::U32] {
+        for dtype in [DType::I64, DType::I32, DType::I16, DType::I8, DType::U8, DType::U32] {
             let a = Tensor::full(&[100], 7, (dtype, d)).unwrap();
             let b = Tensor::ones(&[100], (dtype, d)).unwrap();
             b.narrow(0, 63, 1).unwrap().fill_(0).unwrap();

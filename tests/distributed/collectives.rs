@@ -26,9 +26,6 @@ pub fn on_ranks<R: Send>(n: usize, f: impl Fn(&Group) -> claystone::Result<R> + 
     })
 }
 
-const DTYPES: [DType; 9] =
-    [DType::F32, DType::F64, DType::F16, DType::BF16, DType::I64, DType::I32, DType::U32, DType::U8, DType::Bool];
-
 /// Returns a small integer, which every numeric dtype represents exactly.
 fn value(rank: usize, i: usize) -> i64 {
     ((i * 7 + rank * 13) % 11) as i64
@@ -81,7 +78,7 @@ fn own(dtype: DType, rank: usize, i: usize) -> f64 {
 fn reductions_support_all_dtypes_sizes_and_strides() {
     for n in 1..=5 {
         for size in [0, 1, 15, 16, 17, 1009] {
-            for dtype in DTYPES {
+            for dtype in DType::ALL {
                 for op in OPS.into_iter().filter(|&op| supports(op, dtype)) {
                     let strided = size % 2 == 1;
                     let results = on_ranks(n, |group| {
@@ -294,7 +291,7 @@ proptest! {
         calls in prop::collection::vec((0u8..5, 0usize..4, 0usize..40, 0usize..9, any::<bool>()), 1..60),
     ) {
         let calls: Vec<_> = calls.into_iter().map(|(kind, x, size, dtype, strided)| {
-            let dtype = DTYPES[dtype];
+            let dtype = DType::ALL[dtype];
             let op = if supports(OPS[x], dtype) { OPS[x] } else { ReduceOp::Max };
             let call = match kind {
                 0 => Collective::Reduce(op),

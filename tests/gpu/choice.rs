@@ -27,6 +27,8 @@ fn numbers(n: usize, seed: usize, dtype: DType, nans: bool) -> Vec<f64> {
                 (_, DType::U8 | DType::U32) => (x % 256) as f64,
                 (_, DType::I64) => (x % 100_000 * 4_000_037 - 200_000_000_000) as f64,
                 (_, DType::I32) => (x % 70_000 * 60_000 - 2_100_000_000).clamp(-2_147_483_648, 2_147_483_647) as f64,
+                (_, DType::I16) => (x % 65_536 - 32_768) as f64,
+                (_, DType::I8) => (x % 256 - 128) as f64,
                 // f16 and bf16 represent these numbers exactly, and many are equal.
                 _ => (x % 255 - 127) as f64 / 16.0,
             }
@@ -268,8 +270,8 @@ fn gradients_reach_the_selected_elements() {
 #[test]
 fn maxima_and_minima_of_rows_match_std() {
     for device in gpus("choice::maxima_and_minima_of_rows_match_std") {
-        let all = [DType::F32, DType::F16, DType::U8, DType::I64, DType::I32, DType::F64];
-        for dtype in all.into_iter().take(if is_gpu(device) { 6 } else { 4 }) {
+        let all = [DType::F32, DType::F16, DType::I8, DType::I64, DType::I32, DType::F64, DType::I16];
+        for dtype in all.into_iter().take(if is_gpu(device) { 7 } else { 4 }) {
             for (rows, n) in [(3, 16), (5, 48), (2, 272), (2, 4112), (1, 70_000)] {
                 for nans in [false, true] {
                     let host = values(&upload(&numbers(rows * n, n, dtype, nans), &[rows * n], dtype, Device::Cpu));

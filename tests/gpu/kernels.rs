@@ -180,7 +180,7 @@ fn finite_numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
 fn reductions_of_rows_and_tensors_match_formulas() {
     for device in gpus("kernels::reductions_of_rows_and_tensors_match_formulas") {
         use DType::*;
-        for dtype in thinned_cases(&[F32, F64, BF16, F16, I64, I32, U8, U32, Bool], 3, device) {
+        for dtype in thinned_cases(&[F32, F64, BF16, F16, I64, I32, I16, I8, U8, U32, Bool], 3, device) {
             let shapes =
                 [(5, 7), (1, 1), (3, 2), (300, 8), (3, 9), (2, 1023), (3, 64), (2, 31), (1, 70_001), (2, 1024)];
             for (rows, n) in thinned_cases(&shapes, 5, device) {

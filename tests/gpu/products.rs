@@ -17,6 +17,7 @@ fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
 fn stored(v: f64, dtype: DType) -> f64 {
     match dtype {
         DType::U8 => f64::from(v as i64 as u8),
+        DType::I8 => f64::from(v as i64 as i8),
         _ => values(&upload(&[v], &[1], dtype, Device::Cpu))[0],
     }
 }
@@ -73,7 +74,7 @@ fn check_few_rows(device: Device) {
             check(device, DType::F32, size, transposed, offsets);
         }
     }
-    for dtype in [DType::F16, DType::BF16, DType::F64, DType::I64, DType::U8] {
+    for dtype in [DType::F16, DType::BF16, DType::F64, DType::I64, DType::I16, DType::I8, DType::U8] {
         for transposed in [false, true] {
             check(device, dtype, [1, 1, 256, 1031], transposed, [0, 0]);
             check(device, dtype, [1, 6, 72, 2056], transposed, [8, 16]);

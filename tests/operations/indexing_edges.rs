@@ -54,6 +54,8 @@ fn extremes_handle_integer_limits_and_nan() {
             (DType::I32, i32::MIN.into(), i32::MAX.into()),
             (DType::U32, 0, u32::MAX.into()),
             (DType::U8, 0, u8::MAX.into()),
+            (DType::I16, i16::MIN.into(), i16::MAX.into()),
+            (DType::I8, i8::MIN.into(), i8::MAX.into()),
         ] {
             let x = Tensor::full(&[2], 1, (dtype, device)).unwrap();
             let ends = Tensor::from_slice(&[low, high], 2, Device::Cpu).unwrap().to_dtype(dtype).unwrap();

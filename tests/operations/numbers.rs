@@ -33,6 +33,14 @@ fn numbers(dtype: DType) -> (Vec<(Scalar, Scalar)>, Vec<Scalar>) {
                 .concat(),
             refused(&[1 << 32, -1 << 32, i64::MAX], &never(&[4294967296.0, -1.0])),
         ),
+        DType::I8 => (
+            [ints(&[(127, 127), (-128, -128)]), mixed(&[(127.0, 127), (-128.0, -128), (-0.0, 0)])].concat(),
+            refused(&[128, -129, i64::MAX], &never(&[128.0, -129.0, 127.5, -1.5])),
+        ),
+        DType::I16 => (
+            [ints(&[(32_767, 32_767)]), mixed(&[(-32_768.0, -32_768)])].concat(),
+            refused(&[32_768, -32_769], &never(&[32_768.0, -32_769.0, 0.5])),
+        ),
         DType::I32 => (
             [
                 ints(&[(i32::MAX.into(), i32::MAX.into()), (i32::MIN.into(), i32::MIN.into())]),
@@ -154,6 +162,8 @@ fn element(dtype: DType, value: Scalar) -> Tensor {
         DType::I64 => Tensor::from_slice(&[i], 1, host),
         DType::I32 => Tensor::from_slice(&[i32::try_from(i).unwrap()], 1, host),
         DType::U32 => Tensor::from_slice(&[u32::try_from(i).unwrap()], 1, host),
+        DType::I16 => Tensor::from_slice(&[i16::try_from(i).unwrap()], 1, host),
+        DType::I8 => Tensor::from_slice(&[i8::try_from(i).unwrap()], 1, host),
         DType::U8 => Tensor::from_slice(&[u8::try_from(i).unwrap()], 1, host),
         _ => Tensor::from_slice(&[i != 0], 1, host),
     }

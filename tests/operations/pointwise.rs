@@ -232,6 +232,39 @@ fn aliases_are_the_same_operation() {
     }
 }
 
+/// i8 and i16 compute as i64 and wrap when stored; floats saturate; sums and products of matrices are exact or wrap.
+#[test]
+fn small_signed_integers_compute_as_in_pytorch() {
+    each_device(|d| {
+        let bytes = |x: &[i8]| Tensor::from_slice(x, x.len(), d).unwrap();
+        let words = |x: &[i16]| Tensor::from_slice(x, x.len(), d).unwrap();
+        let (a, b) = (bytes(&[100, -128, 7, -7]), bytes(&[100, -1, -2, 2]));
+        let of = |t: Tensor| t.to_vec::<i8>().unwrap();
+        assert_eq!(of(a.add(&b).unwrap()), [-56, 127, 5, -5]);
+        assert_eq!(of(a.mul(&b).unwrap()), [16, -128, -14, -14]);
+        assert_eq!(of(a.div_trunc(&b).unwrap()), [1, -128, -3, -3]);
+        assert_eq!(of(a.floor_divide(&b).unwrap()), [1, -128, -4, -4]);
+        assert_eq!(of(a.abs().unwrap()), [100, -128, 7, 7]);
+        assert_eq!(of(a.neg().unwrap()), [-100, -128, -7, 7]);
+        assert_eq!(of(a.bitwise_not().unwrap()), [-101, 127, -8, 6]);
+        assert_eq!(of(a.bitwise_right_shift(&bytes(&[1, 1, 9, 9])).unwrap()), [50, -64, 0, -1]);
+        assert_eq!(a.div(&b).unwrap().dtype(), DType::F32);
+        let sum = a.sum((), false).unwrap();
+        assert_eq!((sum.dtype(), sum.item::<i64>().unwrap()), (DType::I64, -28));
+        let mixed = a.add(&Tensor::from_slice(&[200u8; 4], 4, d).unwrap()).unwrap();
+        assert_eq!((mixed.dtype(), mixed.to_vec::<i16>().unwrap()), (DType::I16, vec![300, 72, 207, 193]));
+        assert_eq!(words(&[32_767, -32_768]).add_scalar(1).unwrap().to_vec::<i16>().unwrap(), [-32_768, -32_767]);
+        assert_eq!(words(&[300]).to_dtype(DType::I8).unwrap().to_vec::<i8>().unwrap(), [44]);
+        let floats = Tensor::from_slice(&[1e9f32, -1e9, -1.9, f32::NAN], 4, d).unwrap();
+        assert_eq!(of(floats.to_dtype(DType::I8).unwrap()), [127, -128, -1, 0]);
+        assert_eq!(floats.to_dtype(DType::I16).unwrap().to_vec::<i16>().unwrap(), [32_767, -32_768, -1, 0]);
+        let square = a.reshape([2, 2]).unwrap();
+        assert_eq!(of(square.matmul(&square).unwrap().reshape(4).unwrap()), [-112, -128, -117, -79]);
+        let square = words(&[300, -128, 7, -7]).reshape([2, 2]).unwrap();
+        assert_eq!(square.matmul(&square).unwrap().reshape(4).unwrap().to_vec::<i16>().unwrap(), [23_568, 28_032, 2_051, -847]);
+    });
+}
+
 #[test]
 fn bit_operations_support_every_integer_dtype() {
     each_device(|d| {

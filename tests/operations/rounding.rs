@@ -23,7 +23,7 @@ pub fn rounded(x: f64, dtype: DType) -> f64 {
         DType::BF16 => bf16::from_f32(x as f32).to_f64(),
         DType::Bool => f64::from(x > 0.0),
         DType::I64 | DType::I32 => x.round(),
-        DType::U8 => x.round().rem_euclid(256.0),
+        DType::U8 | DType::I8 | DType::I16 => rounded_result(x.round(), dtype),
         _ => x.round().abs(),
     }
 }
@@ -32,6 +32,8 @@ pub fn rounded(x: f64, dtype: DType) -> f64 {
 pub fn rounded_result(x: f64, dtype: DType) -> f64 {
     match dtype {
         DType::U8 => x.rem_euclid(256.0),
+        DType::I8 => (x + 128.0).rem_euclid(256.0) - 128.0,
+        DType::I16 => (x + 32_768.0).rem_euclid(65_536.0) - 32_768.0,
         DType::U32 => x.rem_euclid(4_294_967_296.0),
         _ => x,
     }

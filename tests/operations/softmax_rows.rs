@@ -357,7 +357,7 @@ fn cross_entropy_supports_weights_and_label_dtypes() {
     each_device(|device| {
         let x = logits(&[6, 5], DType::F64, device);
         let w = logits(&[6], DType::F64, device);
-        for dtype in [DType::I64, DType::I32, DType::U8, DType::U32] {
+        for dtype in [DType::I64, DType::I32, DType::I8, DType::U8, DType::U32] {
             let labels = Tensor::from_slice(&[4i64, 0, 3, 3, 1, 2], 6, device).unwrap().to_dtype(dtype).unwrap();
             let none = CrossEntropy { reduction: LossReduction::None, ignore_index: 3, ..CrossEntropy::default() };
             let f = |x: &[Tensor]| x[0].cross_entropy_with(&labels, none)?.mul(&w)?.sum((), false);

@@ -276,6 +276,30 @@ fn sorts_of_sizes_around_blocks() {
     });
 }
 
+/// Lines with all numbers of i8, and with the least and greatest numbers of i16, for every way to sort and select.
+#[test]
+fn small_signed_integers_sort_over_their_whole_range() {
+    each_device(|device| {
+        for (dtype, lowest) in [(DType::I8, -128i64), (DType::I16, -32_768)] {
+            for n in [2, 256, 9001] {
+                let values: Vec<i64> = (0..n).map(|i| lowest + (i * 2_347 + 2 * n - 1) % (-2 * lowest)).collect();
+                let ends = Tensor::from_slice(&[-1 - lowest, lowest], 2, device).unwrap();
+                let t = Tensor::cat(&[&Tensor::from_slice(&values, n as usize, device).unwrap(), &ends], 0).unwrap();
+                let t = t.to_dtype(dtype).unwrap();
+                check(&t);
+                let value = |t: Tensor| t.to_dtype(DType::I64).unwrap().item::<i64>().unwrap();
+                for (largest, end) in [(true, -1 - lowest), (false, lowest)] {
+                    assert_eq!(value(t.topk(1, 0, largest).unwrap().0), end, "{n} {dtype}");
+                }
+                assert_eq!(value(t.kthvalue(1, 0, false).unwrap().0), lowest, "{n} {dtype}");
+                assert_eq!([value(t.min((), false).unwrap()), value(t.max((), false).unwrap())], [lowest, -1 - lowest]);
+                let (line, _) = t.sort(0, false).unwrap();
+                assert_eq!(value(line.searchsorted(&ends.to_dtype(dtype).unwrap(), false).unwrap().narrow(0, 1, 1).unwrap()), 0);
+            }
+        }
+    });
+}
+
 #[test]
 fn sorts_support_every_dtype_and_special_values() {
     let (nan, inf) = (f64::NAN, f64::INFINITY);

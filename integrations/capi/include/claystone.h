@@ -72,6 +72,10 @@ typedef enum {
     CLAYSTONE_DTYPE_U32 = 7,
     // One byte, 0 or 1.
     CLAYSTONE_DTYPE_BOOL = 8,
+    // 8-bit signed integer.
+    CLAYSTONE_DTYPE_I8 = 9,
+    // 16-bit signed integer.
+    CLAYSTONE_DTYPE_I16 = 10,
 } ClaystoneDtype;
 
 // The type of an argument. It selects the member of ClaystoneValue that is read.

@@ -31,10 +31,14 @@ pub enum ClaystoneDtype {
     U32 = 7,
     /// One byte, 0 or 1.
     Bool = 8,
+    /// 8-bit signed integer.
+    I8 = 9,
+    /// 16-bit signed integer.
+    I16 = 10,
 }
 
 /// Pairs each dtype of the C API with claystone's dtype.
-const DTYPES: [(ClaystoneDtype, DType); 9] = [
+const DTYPES: [(ClaystoneDtype, DType); 11] = [
     (ClaystoneDtype::F32, DType::F32),
     (ClaystoneDtype::F16, DType::F16),
     (ClaystoneDtype::Bf16, DType::BF16),
@@ -44,6 +48,8 @@ const DTYPES: [(ClaystoneDtype, DType); 9] = [
     (ClaystoneDtype::U8, DType::U8),
     (ClaystoneDtype::U32, DType::U32),
     (ClaystoneDtype::Bool, DType::Bool),
+    (ClaystoneDtype::I8, DType::I8),
+    (ClaystoneDtype::I16, DType::I16),
 ];
 
 /// Converts a dtype number of the C API.

@@ -15,6 +15,7 @@ constexpr std::pair<ClaystoneDtype, at::ScalarType> DTYPES[] = {
     {CLAYSTONE_DTYPE_F32, at::kFloat}, {CLAYSTONE_DTYPE_F16, at::kHalf},   {CLAYSTONE_DTYPE_BF16, at::kBFloat16},
     {CLAYSTONE_DTYPE_F64, at::kDouble}, {CLAYSTONE_DTYPE_I64, at::kLong},   {CLAYSTONE_DTYPE_I32, at::kInt},
     {CLAYSTONE_DTYPE_U8, at::kByte},    {CLAYSTONE_DTYPE_U32, at::kUInt32}, {CLAYSTONE_DTYPE_BOOL, at::kBool},
+    {CLAYSTONE_DTYPE_I8, at::kChar},    {CLAYSTONE_DTYPE_I16, at::kShort},
 };
 
 // The number of OpenCL devices to use: 0 if CLAYSTONE_TORCH_DEVICE is `cpu`.

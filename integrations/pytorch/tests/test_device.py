@@ -47,14 +47,14 @@ class Tensors(unittest.TestCase):
             torch.mul(x, x, out=narrow)
 
     def test_dtypes(self):
-        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
             x = torch.tensor([0, 1, 1, 0, 1], dtype=dtype)
             self.assertTrue(torch.equal(x.to(DEVICE).cpu(), x), dtype)
             self.assertTrue(torch.equal(x.to(DEVICE)[::2].cpu(), x[::2]), dtype)
             self.assertEqual((x.to(DEVICE) + 1.5).dtype, (x + 1.5).dtype)
 
     def test_unsupported_dtypes_can_be_stored(self):
-        for dtype in (torch.int8, torch.int16, torch.complex64):
+        for dtype in (torch.complex64, torch.complex128):
             x = torch.tensor([[1, 2], [3, 4]], dtype=dtype)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

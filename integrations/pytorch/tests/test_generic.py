@@ -14,7 +14,7 @@ from torch.testing._internal.common_device_type import dtypes, instantiate_devic
 from torch.testing._internal.common_utils import TestCase
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.uint8)
+NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def values(shape, dtype):

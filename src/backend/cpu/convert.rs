@@ -29,6 +29,8 @@ pub(crate) fn load_tile<C: Number>(dtype: DType, bytes: &[u8], start: usize, str
         DType::F64 => load!(f64, x => C::from_f64(x)),
         DType::I64 => load!(i64, x => C::from_i64(x)),
         DType::I32 => load!(i32, x => C::from_i32(x)),
+        DType::I16 => load!(i16, x => C::from_i32(i32::from(x))),
+        DType::I8 => load!(i8, x => C::from_i32(i32::from(x))),
         DType::U8 => load!(u8, x => C::from_i32(i32::from(x))),
         DType::U32 => load!(u32, x => C::from_i64(i64::from(x))),
         DType::Bool => load!(u8, x => C::from_bool(x != 0)),
@@ -71,6 +73,8 @@ pub(crate) fn store_tile<C: Number>(dtype: DType, values: &[C], bytes: &mut [u8]
         }
         DType::I64 => store!(i64, x => x.to_i64()),
         DType::I32 => store!(i32, x => x.to_i32()),
+        DType::I16 => store!(i16, x => x.to_i16()),
+        DType::I8 => store!(i8, x => x.to_i8()),
         DType::U8 => store!(u8, x => x.to_u8()),
         DType::U32 => store!(u32, x => x.to_u32()),
         DType::Bool => store!(u8, x => u8::from(x.is_true())),
@@ -198,6 +202,8 @@ mod tests {
                 F64 f64: |x| x as f64, |v| v, |i| i as f64;
                 I64 i64: |x| x as i64, |v| v as i64, |i| i;
                 I32 i32: |x| x as i32, |v| v as i32, |i| i as i32;
+                I16 i16: |x| x as i16, |v| v as i16, |i| i as i16;
+                I8 i8: |x| x as i8, |v| v as i8, |i| i as i8;
                 U8 u8: |x| x as u8, |v| v as u8, |i| i as u8;
                 U32 u32: |x| x as u32, |v| v as u32, |i| i as u32;
                 Bool u8: |x| (x != 0.0) as u8, |v| (v != 0.0) as u8, |i| (i != 0) as u8;

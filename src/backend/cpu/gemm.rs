@@ -67,6 +67,10 @@ pub(crate) fn multiply(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool>
             (DType::I32, _) => integers!(i32, i64),
             (DType::U32, DType::U32) => integers!(u32, u32),
             (DType::U32, _) => integers!(u32, i64),
+            (DType::I16, DType::I16) => integers!(i16, i16),
+            (DType::I16, _) => integers!(i16, i64),
+            (DType::I8, DType::I8) => integers!(i8, i8),
+            (DType::I8, _) => integers!(i8, i64),
             (DType::I64, _) => integers!(i64, i64),
             _ => {
                 let (a, b) = (Floats::new(g.a.dtype, a), Floats::new(g.b.dtype, b));

@@ -269,6 +269,8 @@ pub(crate) fn scatter(s: &Scatter) -> Result<()> {
             (_, DType::BF16) => run!(bf16 as f32: bf16::to_f32, bf16::from_f32),
             (_, DType::I32) => run!(i32 as i64: i64::from, |x| x as i32),
             (_, DType::U32) => run!(u32 as i64: i64::from, |x| x as u32),
+            (_, DType::I16) => run!(i16 as i64: i64::from, |x| x as i16),
+            (_, DType::I8) => run!(i8 as i64: i64::from, |x| x as i8),
             (_, DType::U8) => run!(u8 as i64: i64::from, |x| x as u8),
             (_, DType::Bool) => run!(u8 as i64: |x| i64::from(x != 0), |x| u8::from(x != 0)),
         }

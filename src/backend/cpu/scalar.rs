@@ -35,6 +35,8 @@ pub(crate) trait Number: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::De
     fn to_f64(self) -> f64;
     fn to_i64(self) -> i64;
     fn to_i32(self) -> i32;
+    fn to_i16(self) -> i16;
+    fn to_i8(self) -> i8;
     fn to_u32(self) -> u32;
     fn to_u8(self) -> u8;
     fn is_true(self) -> bool;
@@ -121,6 +123,8 @@ macro_rules! conversions {
             to_f64(self) -> f64 = self as f64;
             to_i64(self) -> i64 = self as i64;
             to_i32(self) -> i32 = self as i32;
+            to_i16(self) -> i16 = self as i16;
+            to_i8(self) -> i8 = self as i8;
             to_u32(self) -> u32 = self as u32;
             to_u8(self) -> u8 = self as u8;
             is_true(self) -> bool = self != (0 as $t);

@@ -54,6 +54,8 @@ trait SortElement: Number {
     fn lowest(dtype: DType) -> u64 {
         match dtype {
             DType::I32 => (1 << 63) - (1 << 31),
+            DType::I16 => (1 << 63) - (1 << 15),
+            DType::I8 => (1 << 63) - (1 << 7),
             DType::U32 | DType::U8 | DType::Bool => 1 << 63,
             _ => 0,
         }

@@ -33,16 +33,13 @@ mod tests {
     use crate::device::{count_launches, opencl};
     use crate::{DType, Device, Result, Scalar, Tensor};
 
-    const DTYPES: [DType; 9] =
-        [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U8, DType::U32, DType::Bool];
-
     /// Devices must compute the same bits as the host, for lengths just below and above multiples of the work-group size.
     #[test]
     fn sequences_have_the_hosts_bits() {
         let whole: [(i64, i64); 4] = [(0, 1), (-3, 7), (300, -1), (i64::MAX - 5, 1 << 60)];
         for device in (0..opencl::count()).map(Device::OpenCL) {
             for n in [0, 1, 2, 63, 64, 65, 511, 512, 513, 5003] {
-                for dtype in DTYPES.into_iter().filter(|&t| t != DType::F64 || device.info().unwrap().fp64) {
+                for dtype in DType::ALL.into_iter().filter(|&t| t != DType::F64 || device.info().unwrap().fp64) {
                     let all = |device| -> Vec<Result<Tensor>> {
                         let mut made = vec![
                             Tensor::linspace(-1.7, 300.1, n, (dtype, device)),

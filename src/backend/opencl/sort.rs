@@ -213,7 +213,12 @@ impl Define for KeyType {
         bits_type(dtype.size()).define("V", out);
         let is_narrow_integer = compute == Compute::I64 && has_32_bit_keys(dtype);
         let kind = if is_narrow_integer { "I32".to_owned() } else { format!("{compute:?}") };
-        let lowest = if dtype == DType::I32 { "0x80000000u" } else { "0" };
+        let lowest = match dtype {
+            DType::I32 => "0x80000000u",
+            DType::I16 => "0xffff8000u",
+            DType::I8 => "0xffffff80u",
+            _ => "0",
+        };
         out.push_str(&format!("#define KEY_{kind}\n#define LOWEST {lowest}\n"));
     }
 }

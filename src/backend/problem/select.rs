@@ -99,7 +99,8 @@ pub(crate) fn key_bits(dtype: DType) -> [usize; 2] {
         DType::F16 => [12, 32],
         DType::BF16 => [16, 32],
         DType::Bool => [0, 4],
-        DType::U8 => [0, 8],
+        DType::U8 | DType::I8 => [0, 8],
+        DType::I16 => [0, 16],
         DType::F64 | DType::I64 => [0, 64],
         _ => [0, 32],
     }

@@ -64,9 +64,9 @@ pub enum Dtypes {
     Numbers,
     /// f32, f16, bf16 and f64.
     Floats,
-    /// i64, i32, u8, u32 and bool.
+    /// i64, i32, i16, i8, u32, u8 and bool.
     Integers,
-    /// i64, i32, u8 and u32.
+    /// i64, i32, i16, i8, u32 and u8.
     IntegersOnly,
 }
 

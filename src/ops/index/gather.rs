@@ -20,10 +20,8 @@ pub(crate) fn without_stride(t: &Tensor, d: usize, shape: &Shape) -> (Layout, is
 }
 
 pub(crate) fn check_index(op: &'static str, index: &Tensor) -> Result<()> {
-    match index.dtype {
-        DType::I64 | DType::I32 | DType::U32 | DType::U8 => Ok(()),
-        dtype => Err(Error::UnsupportedDType { op, dtype, expected: "an integer index (i64, i32, u32, u8)" }),
-    }
+    unsupported!(op if index.dtype.is_float() || index.dtype == DType::Bool, index.dtype, "an index of integers");
+    Ok(())
 }
 
 /// Returns the layout of a vector of indices along dim `d`, broadcast to `shape`.

@@ -239,8 +239,7 @@ impl Tensor {
         let op = "bincount";
         let tensors: Vec<&Tensor> = std::iter::once(self).chain(weights).collect();
         return_replacement!(op, tensors, minlength);
-        unsupported!(op if self.dtype.is_float() || self.dtype == DType::Bool,
-            self.dtype, "integers (i64, i32, u32, u8)");
+        unsupported!(op if self.dtype.is_float() || self.dtype == DType::Bool, self.dtype, "integers");
         invalid!(op if self.rank() != 1, "the input must be a vector, and has shape {}", self.shape());
         if let Some(w) = weights {
             w.dtype.check_float(op)?;

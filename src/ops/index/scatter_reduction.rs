@@ -34,6 +34,8 @@ impl ScatterReduce {
         let (low, high) = match dtype {
             DType::I64 => (i64::MIN, i64::MAX),
             DType::I32 => (i32::MIN.into(), i32::MAX.into()),
+            DType::I16 => (i16::MIN.into(), i16::MAX.into()),
+            DType::I8 => (i8::MIN.into(), i8::MAX.into()),
             DType::U32 => (0, u32::MAX.into()),
             DType::U8 => (0, u8::MAX.into()),
             _ => (0, 1),

@@ -156,6 +156,6 @@ impl<F: Fn(usize) -> Scalar + Copy> WithSimd for WriteValues<'_, F> {
                 }
             };
         }
-        each!(F32 F16 BF16 F64 I64 I32 U8 U32 Bool);
+        each!(F32 F16 BF16 F64 I64 I32 U8 U32 Bool I8 I16);
     }
 }

@@ -35,7 +35,7 @@ fn compare_formulas(
 }
 
 pub(super) fn map(suite: &mut Suite) -> Result<()> {
-    use DType::{BF16, Bool, F16, F32, F64, I32, I64, U8};
+    use DType::{BF16, Bool, F16, F32, F64, I8, I16, I32, I64, U8};
     let (x, y) = (Expr::input(0), Expr::input(1));
     // Broadcast operands, with sizes just below and above the size of a tile.
     let formula = [(&x * Expr::scalar(0) + &y).relu()];
@@ -65,8 +65,8 @@ pub(super) fn map(suite: &mut Suite) -> Result<()> {
     let inputs = [suite.tensor(View::Odd, &[7, 37], I64, numbers)?, suite.tensor(View::Plain, &[37], U8, numbers)?];
     compare_formulas(suite, (View::Gapped, &[7, 37]), &inputs, &whole, &[I64, U8], 0)?;
     // Conversions between dtypes.
-    for (from, to) in [(F32, I32), (F32, U8), (F64, F16), (F32, BF16), (I64, F32), (F16, Bool), (U8, BF16)] {
-        suite.runs_on_opencl = matches!(to, U8 | F16 | Bool);
+    for (from, to) in [(F32, I32), (F32, I8), (F64, F16), (F32, I16), (I64, F32), (F16, Bool), (I8, BF16)] {
+        suite.runs_on_opencl = matches!(to, I8 | F16 | Bool);
         let x = [suite.tensor(View::Odd, &[3, 85], from, specials)?];
         compare_formulas(suite, (View::Plain, &[3, 85]), &x, &[Expr::input(0)], &[to], 0)?;
     }

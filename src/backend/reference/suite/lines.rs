@@ -51,7 +51,7 @@ pub(super) fn scan(suite: &mut Suite) -> Result<()> {
 }
 
 pub(super) fn sort(suite: &mut Suite) -> Result<()> {
-    for dtype in [DType::F32, DType::F16, DType::I64, DType::U8] {
+    for dtype in [DType::F32, DType::F16, DType::I64, DType::I8, DType::I16] {
         suite.runs_on_opencl = dtype == DType::F32;
         for (view, dims, d) in SHAPES {
             let x = suite.tensor(view, dims, dtype, specials)?;

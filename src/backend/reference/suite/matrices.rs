@@ -84,7 +84,7 @@ pub(super) fn gemm(suite: &mut Suite) -> Result<()> {
 
 pub(super) fn reduce(suite: &mut Suite) -> Result<()> {
     use Combination::{Add, ArgMax, ArgMin, Max, Min, Mul};
-    use DType::{F16, F32, F64, I32, I64, U8};
+    use DType::{F16, F32, F64, I8, I32, I64};
     let of = |combination, element, finish, counts| Rule { combination, element, finish, rescaled: None, counts };
     let square = || Element::Formula(Expr::input(0).square());
     let mean = Some(Expr::input(0) / Expr::scalar(0));
@@ -95,7 +95,7 @@ pub(super) fn reduce(suite: &mut Suite) -> Result<()> {
         (of(Add, Element::NonZero, None, true), F32, I64),
         (of(Mul, Element::Identity, None, false), F64, F64),
         (of(Max, Element::Identity, None, false), F32, F32),
-        (of(Min, Element::Identity, None, false), U8, U8),
+        (of(Min, Element::Identity, None, false), I8, I8),
         (of(ArgMax, Element::Identity, None, false), F32, I64),
         (of(ArgMin, Element::Identity, None, false), I32, I64),
     ];

@@ -66,7 +66,7 @@ pub(super) fn gather(suite: &mut Suite) -> Result<()> {
 
 pub(super) fn scatter(suite: &mut Suite) -> Result<()> {
     use Combine::{Add, Max, Min, Multiply, Set};
-    use DType::{Bool, F16, F32, I32, I64, U8};
+    use DType::{Bool, F16, F32, I8, I32, I64};
     for (combine, dtype) in [
         (Set, F32),
         (Set, F16),
@@ -74,7 +74,7 @@ pub(super) fn scatter(suite: &mut Suite) -> Result<()> {
         (Multiply, I64),
         (Max, F32),
         (Min, I32),
-        (Add, U8),
+        (Add, I8),
         (Max, F16),
         (Add, Bool),
     ] {

@@ -42,7 +42,7 @@ impl Tensor {
     /// Computes the cross-entropy of logits and classes (PyTorch's `cross_entropy`). Returns a scalar of the logits' dtype, or one loss
     /// for each label with [`LossReduction::None`]. Differentiable in the logits and in probabilities.
     ///
-    /// Logits are `[C]`, `[N, C]` or `[N, C, d1, ...]`. The target is either class labels (i64, i32, u32 or u8) with that shape without
+    /// Logits are `[C]`, `[N, C]` or `[N, C, d1, ...]`. The target is either class labels (integers) with that shape without
     /// C, or one probability for each class, with the shape and dtype of the logits. The mean is over the labels other than
     /// `ignore_index`, weighted by the class weights. If all labels are ignored, the mean is NaN.
     ///
@@ -80,7 +80,7 @@ impl Tensor {
             "label_smoothing is {}, it must be in 0..=1", options.label_smoothing);
         if target.dtype().is_float() {
             unsupported!(op if target.rank() + 1 == self.rank(), target.dtype(),
-                "labels of dtype i64, i32, u32 or u8, or for each class a probability, in the shape of the logits");
+                "labels of an integer dtype, or for each class a probability, in the shape of the logits");
             return self.soft_cross_entropy(op, target, options).with_op(op);
         }
         apply_to_rows(op, self, target, |logits, labels| match plain {

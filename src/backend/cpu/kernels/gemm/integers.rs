@@ -60,8 +60,8 @@ macro_rules! sums {
     )* };
 }
 sums! {
-    u32: u8 i32 u32;
-    i64: u8 i32 u32 i64;
+    u32: i8 i16 u8 i32 u32;
+    i64: i8 i16 u8 i32 u32 i64;
 }
 
 macro_rules! results {
@@ -75,7 +75,7 @@ macro_rules! results {
         }
     )* };
 }
-results! { u8: u32; i32: u32; u32: u32; i64: i64; }
+results! { i8: u32; i16: u32; u8: u32; i32: u32; u32: u32; i64: i64; }
 
 vectorised! {
     /// Adds four rows to `to`, each multiplied by its factor.
