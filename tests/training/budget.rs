@@ -185,7 +185,8 @@ fn steps_that_deviate_compute_the_same_gradients() {
             let want = gradient_bits(&[&x, &w]);
             let before = stats(device).num_spills;
             budget.run(|| step(layers)).unwrap();
-            assert!(stats(device).num_spills > before || layers != 6);
+            assert!(budget.moved_bytes == 0 || stats(device).num_spills > before || layers != 6);
+            assert!(budget.recomputed_bytes > 0);
             assert_eq!(gradient_bits(&[&x, &w]), want, "{layers} layers");
             // Backward after the run, and on another thread.
             let loss = budget.run(|| network(&x, &w, layers)).unwrap();
