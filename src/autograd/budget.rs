@@ -26,8 +26,8 @@ const MIN_MOVED_BYTES: u64 = 64 << 10;
 /// Maximum number of events by which a storage comes back ahead of its use.
 const MAX_LEAD_EVENTS: usize = 16;
 
-/// Maximum number of dropped storages in a row of which each is computed from the previous one. They come back together.
-const MAX_DROPS_IN_A_ROW: usize = 4;
+/// Maximum length of a chain of dropped storages: computing the last storage of a chain brings back the whole chain.
+const MAX_CHAIN_LEN: usize = 4;
 
 thread_local! {
     /// The innermost recording or run of a budget on this thread.
@@ -126,11 +126,11 @@ impl StepUses {
 /// Decides which of a step's saved tensors are computed again in backward and which move to the host, so that at most `bytes` bytes of
 /// the device are allocated at once.
 ///
-/// Results of elementwise formulas, conversions of dtype and norms are dropped after their last use in the forward pass, and computed
-/// again, to the same bits, before their use in backward, if they follow by a few such operations from parameters and saved tensors, and
-/// nothing else holds them. The cheapest are dropped first. All other tensors move after their last use in the forward pass and come back
-/// ahead of their use in backward. Smaller budgets drop and move the tensors that larger budgets do, and further ones. A budget of
-/// [`StepUses::peak`] drops and moves none.
+/// Results of elementwise formulas, conversions of dtype, norms and linear layers are dropped after their last use in the forward pass and
+/// computed again, to the same bits, before their use in backward, if a few such operations compute them from parameters and saved
+/// tensors, and nothing else holds them. The cheapest are dropped first. All other tensors move after their last use in the forward pass
+/// and come back ahead of their use in backward. Smaller budgets drop and move the tensors that larger budgets do, and further ones. A
+/// budget of [`StepUses::peak`] drops and moves none.
 ///
 /// ```
 /// use claystone::autograd::{StepUses, memory_budget};
@@ -223,11 +223,8 @@ impl fmt::Display for Budget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Budget { device, bytes, drops, moves, recomputed_bytes, moved_bytes, kept_bytes, expected_peak } = self;
         let (drops, moves) = (drops.len(), moves.len());
-        write!(
-            f,
-            "budget of {bytes} bytes on {device}: {drops} saved storages of {recomputed_bytes} bytes are computed "
-        )?;
-        write!(f, "again, {moves} of {moved_bytes} bytes move, {kept_bytes} bytes stay; ")?;
+        write!(f, "budget of {bytes} bytes on {device}: {drops} saved storages of {recomputed_bytes} bytes ")?;
+        write!(f, "are computed again, {moves} of {moved_bytes} bytes move, {kept_bytes} bytes stay; ")?;
         write!(f, "expected peak {expected_peak} bytes")
     }
 }
@@ -280,8 +277,8 @@ pub(super) struct Watched {
     dropped: Option<(Arc<Recipe>, Vec<Arc<Watched>>)>,
     /// The version of the elements that were saved first.
     version: u64,
-    /// The number of dropped storages in a row up to this one. In a recording, as if all storages with recipes were dropped.
-    drops_in_a_row: usize,
+    /// The length of the chain of dropped storages up to this storage; in a recording, as if all storages with recipes were dropped.
+    chain_len: usize,
     /// In a recording, the cost of computing the storage again if it has a recipe.
     again: Option<Cost>,
     is_used: AtomicBool,
@@ -371,9 +368,9 @@ impl Watched {
     fn new(watch: &Arc<Mutex<Watch>>, tensor: &Tensor) -> Arc<Watched> {
         let (bytes, mut reads) = (block_bytes(&tensor.storage), Vec::new());
         let recipe = Recipe::of(tensor).filter(|recipe| recipe.reads(&mut reads).is_some());
-        let drops_in_a_row = 1 + reads.iter().map(|read| read.drops_in_a_row).max().unwrap_or(0);
+        let chain_len = 1 + reads.iter().map(|read| read.chain_len).max().unwrap_or(0);
         let recipe = recipe.filter(|_| {
-            drops_in_a_row <= MAX_DROPS_IN_A_ROW
+            chain_len <= MAX_CHAIN_LEN
                 && reads.iter().all(|read| Arc::ptr_eq(&read.watch, watch))
                 && !is_capturing(tensor.device())
         });
@@ -392,21 +389,24 @@ impl Watched {
         if dropped.is_none() {
             kept.get_or_init(|| Saved::without_hooks(&tensor.detach()));
         }
-        let drops_in_a_row = if again.is_some() || dropped.is_some() { drops_in_a_row } else { 0 };
+        let chain_len = if again.is_some() || dropped.is_some() { chain_len } else { 0 };
         let (version, is_used, watch) = (tensor.storage.version(), AtomicBool::new(false), Arc::clone(watch));
-        let watched =
-            Arc::new(Watched { kept, dropped, version, drops_in_a_row, again, is_used, ordinal, first, watch });
+        let watched = Arc::new(Watched { kept, dropped, version, chain_len, again, is_used, ordinal, first, watch });
         state.storages.push(Arc::downgrade(&watched));
         state.by_number.insert(tensor.storage.number(), Arc::downgrade(&watched));
+        watched.dropped.iter().for_each(|(recipe, _)| recipe.set_dropped(&watched));
         watched
     }
 
     /// Returns a tensor on the storage, which is computed again if it is dropped. Fails if the storage was changed in place.
     pub(super) fn tensor(self: &Arc<Watched>) -> Result<Tensor> {
         if let (None, Some((recipe, _))) = (self.kept.get(), &self.dropped) {
-            let made = recipe.run()?;
-            lock(&self.watch).by_number.insert(made.storage.number(), Arc::downgrade(self));
-            self.kept.get_or_init(|| Saved::without_hooks(&made));
+            for (index, (made, watched)) in recipe.run()?.iter().zip(recipe.dropped()).enumerate() {
+                let watched = if index == recipe.index { Some(Arc::clone(self)) } else { watched.upgrade() };
+                let Some(watched) = watched else { continue };
+                lock(&watched.watch).by_number.insert(made.storage.number(), Arc::downgrade(&watched));
+                watched.kept.get_or_init(|| Saved::without_hooks(made));
+            }
         }
         self.kept.get().expect("the storage is kept or computed").unpack("memory_budget")
     }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use claystone::autograd::*;
 use claystone::device::StreamId;
-use claystone::nn::{BatchNorm2d, Conv2d, LayerNorm, Linear, Module};
+use claystone::nn::{Activation, BatchNorm2d, Conv2d, LayerNorm, Linear, Module};
 use claystone::ops::ConvOptions;
 use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use claystone::storage::{self, Allocator, Block, DeviceStats};
@@ -311,7 +311,9 @@ fn budgets_that_cannot_be_kept_are_refused_with_the_sizes() {
 /// Two residual blocks of convolutions, batch norms and relu, as in ResNet.
 fn residual_network(device: Device) -> Result<(Vec<Tensor>, impl Fn() -> Result<Tensor>)> {
     let options = ConvOptions { padding: 1.into(), ..ConvOptions::default() };
-    let layer = |_| Ok((Conv2d::new(8, 8, [3; 2], options, device)?.without_bias(), BatchNorm2d::new(8, device)?));
+    let layer = |_| -> Result<_> {
+        Ok((Conv2d::new(8, 8, [3; 2], options, device)?.without_bias(), BatchNorm2d::new(8, device)?))
+    };
     let layers: Vec<(Conv2d, BatchNorm2d)> = (0..6).map(layer).collect::<Result<_>>()?;
     let images = scattered(&[4, 8, 24, 24], 1.0, device);
     let parameters = layers.iter().flat_map(|(conv, norm)| conv.parameters().into_iter().chain(norm.parameters()));
@@ -325,9 +327,13 @@ fn residual_network(device: Device) -> Result<(Vec<Tensor>, impl Fn() -> Result<
     Ok((parameters, forward))
 }
 
-/// Three blocks of layer norm, a linear layer, GELU and a linear layer, in mixed precision.
-fn feed_forward_network(device: Device) -> Result<(Vec<Tensor>, impl Fn() -> Result<Tensor>)> {
-    let layer = |_| Ok((LayerNorm::new(&[64], device)?, Linear::new(64, 256, device)?, Linear::new(256, 64, device)?));
+/// Three blocks of layer norm, a linear layer with GELU (in the same launch, or apart) and a linear layer, in mixed precision.
+fn feed_forward_network(device: Device, fused: bool) -> Result<(Vec<Tensor>, impl Fn() -> Result<Tensor>)> {
+    let layer = |_| -> Result<_> {
+        let up = Linear::new(64, 256, device)?;
+        let up = if fused { up.with_activation(Activation::Gelu) } else { up };
+        Ok((LayerNorm::new(&[64], device)?, up, Linear::new(256, 64, device)?))
+    };
     let layers: Vec<(LayerNorm, Linear, Linear)> = (0..3).map(layer).collect::<Result<_>>()?;
     let x = scattered(&[128, 64], 1.0, device);
     let parameters = layers
@@ -336,7 +342,8 @@ fn feed_forward_network(device: Device) -> Result<(Vec<Tensor>, impl Fn() -> Res
     let parameters = parameters.map(|t| t.shallow_clone()).collect();
     let forward = move || {
         let block = |x: Tensor, (norm, up, down): &(LayerNorm, Linear, Linear)| {
-            let inner = up.forward(&norm.forward(&x)?)?.gelu()?;
+            let inner = up.forward(&norm.forward(&x)?)?;
+            let inner = if fused { inner } else { inner.gelu()? };
             x.add(&down.forward(&inner)?.dropout(0.1)?)
         };
         let out = autocast(DType::BF16, || layers.iter().try_fold(x.shallow_clone(), block));
@@ -382,16 +389,21 @@ fn norms_and_formulas_are_computed_again_to_the_same_bits() {
     for device in devices() {
         let (parameters, forward) = residual_network(device).unwrap();
         compare_in_budgets("residual network", device, &parameters, &forward);
-        let (parameters, forward) = feed_forward_network(device).unwrap();
-        compare_in_budgets("feed-forward network", device, &parameters, &forward);
+        for fused in [true, false] {
+            let (parameters, forward) = feed_forward_network(device, fused).unwrap();
+            compare_in_budgets("feed-forward network", device, &parameters, &forward);
+        }
     }
 }
 
 #[test]
 fn a_dropped_tensor_whose_operand_was_changed_in_place_is_an_error() {
+    if !in_own_process("budget::a_dropped_tensor_whose_operand_was_changed_in_place_is_an_error") {
+        return;
+    }
     each_device(|device| {
         let (x, w) = (leaf(128, device), leaf(128, device));
-        // Of the factors, only the parameter w is read again, and only in a budget.
+        // Only a budget reads the parameter w again in backward, to compute the factor again.
         let step = |changes: bool| -> Result<()> {
             let y = x.matmul(&w.mul_scalar(2)?.to_dtype(DType::F32)?)?.sum((), false)?;
             if changes {
@@ -412,6 +424,9 @@ fn a_dropped_tensor_whose_operand_was_changed_in_place_is_an_error() {
 
 #[test]
 fn a_result_that_was_changed_in_place_is_kept() {
+    if !in_own_process("budget::a_result_that_was_changed_in_place_is_kept") {
+        return;
+    }
     each_device(|device| {
         let (x, w) = (leaf(128, device), leaf(128, device));
         let step = || {

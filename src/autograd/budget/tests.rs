@@ -90,7 +90,8 @@ fn the_longest_idle_storage_moves_first_and_returns_ahead_of_its_use() {
 #[test]
 fn storages_with_recipes_are_dropped_before_others_move() {
     let bytes = MIN_MOVED_BYTES;
-    let uses = step(101, &[(bytes, 0, 1000), (bytes, 200, 800)], &[1000], 2);
+    let base: Vec<u64> = (0..=101).map(|i| if (30..70).contains(&i) { 4 * bytes } else { 0 }).collect();
+    let uses = step(101, &[(bytes, 0, 1000), (bytes, 200, 800)], &base, 2);
     let budget = memory_budget(&uses, uses.peak() - 1).unwrap();
     assert_eq!((ordinals(&budget), budget.recomputed_bytes, budget.moved_bytes), (vec![1], bytes, 0));
     assert!(budget.to_string().contains("1 saved storages of 65536 bytes are computed again, 0 of 0 bytes move"));
