@@ -1,34 +1,40 @@
-//! Budgets: which saved tensors of a recorded step move to the host, so that the step fits in a number of bytes.
+//! Budgets: which saved tensors of a recorded step are computed again or move to the host, so that the step fits in a number of bytes.
 //!
 //! Time in a step is counted in events. An event is the saving of a tensor, or a use of a saved tensor in backward. A recording
 //! measures the peak of allocated bytes between events, and for each storage the longest time without a use between two of its events.
-//! [`memory_budget`] moves storages in one fixed order until the peak fits. A smaller budget thus moves all that a larger one moves.
+//! [`memory_budget`] drops or moves storages in one fixed order until the peak fits. A smaller budget thus drops and moves all that a
+//! larger one does. Storages that have a recipe are dropped and computed again, all others move.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, Weak};
-use std::{fmt, mem, ptr};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::{fmt, mem};
 
 use super::modes::with_flag;
-use super::node::{Saved, SavedHook, WatchSaved};
+use super::node::{Packed, Saved, SavedHook, WatchSaved};
+use super::recompute::Recipe;
 use crate::device::capture::is_capturing;
 use crate::storage::{Block, PeakScope, Storage, advance_use_clock};
 use crate::sync::{OnDrop, lock};
-use crate::{Device, Error, Result};
+use crate::{Device, Error, Result, Tensor};
 
-/// Smaller storages move only if larger ones do not suffice: moving them costs time and frees little.
+/// Smaller storages are dropped or moved only if larger ones do not suffice: that costs time and frees little.
 const MIN_MOVED_BYTES: u64 = 64 << 10;
 
 /// Maximum number of events by which a storage comes back ahead of its use.
 const MAX_LEAD_EVENTS: usize = 16;
+
+/// Maximum length of a chain of dropped storages: computing the last storage of a chain brings back the whole chain.
+const MAX_CHAIN_LEN: usize = 4;
 
 thread_local! {
     /// The innermost recording or run of a budget on this thread.
     static WATCH: RefCell<Option<Arc<Mutex<Watch>>>> = const { RefCell::new(None) };
 }
 
-/// The time in which a storage can be on the host: after event `from`, until event `until`.
+/// The time in which a storage can be dropped or on the host: after event `from`, until event `until`.
 #[derive(Debug, Clone, Copy)]
 struct Move {
     /// The number of storages that the step saved before this one.
@@ -37,6 +43,17 @@ struct Move {
     bytes: u64,
     from: usize,
     until: usize,
+    /// The cost of computing the storage again; `None` if it moves.
+    again: Option<Cost>,
+}
+
+/// The cost of computing a storage again.
+#[derive(Debug, Clone, Copy)]
+struct Cost {
+    /// The bytes that the operations read and write, for each KiB of the result.
+    traffic: u64,
+    /// The bytes of intermediate results.
+    temporary: u64,
 }
 
 /// The memory that a step uses over time, and the times in which the tensors that it saves for backward are not used.
@@ -46,9 +63,10 @@ struct Move {
 #[derive(Debug)]
 pub struct StepUses {
     device: Device,
-    /// The peak of allocated bytes before each event, and after the last one.
+    peak: u64,
+    /// The peak of allocated bytes before each event, and after the last one, if temporary memory is needed to compute storages again.
     curve: Vec<u64>,
-    /// The storages whose moving can lower the peak, in the order in which budgets move them.
+    /// The storages whose dropping or moving can lower the peak, in the order in which budgets choose them.
     candidates: Vec<Move>,
     smallest: u64,
     /// The bytes of all recorded storages.
@@ -66,33 +84,53 @@ impl StepUses {
         let mut watch = lock(&watch);
         watch.end_interval();
         watch.scopes.clear();
-        Ok((result, StepUses::new(device, mem::take(&mut watch.curve), mem::take(&mut watch.idle))))
+        Ok((result, StepUses::new(device, mem::take(&mut watch.curve), mem::take(&mut watch.idle), &watch.reads)))
     }
 
-    fn new(device: Device, curve: Vec<u64>, mut candidates: Vec<Move>) -> StepUses {
+    /// Plans with the candidates, by ordinal. `reads` has pairs of ordinals, sorted by the first: a storage with a recipe, and a storage
+    /// that the recipe reads.
+    fn new(device: Device, mut curve: Vec<u64>, mut candidates: Vec<Move>, reads: &[(usize, usize)]) -> StepUses {
+        // A storage is back when another one is computed from it.
+        for &(user, read) in reads.iter().rev() {
+            let (user, read) = (candidates[user], &mut candidates[read]);
+            if user.again.is_some() && (read.from + 1..read.until).contains(&user.until) {
+                read.until = user.until;
+            }
+        }
+        let (peak, recorded) = (peak_of(&curve), curve.clone());
+        for (m, cost) in candidates.iter().filter_map(|m| Some((m, m.again?))) {
+            curve[m.until + 1] = curve[m.until + 1].max(recorded[m.until + 1] + cost.temporary);
+        }
         let mut without = curve.clone();
         candidates.iter().for_each(|m| m.remove_from(&mut without));
-        let (smallest, saved) = (peak_of(&without), candidates.iter().map(|m| m.bytes).sum());
+        let (smallest, saved) = (peak_of(&without).min(peak), candidates.iter().map(|m| m.bytes).sum());
         candidates.retain(|m| curve[m.from + 1..=m.until].iter().any(|&bytes| bytes > smallest));
-        candidates.sort_by_key(|m| (m.bytes < MIN_MOVED_BYTES, Reverse(m.until - m.from), m.ordinal));
-        StepUses { device, curve, candidates, smallest, saved }
+        candidates.sort_by_key(|m| {
+            let cost = m.again.map_or(u64::MAX, |cost| cost.traffic);
+            (m.bytes < MIN_MOVED_BYTES, cost, Reverse(m.until - m.from), m.ordinal)
+        });
+        StepUses { device, peak, curve, candidates, smallest, saved }
     }
 
     /// Returns the step's peak of allocated bytes, with all saved tensors on the device.
     pub fn peak(&self) -> u64 {
-        peak_of(&self.curve)
+        self.peak
     }
 
-    /// Returns the smallest budget, in bytes, that [`memory_budget`] accepts: the peak if all saved tensors move.
+    /// Returns the smallest budget, in bytes, that [`memory_budget`] accepts: the peak if all saved tensors are dropped or move.
     pub fn smallest_budget(&self) -> u64 {
         self.smallest
     }
 }
 
-/// Decides which of a step's saved tensors move to the host, so that at most `bytes` bytes of the device are allocated at once.
+/// Decides which of a step's saved tensors are computed again in backward and which move to the host, so that at most `bytes` bytes of
+/// the device are allocated at once.
 ///
-/// A tensor moves after its last use in the forward pass and comes back ahead of its use in backward. Smaller budgets move the
-/// tensors that larger budgets move, and further ones. A budget of [`StepUses::peak`] moves none.
+/// Results of elementwise formulas, conversions of dtype, norms and linear layers are dropped after their last use in the forward pass and
+/// computed again, to the same bits, before their use in backward, if a few such operations compute them from parameters and saved
+/// tensors, and nothing else holds them. The cheapest are dropped first. All other tensors move after their last use in the forward pass
+/// and come back ahead of their use in backward. Smaller budgets drop and move the tensors that larger budgets do, and further ones. A
+/// budget of [`StepUses::peak`] drops and moves none.
 ///
 /// ```
 /// use claystone::autograd::{StepUses, memory_budget};
@@ -105,7 +143,7 @@ impl StepUses {
 /// };
 /// let (first, uses) = StepUses::record(Device::Cpu, step)?;
 /// let budget = memory_budget(&uses, (uses.peak() + uses.smallest_budget()) / 2)?;
-/// println!("{budget}"); // how many bytes move, how many stay, and the expected peak
+/// println!("{budget}"); // how many bytes are computed again, move and stay, and the expected peak
 /// assert_eq!(budget.run(step)?, first?);
 /// # Ok::<(), claystone::Error>(())
 /// ```
@@ -114,20 +152,23 @@ impl StepUses {
 /// [`Error::Invalid`] if `bytes` is less than [`StepUses::smallest_budget`]; the message has both sizes.
 pub fn memory_budget(uses: &StepUses, bytes: u64) -> Result<Budget> {
     if bytes < uses.smallest {
-        let (all, none) = (format!("all {} bytes of saved tensors move", uses.saved), uses.peak());
+        let (all, none) = (format!("all {} bytes of saved tensors are dropped or move", uses.saved), uses.peak());
         let reason =
             format!("{bytes} bytes are less than {} bytes, the peak if {all} ({none} bytes if none)", uses.smallest);
         return Err(Error::invalid("memory_budget", reason));
     }
-    let (mut curve, mut moves) = (uses.curve.clone(), Vec::new());
+    let (mut curve, mut chosen) = (uses.curve.clone(), Vec::new());
     let mut candidates = uses.candidates.iter();
-    while peak_of(&curve) > bytes
+    while bytes < uses.peak
+        && peak_of(&curve) > bytes
         && let Some(candidate) = candidates.next()
     {
         candidate.remove_from(&mut curve);
-        moves.push(*candidate);
+        chosen.push(*candidate);
     }
-    let (expected_peak, moved_bytes) = (peak_of(&curve), moves.iter().map(|m: &Move| m.bytes).sum::<u64>());
+    let sum = |moves: &[Move]| moves.iter().map(|m| m.bytes).sum::<u64>();
+    let (drops, mut moves): (Vec<Move>, Vec<Move>) = chosen.into_iter().partition(|m| m.again.is_some());
+    let (expected_peak, moved_bytes, recomputed_bytes) = (peak_of(&curve).min(uses.peak), sum(&moves), sum(&drops));
     // Storages come back ahead of their use where that does not raise the peak.
     moves.sort_by_key(|m| m.until);
     for m in &mut moves {
@@ -138,22 +179,29 @@ pub fn memory_budget(uses: &StepUses, bytes: u64) -> Result<Budget> {
         }
     }
     moves.sort_by_key(|m| m.from);
-    Ok(Budget { device: uses.device, moves, bytes, moved_bytes, kept_bytes: uses.saved - moved_bytes, expected_peak })
+    let (kept_bytes, drops) = (uses.saved - moved_bytes - recomputed_bytes, drops.iter().map(|m| (m.ordinal, m.bytes)));
+    let (device, drops) = (uses.device, Arc::new(drops.collect()));
+    Ok(Budget { device, drops, moves, bytes, recomputed_bytes, moved_bytes, kept_bytes, expected_peak })
 }
 
-/// The tensors of a recorded step that move to the host, from [`memory_budget`].
+/// The tensors of a recorded step that are computed again or move to the host, from [`memory_budget`].
 ///
-/// The bytes go to host memory, or to a file with the setting `spill:disk`. Losses and gradients are the same to the bit. A budget is a
+/// Moved bytes go to host memory, or to a file with the setting `spill:disk`. Losses and gradients are the same to the bit. A budget is a
 /// plan, and [`Device::set_memory_limit`] a limit: a step that deviates from the recorded step computes the right values, but may need
-/// more memory, and may wait for tensors to come back. Blocks of a [`Plan`](crate::storage::plan::Plan) do not move.
+/// more memory, and may wait for tensors to come back. Blocks of a [`Plan`](crate::storage::plan::Plan) do not move. Backward fails if an
+/// operand of a dropped tensor, such as a parameter, was changed in place after the forward pass.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Budget {
     device: Device,
+    /// The ordinals and sizes of the storages to drop.
+    drops: Arc<HashMap<usize, u64>>,
     /// The moves, by `from`.
     moves: Vec<Move>,
     /// The budget in bytes.
     pub bytes: u64,
+    /// The bytes of saved tensors that are dropped and computed again in each run.
+    pub recomputed_bytes: u64,
     /// The bytes of saved tensors that move to the host and back in each run.
     pub moved_bytes: u64,
     /// The bytes of saved tensors that stay on the device.
@@ -163,24 +211,26 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Runs `step`. Tensors that its operations save on this thread move as decided, until backward has used them.
+    /// Runs `step`. Tensors that its operations save on this thread are dropped or move as decided, until backward has used them.
     pub fn run<R>(&self, step: impl FnOnce() -> R) -> R {
         let moves = self.moves.iter().map(|&m| (m, false)).collect();
-        Watch { device: self.device, moves, ..Watch::default() }.observe(step).0
+        Watch { device: self.device, moves, drops: Arc::clone(&self.drops), ..Watch::default() }.observe(step).0
     }
 }
 
 impl fmt::Display for Budget {
-    /// Prints one line: the bytes of saved tensors that move and that stay, and the expected peak.
+    /// Prints one line: the bytes of saved tensors that are computed again, that move and that stay, and the expected peak.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Budget { device, bytes, moves, moved_bytes, kept_bytes, expected_peak } = self;
-        write!(f, "budget of {bytes} bytes on {device}: {} saved storages of {moved_bytes} bytes move, ", moves.len())?;
-        write!(f, "{kept_bytes} bytes stay; expected peak {expected_peak} bytes")
+        let Budget { device, bytes, drops, moves, recomputed_bytes, moved_bytes, kept_bytes, expected_peak } = self;
+        let (drops, moves) = (drops.len(), moves.len());
+        write!(f, "budget of {bytes} bytes on {device}: {drops} saved storages of {recomputed_bytes} bytes ")?;
+        write!(f, "are computed again, {moves} of {moved_bytes} bytes move, {kept_bytes} bytes stay; ")?;
+        write!(f, "expected peak {expected_peak} bytes")
     }
 }
 
 impl Move {
-    /// Removes the storage from the curve of a step's memory, while the storage is on the host.
+    /// Removes the storage from the curve of a step's memory, while the storage is dropped or on the host.
     fn remove_from(&self, curve: &mut [u64]) {
         curve[self.from + 1..=self.until].iter_mut().for_each(|bytes| *bytes = bytes.saturating_sub(self.bytes));
     }
@@ -201,9 +251,11 @@ struct Watch {
     device: Device,
     /// Number of events so far.
     events: usize,
-    /// The saved storages by ordinal, and by address.
+    /// The saved storages by ordinal, and by [number](Storage::number).
     storages: Vec<Weak<Watched>>,
-    by_address: HashMap<usize, Weak<Watched>>,
+    by_number: HashMap<u64, Weak<Watched>>,
+    /// For a run, the ordinals and sizes of the storages to drop.
+    drops: Arc<HashMap<usize, u64>>,
     /// For a run, the moves that are not complete, by `from`, and whether the storage has left the device.
     moves: Vec<(Move, bool)>,
     /// For a recording, a scope for each interval between events. Dropping them restores the peaks of enclosing scopes.
@@ -211,41 +263,61 @@ struct Watch {
     /// The peak of each interval, and the time of each event on the clock of blocks' uses.
     curve: Vec<u64>,
     times: Vec<u32>,
-    /// The longest idle time of each storage so far.
+    /// The longest idle time of each storage so far. For a storage with a recipe, the time before its first use in backward.
     idle: Vec<Move>,
+    /// The ordinals of storages with recipes and of storages that they read.
+    reads: Vec<(usize, usize)>,
 }
 
 /// A storage that is saved for backward and observed.
-struct Watched {
-    /// Keeps the storage, but no node of the graph, as long as a saved handle does.
-    handle: Saved,
+pub(super) struct Watched {
+    /// Keeps the storage, but no node of the graph, as long as a saved handle does. Empty if the storage is dropped.
+    kept: OnceLock<Saved>,
+    /// For a dropped storage, its recipe and the storages that the recipe reads.
+    dropped: Option<(Arc<Recipe>, Vec<Arc<Watched>>)>,
+    /// The version of the elements that were saved first.
+    version: u64,
+    /// The length of the chain of dropped storages up to this storage; in a recording, as if all storages with recipes were dropped.
+    chain_len: usize,
+    /// In a recording, the cost of computing the storage again if it has a recipe.
+    again: Option<Cost>,
+    is_used: AtomicBool,
     ordinal: usize,
     /// The storage's first event.
     first: usize,
     watch: Arc<Mutex<Watch>>,
 }
 
-/// Lets the innermost watch on this thread observe a saved tensor, unless the tensor is a parameter or a view of one.
+/// True if the tensor is a leaf, or a view of one.
+pub(super) fn is_parameter(tensor: &Tensor) -> bool {
+    tensor.made_by.as_ref().is_some_and(|node| node.base(&tensor.layout).0.is_leaf())
+}
+
+/// Returns the saved storage that has the elements of `tensor`, if the innermost watch on this thread observes one.
+pub(super) fn find_watched(tensor: &Tensor) -> Option<Arc<Watched>> {
+    let watch = WATCH.with_borrow(Clone::clone)?;
+    let watched = lock(&watch).by_number.get(&tensor.storage.number())?.upgrade()?;
+    (watched.version == tensor.storage.version()).then_some(watched)
+}
+
+/// Lets the innermost watch on this thread observe a saved tensor, unless the tensor is a parameter or a view of one. Drops the tensor
+/// if the budget says so.
 pub(super) fn watch(saved: &mut Saved) {
     let Some(watch) = WATCH.with_borrow(Clone::clone) else { return };
     let tensor = &saved.tensor;
-    let is_parameter = tensor.made_by.as_ref().is_some_and(|node| node.base(&tensor.layout).0.is_leaf());
-    let mut state = lock(&watch);
-    if is_parameter || tensor.device() != state.device || block_bytes(&tensor.storage) == 0 {
+    if is_parameter(tensor) || tensor.device() != lock(&watch).device || block_bytes(&tensor.storage) == 0 {
         return;
     }
-    let address = ptr::from_ref(tensor.storage.allocation()).addr();
-    let watched = state.by_address.get(&address).and_then(Weak::upgrade).unwrap_or_else(|| {
-        let handle = Saved::of(tensor.detach(), 0, None, None);
-        let (ordinal, first) = (state.storages.len(), state.events);
-        let watched = Arc::new(Watched { handle, ordinal, first, watch: Arc::clone(&watch) });
-        state.storages.push(Arc::downgrade(&watched));
-        state.by_address.insert(address, Arc::downgrade(&watched));
-        watched
-    });
-    drop(state);
-    watched.note_event();
-    saved.hook = Some(Arc::new(SavedHook::Watched(watched)));
+    let known = lock(&watch).by_number.get(&tensor.storage.number()).and_then(Weak::upgrade);
+    let watched = known.unwrap_or_else(|| Watched::new(&watch, tensor));
+    watched.note_event(false);
+    if watched.dropped.is_none() || watched.version != tensor.storage.version() {
+        saved.hook = Some(Arc::new(SavedHook::Watched(watched)));
+        return;
+    }
+    let (again, layout, dtype) = (Arc::clone(&watched), tensor.layout.clone(), tensor.dtype);
+    let packed = Packed::new(move || Ok(Tensor::new(again.tensor()?.storage, layout.clone(), dtype)));
+    saved.replace(SavedHook::Dropped(Box::new(packed), watched));
 }
 
 impl Watch {
@@ -264,32 +336,89 @@ impl Watch {
         self.scopes.extend(PeakScope::begin(self.device));
     }
 
-    /// Records an event of a storage.
-    fn record(&mut self, watched: &Watched, now: usize) {
+    /// Records an event of a storage: it is saved, or used in backward.
+    fn record(&mut self, watched: &Watched, now: usize, is_use: bool) {
         self.end_interval();
-        let storage = &watched.handle.tensor.storage;
+        let Some(Saved { tensor: Tensor { storage, .. }, .. }) = watched.kept.get() else { return };
         let (age, time) = (storage.age(), advance_use_clock());
         let last_used = age.map_or(0, |age| time.wrapping_sub(1).wrapping_sub(age));
         self.times.push(time);
         let from = self.times.partition_point(|&time| time <= last_used).clamp(watched.first, now); // after the last use
-        let idle = Move { ordinal: watched.ordinal, bytes: block_bytes(storage), from, until: now };
+        // Dropping the saved handles frees the storage if there are no others.
+        let is_first_use = is_use && !watched.is_used.swap(true, Ordering::Relaxed);
+        let again = watched.again.filter(|_| is_first_use && storage.is_only_saved());
+        let idle = Move { ordinal: watched.ordinal, bytes: block_bytes(storage), from, until: now, again };
         match self.idle.get_mut(watched.ordinal) {
             None => self.idle.push(idle),
-            Some(longest) if now - from > longest.until - longest.from => *longest = idle,
+            Some(known) if known.again.is_some() => {}
+            Some(longest) if again.is_some() || now - from > longest.until - longest.from => *longest = idle,
             Some(_) => {}
         }
     }
 }
 
 impl WatchSaved for Watched {
-    /// Counts an event. Carries out the moves that are due.
+    fn note_use(&self) {
+        self.note_event(true);
+    }
+}
+
+impl Watched {
+    /// Observes a new storage, and decides whether to drop it.
+    fn new(watch: &Arc<Mutex<Watch>>, tensor: &Tensor) -> Arc<Watched> {
+        let (bytes, mut reads) = (block_bytes(&tensor.storage), Vec::new());
+        let recipe = Recipe::of(tensor).filter(|recipe| recipe.reads(&mut reads).is_some());
+        let chain_len = 1 + reads.iter().map(|read| read.chain_len).max().unwrap_or(0);
+        let recipe = recipe.filter(|_| {
+            chain_len <= MAX_CHAIN_LEN
+                && reads.iter().all(|read| Arc::ptr_eq(&read.watch, watch))
+                && !is_capturing(tensor.device())
+        });
+        let mut state = lock(watch);
+        let (ordinal, first, is_recording) = (state.storages.len(), state.events, !state.scopes.is_empty());
+        let cost = |recipe: &Arc<Recipe>| Cost {
+            traffic: recipe.traffic.saturating_mul(1 << 10) / bytes,
+            temporary: recipe.temporary,
+        };
+        let again = recipe.as_ref().filter(|_| is_recording).map(cost);
+        if again.is_some() {
+            state.reads.extend(reads.iter().map(|read| (ordinal, read.ordinal)));
+        }
+        let dropped = recipe.filter(|_| state.drops.get(&ordinal) == Some(&bytes)).map(|recipe| (recipe, reads));
+        let kept = OnceLock::new();
+        if dropped.is_none() {
+            kept.get_or_init(|| Saved::without_hooks(&tensor.detach()));
+        }
+        let chain_len = if again.is_some() || dropped.is_some() { chain_len } else { 0 };
+        let (version, is_used, watch) = (tensor.storage.version(), AtomicBool::new(false), Arc::clone(watch));
+        let watched = Arc::new(Watched { kept, dropped, version, chain_len, again, is_used, ordinal, first, watch });
+        state.storages.push(Arc::downgrade(&watched));
+        state.by_number.insert(tensor.storage.number(), Arc::downgrade(&watched));
+        watched.dropped.iter().for_each(|(recipe, _)| recipe.set_dropped(&watched));
+        watched
+    }
+
+    /// Returns a tensor on the storage, which is computed again if it is dropped. Fails if the storage was changed in place.
+    pub(super) fn tensor(self: &Arc<Watched>) -> Result<Tensor> {
+        if let (None, Some((recipe, _))) = (self.kept.get(), &self.dropped) {
+            for (index, (made, watched)) in recipe.run()?.iter().zip(recipe.dropped()).enumerate() {
+                let watched = if index == recipe.index { Some(Arc::clone(self)) } else { watched.upgrade() };
+                let Some(watched) = watched else { continue };
+                lock(&watched.watch).by_number.insert(made.storage.number(), Arc::downgrade(&watched));
+                watched.kept.get_or_init(|| Saved::without_hooks(made));
+            }
+        }
+        self.kept.get().expect("the storage is kept or computed").unpack("memory_budget")
+    }
+
+    /// Counts an event: the storage is saved, or used in backward. Carries out the moves that are due.
     #[cold]
-    fn note_event(&self) {
+    fn note_event(&self, is_use: bool) {
         let mut watch = lock(&self.watch);
         let now = watch.events;
         watch.events += 1;
         if !watch.scopes.is_empty() {
-            return watch.record(self, now);
+            return watch.record(self, now, is_use);
         }
         if watch.moves.is_empty() || is_capturing(watch.device) {
             return; // no move is left, or another call carries them out
@@ -299,15 +428,13 @@ impl WatchSaved for Watched {
         self.carry_out(&mut moves, now);
         lock(&self.watch).moves = moves;
     }
-}
 
-impl Watched {
     /// Starts the moves that are due at event `now`. A block that cannot move now is tried again at the next event.
     fn carry_out(&self, moves: &mut Vec<(Move, bool)>, now: usize) {
         let begin = |m: &Move, start: fn(&Storage) -> Result<bool>| {
             let watched = lock(&self.watch).storages.get(m.ordinal).and_then(Weak::upgrade);
-            let Some(watched) = watched else { return false };
-            let storage = &watched.handle.tensor.storage;
+            let Some(kept) = watched.as_ref().and_then(|watched| watched.kept.get()) else { return false };
+            let storage = &kept.tensor.storage;
             block_bytes(storage) == m.bytes
                 && start(storage).unwrap_or_else(|error| {
                     tracing::warn!(%error, "a saved tensor could not be moved");

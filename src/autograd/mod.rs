@@ -30,6 +30,7 @@ mod in_place;
 mod leaf;
 mod modes;
 mod node;
+mod recompute;
 mod record;
 mod saved;
 
@@ -54,6 +55,7 @@ pub use modes::{
     autocast, autocast_dtype, detect_anomaly, enable_grad, inference_mode, is_grad_enabled, no_grad, set_grad_enabled,
 };
 pub(crate) use node::{DetachedGroup, Factor, Gradients, Node, Saved};
+pub(crate) use recompute::{note_recipe, note_recipes};
 pub(crate) use record::{
     is_tracked, record, record_differentiable, record_unary_differentiable, record_view, record_with_factor,
 };

@@ -180,7 +180,7 @@ pub(crate) struct DetachedGroup(pub(super) u32);
 /// them. An operation's own result has no node yet when it is saved; [`Context::unpack_result`] adds the node. A saved tensor does not
 /// keep its storage's record of in-place changes alive: that record may hold the saved tensor, and the two would never be freed.
 pub(crate) struct Saved {
-    /// The saved tensor. If hooks have packed it, a tensor like it with a storage of no bytes.
+    /// The saved tensor. If it is packed or dropped, a tensor like it with a storage of no bytes.
     pub(super) tensor: Tensor,
     version: u64,
     /// The storage's replay count. None if saved during a graph capture: backward after a replay uses the values that the replay wrote.
@@ -192,12 +192,14 @@ pub(crate) struct Saved {
 pub(super) enum SavedHook {
     Packed(Box<Packed>),
     Watched(Arc<dyn WatchSaved>),
+    /// The tensor is dropped; unpacking computes it again.
+    Dropped(Box<Packed>, Arc<dyn WatchSaved>),
 }
 
 /// The observer of a saved storage.
 pub(super) trait WatchSaved: Send + Sync {
-    /// Handles an event of the storage: it is saved, or backward is about to use it.
-    fn note_event(&self);
+    /// Handles an event: backward is about to use the storage.
+    fn note_use(&self);
 }
 
 impl Saved {
@@ -229,7 +231,11 @@ impl Saved {
     pub(crate) fn get(&self, op: &'static str) -> Result<&Tensor> {
         match self.hook.as_deref() {
             Some(SavedHook::Packed(packed)) => return packed.get(op, &self.tensor),
-            Some(SavedHook::Watched(watched)) => watched.note_event(),
+            Some(SavedHook::Watched(watched)) => watched.note_use(),
+            Some(SavedHook::Dropped(packed, watched)) => {
+                watched.note_use();
+                return packed.get(op, &self.tensor);
+            }
             None => {}
         }
         let storage = &self.tensor.storage;
@@ -247,7 +253,7 @@ impl Drop for Saved {
     }
 }
 
-/// A packed value, inside the closure that unpacks it.
+/// A packed value or a recipe, inside the closure that unpacks it.
 pub(super) struct Packed {
     unpack: Box<dyn Fn() -> Result<Tensor> + Send + Sync>,
     /// The unpacked tensor, and the version of its storage.

@@ -42,9 +42,15 @@ impl Saved {
             packed = Err(Error::autograd("saved_tensors_hooks", "the pack hook changed its tensor in place"));
         }
         let packed = packed.unwrap_or_else(|error| Some(Packed::new(move || Err(error.clone()))));
-        let (Some(packed), Ok(storage)) = (packed, Storage::alloc(self.tensor.device(), 0)) else { return };
-        let hook = Some(Arc::new(SavedHook::Packed(Box::new(packed))));
-        *self = Saved::of(Tensor { storage, ..self.tensor.shallow_clone() }, 0, None, hook);
+        if let Some(packed) = packed {
+            self.replace(SavedHook::Packed(Box::new(packed)));
+        }
+    }
+
+    /// Replaces the tensor by a tensor like it with a storage of no bytes. `hook` makes the tensor again.
+    pub(super) fn replace(&mut self, hook: SavedHook) {
+        let Ok(storage) = Storage::alloc(self.tensor.device(), 0) else { return };
+        *self = Saved::of(Tensor { storage, ..self.tensor.shallow_clone() }, 0, None, Some(Arc::new(hook)));
     }
 }
 

@@ -3,7 +3,8 @@
 //! - An attached value: autograd's record of how the elements were changed in place.
 //! - Data derived from the bytes, which is cleared when they change: images of constant weights.
 //! - A stamp, reset when the bytes change: it records that the indices stored in the bytes were checked to be in range.
-//! - A number and a replay counter, for graph captures.
+//! - A number and a replay counter, for graph captures; the number also identifies storages that a budget observes.
+//! - A recipe: how autograd computes the elements again.
 //!
 //! The attached value may itself hold handles on the storage, namely tensors saved for a backward pass. Such saved handles are
 //! counted separately and do not keep the value alive: the value is dropped with the last handle that is not a saved handle.
@@ -38,6 +39,8 @@ pub(super) struct SideCar {
     number: AtomicU64,
     /// The replay counter of the graph that allocated the storage.
     replays: OnceLock<Replays>,
+    /// How autograd computes the elements again.
+    recipe: OnceLock<AttachedValue>,
 }
 
 /// Held while a handle on a storage with an attachment is dropped, so that exactly one of two concurrent drops is the last.
@@ -60,7 +63,7 @@ impl SideCar {
             captured::note_drop(std::mem::take(number));
         }
         self.replays.take();
-        drop(self.derived.take());
+        drop((self.derived.take(), self.recipe.take()));
         *self.stamp.get_mut() = 0;
     }
 
@@ -160,6 +163,26 @@ impl Storage {
     /// Returns the number of replays of the graph that allocated the storage; each replay writes the storage.
     pub(crate) fn replays(&self) -> u64 {
         self.0.sidecar.replays.get().map_or(0, |replays| replays.load(Ordering::Acquire))
+    }
+
+    /// Returns the storage's number, unique in the process.
+    pub(crate) fn number(&self) -> u64 {
+        self.0.sidecar.capture_number()
+    }
+
+    /// Keeps a recipe of the elements until the storage is dropped. Has no effect if there is a recipe already.
+    pub(crate) fn set_recipe(&self, recipe: AttachedValue) {
+        self.0.sidecar.recipe.get_or_init(|| recipe);
+    }
+
+    /// Returns the recipe of the elements, or `None` if there is none of type `T`.
+    pub(crate) fn recipe<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
+        self.0.sidecar.recipe.get()?.clone().downcast().ok()
+    }
+
+    /// True if all handles are counted as saved.
+    pub(crate) fn is_only_saved(&self) -> bool {
+        Arc::strong_count(&self.0) <= self.0.sidecar.saved.load(Ordering::Acquire)
     }
 
     /// Counts a handle as saved, until [`Storage::remove_saved_handle`].

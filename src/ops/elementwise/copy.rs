@@ -138,6 +138,8 @@ impl Tensor {
         if !dtype.is_float() || !autograd::is_tracked(&[self]) {
             return Ok(out);
         }
+        let format = self.memory_format();
+        autograd::note_recipe(&out, &[self], || move |x: &[&Tensor]| x[0].cast_to_format(dtype, format));
         Ok(autograd::record_differentiable("to_dtype", out, &[self], move |ctx| {
             let grad = ctx.grad()?;
             // If this is autocast's copy of a weight, the gradient is written directly to the buffer that the optimiser reads.

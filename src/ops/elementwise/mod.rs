@@ -190,6 +190,7 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
         && autograd::is_tracked(inputs)
     {
         let out = apply_one(row.name, inputs, params, computed.expr, dtype)?;
+        autograd::note_recipe(&out, inputs, || formula_recipe(row.name, params, computed.expr, dtype));
         return Ok(record_derivative_of_result(row.name, out, inputs[0], derivative));
     }
     apply_tracked(row.name, inputs, params, computed.expr, dtype, &|i| computed.derivatives[i].clone())
@@ -358,7 +359,21 @@ pub(crate) fn apply_tracked(
         true => allocate_broadcast_result(op, inputs, dtype, inputs[0].device())?,
         false => apply_one(op, inputs, params, expr, dtype)?,
     };
-    Ok(record_formula(op, out, inputs, params, derivative))
+    let out = record_formula(op, out, inputs, params, derivative);
+    autograd::note_recipe(&out, inputs, || formula_recipe(op, params, expr, dtype)); // after the inputs are saved
+    Ok(out)
+}
+
+/// Returns a closure that computes the formula again.
+fn formula_recipe(
+    op: &'static str,
+    params: Params,
+    expr: &Expr,
+    dtype: DType,
+) -> impl Fn(&[&Tensor]) -> Result<Tensor> + Send + Sync + 'static {
+    let (scalars, seeds): (SmallVec<[Scalar; 2]>, SmallVec<[Seed; 1]>) = (params.scalars.into(), params.seeds.into());
+    let (base, expr) = (params.base.map(Tensor::shallow_clone), expr.clone());
+    move |x| apply_one(op, x, Params { scalars: &scalars, seeds: &seeds, base: base.as_ref() }, &expr, dtype)
 }
 
 /// Records `out` as a formula of `inputs`. Never inlined, so that untracked results are not moved an extra time.

@@ -186,6 +186,17 @@ fn linear_layer(
     let saved_x = (weight.requires_grad() || f.is_some()).then(|| Saved::new(x));
     let saved_w = (x.requires_grad() || f.is_some()).then(|| Saved::new(weight));
     let saved_b = bias.filter(|_| f.is_some()).map(Saved::new);
+    if !vector {
+        let outs: SmallVec<[&Tensor; 2]> = std::iter::once(&out).chain(before.as_ref().filter(|_| !relu)).collect();
+        let flops = 2 * out.numel() * weight.shape().dims()[1];
+        autograd::note_recipes(&outs, inputs, flops, || {
+            let results = results.clone();
+            move |t: &[&Tensor]| {
+                let (columns, dtypes) = (matrix_transpose(t[1]), &[dtype, dtype][..results.len()]);
+                Gemm { extras: &t[2..], dtypes, ..Gemm::plain(op, t[0], &columns, &results, &dtype) }.compute_all()
+            }
+        });
+    }
     // The incoming gradient times the derivative of `f`, as a formula that reads the gradient and the saved sum.
     let factor = f.zip(before).map(|(f, t)| {
         let product = if relu { EPILOGUES.relu_grad.clone() } else { &EPILOGUES.product * f(&Expr::input(1)).diff(1) };

@@ -241,6 +241,16 @@ fn normalise(
     }
     let saved = [Some(x), weight, bias].map(|t| t.map(Saved::new));
     let kept = Saved::new(&statistics);
+    autograd::note_recipe(&out, &inputs, || {
+        let (given, rows) = ([weight.is_some(), bias.is_some()], view.clone());
+        move |t: &[&Tensor]| {
+            let (statistics, out) = (rows.allocate_statistics(t[0])?, rows.allocate_result(t[0])?);
+            let mut others = t[1..].iter().copied();
+            let [weight, bias] = given.map(|given| if given { others.next() } else { None });
+            Norm { op, view: &rows, weight, bias, dims, eps, rms }.forward(t[0], &out, &statistics)?;
+            Ok(out)
+        }
+    });
     let out = autograd::record_differentiable(op, out, &inputs, move |ctx| {
         let twice = ctx.create_graph();
         let unpack = |s: &Saved| if twice { s.unpack(op) } else { s.get(op).map(Tensor::detach) };
