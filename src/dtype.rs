@@ -1,6 +1,7 @@
 //! Element types.
 
 mod promotion;
+pub(crate) mod quant;
 mod range;
 
 use std::fmt;

@@ -27,6 +27,7 @@
 //! - [`tensor`]: shapes, strides and offsets over a storage. Creation, views, conversion and display.
 //! - [`ops`]: operations, by name and as methods of [`Tensor`]. [`expr`]: formulas for elementwise operations.
 //! - [`autograd`]: gradients. [`nn`] and [`optim`]: layers, losses and optimisers.
+//! - [`quantized`]: weights of two to eight bits, and products with them.
 //! - [`data`]: data sets, and worker threads that load batches. [`distributed`]: training on several devices and machines.
 //! - [`storage`]: device memory. Three allocators and their configuration, memory plans, history and snapshots, transfers.
 //! - [`device`]: OpenCL devices and the CPU. Device discovery, streams and events, the program cache.
@@ -85,6 +86,12 @@ pub use ops::{
     set_default_dtype, set_float32_matmul_precision, with_generator, with_precision,
 };
 pub use tensor::{HostArray, Index, Indices, Tensor, TensorOptions};
+
+/// Weights of two to eight bits: their formats, and products with them.
+pub mod quantized {
+    pub use crate::dtype::quant::{Group, GroupOffset, QuantFormat};
+    pub use crate::ops::quantized::QuantizedTensor;
+}
 
 /// Helpers from other modules for `nn`, `optim`, `io` and `distributed`, and code to which [`parts!`] expands. Not part of the
 /// public interface.

@@ -75,6 +75,10 @@ recorded_backend! {
 
     /// Computes a matrix product with an epilogue; returns true if it also computed the row sums that [`Gemm::sums`] asks for.
     fn gemm(&self, product: &Gemm, outs: &[Tensor]) -> Result<bool> = describe_gemm(product, outs);
+    /// Computes a product with a quantised weight. Returns false if the weight is to be dequantised in strips instead, as for many rows.
+    fn quantized_gemm(&self, product: &QuantizedGemm, outs: &[Tensor]) -> Result<bool> => describe_quantized_gemm(product, outs);
+    /// Writes elements of a quantised weight to `out`, a contiguous matrix of f32, f16 or bf16.
+    fn dequantize(&self, d: &Dequantize, out: &Tensor) -> Result<()> = describe_dequantize(d, out);
     fn reduce(&self, reduction: &Reduction) -> Result<()> = describe(reduction.op, [reduction.x, reduction.out]);
     fn scan(&self, s: &RunningReduction) -> Result<()> = describe_scan(s);
 
@@ -174,6 +178,19 @@ pub(crate) fn of_device(device: Device) -> Recorded {
         Device::Cpu => &cpu::Cpu,
         Device::OpenCL(_) => &opencl::OpenCl,
     })
+}
+
+/// True if a device stores quantised weights as planes rather than as blocks: see [`PackedRows::bytes`].
+pub(crate) fn stores_planes(device: Device) -> bool {
+    matches!(device, Device::OpenCL(_))
+}
+
+/// Returns the number of rows of `row_bytes` bytes that a strip of a quantised weight has, if it is dequantised for a product.
+pub(crate) fn strip_rows(device: Device, row_bytes: usize) -> usize {
+    match device {
+        Device::Cpu => 256, // rows of a few thousand elements stay in the L2 cache
+        Device::OpenCL(_) => ((16 << 20) / row_bytes.max(1)).max(256),
+    }
 }
 
 /// Calls `f` with the backend of the outputs' device, then increments the version counters of the outputs.

@@ -40,6 +40,21 @@ pub(super) fn describe_gemm(product: &Gemm, outs: &[Tensor]) -> Operation {
     describe_flops(product.op, tensors, 2 * outs[0].numel() * depth)
 }
 
+/// Describes a product with a quantised weight, whose packed bytes are read once.
+pub(super) fn describe_quantized_gemm(product: &QuantizedGemm, outs: &[Tensor]) -> Operation {
+    let tensors = [product.x].into_iter().chain(product.extras.iter().copied()).chain(outs);
+    let depth = product.x.shape().dims()[1];
+    let mut described = describe_flops(product.op, tensors, 2 * outs[0].numel() * depth);
+    described.bytes += product.parts.iter().map(|part| part.nbytes() as u64).sum::<u64>();
+    described
+}
+
+pub(super) fn describe_dequantize(d: &Dequantize, out: &Tensor) -> Operation {
+    let mut described = describe(d.op, [out].into_iter().chain(d.index));
+    described.bytes += (out.shape().dims()[0] * d.weight.row_bytes()) as u64;
+    described
+}
+
 /// Describes attention that computes `products` matrix products, each over all scores.
 pub(super) fn describe_attention<'t>(
     name: &'static str,

@@ -17,7 +17,7 @@ use crate::{Result, Tensor};
 pub struct Linear {
     weight: Tensor,
     bias: Option<Tensor>,
-    activation: Option<Activation>,
+    pub(super) activation: Option<Activation>,
 }
 
 impl Linear {

@@ -22,6 +22,7 @@ mod linear;
 mod norm;
 pub(crate) mod part;
 mod pool;
+mod quantized;
 mod replace;
 mod rnn;
 mod sequential;
@@ -47,6 +48,7 @@ pub use pool::{
     AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d, AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d,
     AvgPool1d, AvgPool2d, AvgPool3d, Flatten, MaxPool1d, MaxPool2d, MaxPool3d, PixelShuffle, PixelUnshuffle, Upsample,
 };
+pub use quantized::{QuantizedEmbedding, QuantizedLinear};
 pub use rnn::{
     Gru, GruCell, Lstm, LstmCell, PackedSequence, Rnn, RnnCell, RnnOptions, pack_padded_sequence, pack_sequence,
     pad_packed_sequence, pad_sequence, unpack_sequence, unpad_sequence,

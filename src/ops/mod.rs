@@ -11,6 +11,7 @@ pub(crate) mod index;
 pub(crate) mod linalg;
 pub(crate) mod native;
 pub(crate) mod nn;
+pub(crate) mod quantized;
 pub(crate) mod random;
 pub(crate) mod reduce;
 pub(crate) mod shape;

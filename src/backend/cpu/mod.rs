@@ -20,6 +20,7 @@ pub(crate) mod map;
 pub(crate) mod nonzero;
 pub(crate) mod norm;
 pub(crate) mod partition;
+pub(crate) mod quantized;
 pub(crate) mod reduce;
 pub(crate) mod scalar;
 pub(crate) mod scan;
@@ -32,8 +33,8 @@ pub(crate) mod window;
 use crate::backend::Backend;
 use crate::backend::mark_written;
 use crate::backend::problem::{
-    AttentionBackward, Blocking, Channels, Conv2d, Convolution, Formulas, FusedAttention, Gemm, Im2col, IndexTerm,
-    Indexed, Interpolate, LabelEntropy, NormForward, Normalisation, Pooling, RankedElement, Reduction,
+    AttentionBackward, Blocking, Channels, Conv2d, Convolution, Dequantize, Formulas, FusedAttention, Gemm, Im2col, IndexTerm,
+    Indexed, Interpolate, LabelEntropy, NormForward, Normalisation, Pooling, QuantizedGemm, RankedElement, Reduction,
     RunningReduction, Scatter, Search, Selected, Sequence, Softmax, Sorting, TopK, Variance, Windows,
 };
 use crate::backend::profiled::{describe, describe_flops};
@@ -67,6 +68,9 @@ impl Backend for Cpu {
         tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> =
             counted(triangle::tril_triu(x, from, to).map(Some));
         gemm(product: &Gemm, outs: &[Tensor]) -> Result<bool> = counted(gemm::multiply(product, outs[0].shape(), outs));
+        quantized_gemm(product: &QuantizedGemm, outs: &[Tensor]) -> Result<bool> =
+            counted_if(quantized::multiply(product, outs), |done| *done);
+        dequantize(d: &Dequantize, out: &Tensor) -> Result<()> = counted(quantized::dequantize(d, out));
         reduce(reduction: &Reduction) -> Result<()> = counted(reduce::run_reduction(reduction));
         scan(s: &RunningReduction) -> Result<()> = counted(scan::run_scan(s));
         sort(s: &Sorting) -> Result<()> = counted(sort::run_sort(s));

@@ -11,6 +11,7 @@ pub(crate) mod map;
 pub(crate) mod norm;
 pub(crate) mod operand;
 pub(crate) mod precision;
+pub(crate) mod quantized;
 pub(crate) mod reduction;
 pub(crate) mod scan;
 pub(crate) mod select;
@@ -20,7 +21,7 @@ pub(crate) mod windows;
 
 pub(crate) use self::{
     attention::*, conv::*, cross_entropy::*, gemm::*, index::*, interpolation::*, lines::*, map::*, norm::*,
-    operand::*, reduction::*, scan::*, select::*, sequence::*, softmax::*, windows::*,
+    operand::*, quantized::*, reduction::*, scan::*, select::*, sequence::*, softmax::*, windows::*,
 };
 use crate::Tensor;
 

@@ -7,6 +7,7 @@ mod attention;
 mod formula;
 mod images;
 mod moves;
+mod quantized;
 mod reductions;
 mod rows;
 mod sorts;
@@ -25,6 +26,8 @@ impl Backend for Reference {
         join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> = moves::join(out, tensors, d).map(|()| true);
         tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = moves::tril_triu(x, from, to).map(Some);
         gemm(product: &Gemm, outs: &[Tensor]) -> Result<bool> = reductions::gemm(product, outs[0].shape(), outs);
+        quantized_gemm(product: &QuantizedGemm, outs: &[Tensor]) -> Result<bool> = quantized::gemm(product, outs).map(|()| true);
+        dequantize(d: &Dequantize, out: &Tensor) -> Result<()> = quantized::dequantize(d, out);
         reduce(reduction: &Reduction) -> Result<()> = reductions::reduce(reduction);
         scan(s: &RunningReduction) -> Result<()> = reductions::scan(s.scan, s.x, s.d, s.values, s.indices);
         sort(s: &Sorting) -> Result<()> = sorts::sort(s.x, s.d, s.descending, s.values, s.indices);

@@ -1,10 +1,13 @@
 //! Tests of matrix products, reductions, concatenation, and `tril` and `triu`.
 
-use super::{Suite, VIEWS, View, factors, numbers, specials};
+use super::{Side, Suite, VIEWS, View, factors, numbers, specials};
 use crate::backend::problem::gemm::Gemm;
+use crate::backend::problem::quantized::{Dequantize, PackedRows, QuantizedGemm};
 use crate::backend::problem::reduction::{Combination, Element, Reduction, Rescaled, Rule};
+use crate::dtype::quant::QuantFormat;
 use crate::expr::Expr;
-use crate::{DType, Result, Shape, Tensor};
+use crate::ops::quantized::QuantizedTensor;
+use crate::{DType, Device, Result, Shape, Tensor};
 
 /// Compares `[batch, m, k]` times `[k, n]` or `[batch, k, n]`, each with one of the layouts `views`. `follows` adds an epilogue with a factor and a
 /// bias.
@@ -42,6 +45,54 @@ fn compare_product(
         side.backend.gemm(&g, &outs)?;
         Ok(Some(outs))
     })
+}
+
+/// Compares products and elements of a weight with `[n, k]` elements, of which two parts are used, in one format after another.
+pub(super) fn quantized_gemm(suite: &mut Suite) -> Result<()> {
+    let names = ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"];
+    for name in names.into_iter().chain(["g4_32", "g4_128_zero", "g4_row_min", "g8_64", "g8_128_min", "g8_row_zero"]) {
+        let format: QuantFormat = name.parse()?;
+        let (n, k) = (13, 256);
+        let mut bytes: Vec<u8> = (0..n * format.row_bytes(k)?).map(|_| suite.random.next_below(256) as u8).collect();
+        // Numbers of f16 from 2^-7 to 2, or zero points of at most 3.
+        for block in bytes.chunks_exact_mut(format.block_bytes(k)) {
+            for plane in format.planes(k).iter().filter(|plane| plane.bytes <= 4) {
+                let halves = block[plane.at..][..plane.bytes].chunks_exact_mut(2).enumerate();
+                halves.for_each(|(i, half)| half[1] = if name.ends_with("zero") && i == 1 { 0 } else { 0x20 + half[1] % 32 });
+            }
+        }
+        let whole = |side: &Side| -> Result<PackedRows> {
+            let bytes = QuantizedTensor::arrange(&bytes, k, format, side.device)?;
+            let bytes = Tensor::from_bytes(&bytes, [n, format.row_bytes(k)?], (DType::U8, side.device))?;
+            Ok(PackedRows { bytes, format, columns: k, rows: 0..n })
+        };
+        let index = Tensor::from_slice(&[10i32, 0, 3, 10], 4, Device::Cpu)?;
+        for dtype in [DType::F32, DType::BF16] {
+            suite.compare(format!("elements of {name}"), dtype, 0, |side| {
+                let (all, index) = (whole(side)?.narrow(2, 11), side.upload(&index)?);
+                let outs = [side.alloc_output([11, k], dtype)?, side.alloc_output([4, k], dtype)?];
+                for (index, out) in [None, Some(&index)].into_iter().zip(&outs) {
+                    side.backend.dequantize(&Dequantize { op: "dequantize", weight: &all, index }, out)?;
+                }
+                Ok(Some(outs.into()))
+            })?;
+        }
+        // Activations of -1, 0 and 1 have no rounding error in 16 bits.
+        let three = |random: &mut super::Random| random.next_below(3) as f64 - 1.0;
+        let epilogue = [(Expr::input(0) * Expr::scalar(0) + Expr::input(1)).relu()];
+        for (m, dtype) in [(1, DType::F32), (2, DType::F16), (3, DType::F32), (8, DType::BF16)] {
+            let (x, bias) = (suite.tensor(View::Plain, &[m, k], dtype, three)?, suite.tensor(View::Odd, &[11], dtype, numbers)?);
+            suite.compare(format!("{m} rows times {name}"), dtype, k, |side| {
+                let (all, x, bias) = (whole(side)?, side.upload(&x)?, side.upload(&bias)?);
+                let (parts, out) = ([all.narrow(9, 4), all.narrow(1, 7)], side.alloc_output([m, 11], dtype)?);
+                let (extras, scalars, dtypes) = (&[&bias][..], &[0.5.into()][..], &[dtype][..]);
+                let g = QuantizedGemm { op: "linear", x: &x, parts: &parts, epilogue: &epilogue, extras, scalars, dtypes };
+                let done = side.backend.quantized_gemm(&g, std::slice::from_ref(&out))?;
+                Ok(done.then(|| vec![out]))
+            })?;
+        }
+    }
+    Ok(())
 }
 
 pub(super) fn gemm(suite: &mut Suite) -> Result<()> {

@@ -39,7 +39,7 @@ macro_rules! cases {
 cases! {
     attention: attention + has_attention + attention_backward, attention_blocking;
     elements: map, sequence;
-    matrices: gemm, reduce, tril_triu, join;
+    matrices: gemm, quantized_gemm + dequantize, reduce, tril_triu, join;
     lines: scan, sort, searchsorted, topk, kth;
     moves: gather, scatter, linear_index, one_hot, nonzero, masked_select;
     rows: softmax, cross_entropy, norm + norm_forward + alloc_column_sums, normalise_channels, variance + has_variance;
