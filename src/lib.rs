@@ -31,7 +31,7 @@
 //! - [`data`]: data sets, and worker threads that load batches. [`distributed`]: training on several devices and machines.
 //! - [`storage`]: device memory. Three allocators and their configuration, memory plans, history and snapshots, transfers.
 //! - [`device`]: OpenCL devices and the CPU. Device discovery, streams and events, the program cache.
-//! - [`io`]: npy, npz and safetensors files. [`file`](mod@file): atomic replacement of files.
+//! - [`io`]: npy, npz, safetensors and GGUF files. [`file`](mod@file): atomic replacement of files.
 //! - [`tune`]: measures which kernel parameters are fastest on a device.
 //! - [`profiler`]: times of operations, kernels and copies, as a trace and as a table.
 //!

@@ -1,4 +1,4 @@
-//! Files of tensors: NumPy's npy and npz, and safetensors.
+//! Files of tensors: NumPy's npy and npz, safetensors, and [`gguf`].
 //!
 //! [`save`] and [`load`] choose the format by the file's extension. The contents are a [`StateDict`], such as a model's
 //! [`state_dict`](crate::nn::Module::state_dict), which has PyTorch's names. [`save_checkpoint`] and [`load_checkpoint`] save
@@ -13,6 +13,7 @@
 //! archive once to check the sizes, before it allocates tensors.
 
 mod checkpoint;
+pub mod gguf;
 mod npy;
 mod npz;
 mod safetensors;

@@ -25,6 +25,8 @@ mod pool;
 mod quantized;
 mod replace;
 mod rnn;
+mod rotary;
+mod sampling;
 mod sequential;
 mod summary;
 mod transformer;
@@ -53,6 +55,8 @@ pub use rnn::{
     Gru, GruCell, Lstm, LstmCell, PackedSequence, Rnn, RnnCell, RnnOptions, pack_padded_sequence, pack_sequence,
     pad_packed_sequence, pad_sequence, unpack_sequence, unpad_sequence,
 };
+pub use rotary::{Angles, Rotary, RotaryOptions, RotaryPairs, RotaryScaling};
+pub use sampling::{History, Sampler};
 pub use sequential::{Checkpoint, Dropout, Dropout2d, Func, Sequential, func};
 pub use summary::{LayerSummary, Summary, summary};
 pub use transformer::{

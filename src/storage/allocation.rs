@@ -16,12 +16,13 @@ use super::driver::MemoryKind;
 use super::driver::host::HostMemory;
 use super::driver::opencl::OpenCl;
 use super::driver::staging::{self, PinnedBytes};
+use super::history::Caller;
 use super::import::ImportedBuffers;
-use super::pool::with_images;
+use super::pool::{PoolAllocator, StorageType, with_images};
 use super::registry::{self, DeviceEntry};
 use super::sidecar::{self, SideCar};
 use super::{captured, scope};
-use crate::device::{Stream, capture, dry, profiler};
+use crate::device::{Stream, StreamId, capture, dry, profiler};
 use crate::{Device, Element, Error, Result};
 
 /// A reference-counted handle on bytes of one device. Cloning makes another handle on the same bytes.
@@ -153,20 +154,46 @@ impl Storage {
 
     /// Allocates `bytes` bytes. They are filled with the configured byte; without one, their contents are unspecified.
     pub(crate) fn alloc(device: Device, bytes: usize) -> Result<Storage> {
-        Storage::alloc_filled(device, bytes, |current| current.fill)
+        Storage::alloc_filled(device, bytes, StorageType::Dynamic, |current| current.fill)
+    }
+
+    /// Allocates `bytes` bytes for long-lived data such as weights. A [`PoolAllocator`] takes them from its pool of
+    /// [static](StorageType::Static) buffers, which serves no other requests; other allocators allocate as for any storage. The
+    /// contents are unspecified.
+    ///
+    /// ```
+    /// use claystone::storage::Storage;
+    /// use claystone::{DType, Device, Tensor};
+    /// let packed = Storage::alloc_static(Device::best(), 4096 * 4096 / 2)?; // weights of four bits
+    /// assert_eq!(packed.nbytes(), 8 << 20);
+    /// Tensor::from_storage(packed, [4096, 2048], DType::U8)?.fill_(0)?;
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] if the device does not exist, and [`Error::OutOfMemory`].
+    #[track_caller]
+    pub fn alloc_static(device: Device, bytes: usize) -> Result<Storage> {
+        let _caller = Caller::enter();
+        Storage::alloc_filled(device, bytes, StorageType::Static, |current| current.fill)
     }
 
     pub(crate) fn alloc_zeroed(device: Device, bytes: usize) -> Result<Storage> {
-        Storage::alloc_filled(device, bytes, |_| Some(0))
+        Storage::alloc_filled(device, bytes, StorageType::Dynamic, |_| Some(0))
     }
 
     #[inline]
-    fn alloc_filled(device: Device, bytes: usize, fill: impl FnOnce(&DeviceEntry) -> Option<u8>) -> Result<Storage> {
+    fn alloc_filled(
+        device: Device,
+        bytes: usize,
+        kind: StorageType,
+        fill: impl FnOnce(&DeviceEntry) -> Option<u8>,
+    ) -> Result<Storage> {
         if bytes == 0 {
             return Ok(Storage::new(device, 0, Backing::Empty));
         }
         let current = registry::device_entry(device)?;
-        let lease = Lease::new(device, bytes, current)?;
+        let lease = Lease::new(device, bytes, current, kind)?;
         let backing = match current.opened {
             None => Backing::Host(lease),
             Some(opened) => Backing::OpenCl(opened, lease),
@@ -427,13 +454,17 @@ impl AllocatorRef {
 
 impl Lease {
     #[inline(always)]
-    fn new(device: Device, bytes: usize, current: &'static DeviceEntry) -> Result<Lease> {
+    fn new(device: Device, bytes: usize, current: &'static DeviceEntry, kind: StorageType) -> Result<Lease> {
         let (owner, is_built_in) = match scope::allocator(device) {
             Some(allocator) => (AllocatorRef::Scope(allocator), false),
             None => (AllocatorRef::Device(&*current.allocator), current.is_built_in),
         };
         let allocator = owner.allocator();
-        let block = allocator.allocate(bytes, scope::home_stream(device))?;
+        let stream = scope::home_stream(device);
+        let block = match kind {
+            StorageType::Static => allocate_static(allocator, bytes, stream)?,
+            _ => allocator.allocate(bytes, stream)?,
+        };
         // A user's allocator is not trusted: its block is checked, because a wrong block would make later reads and writes unsound.
         if !is_built_in && !satisfies_request(&block, device, bytes) {
             return Err(reject_block(allocator, block, device, bytes));
@@ -455,6 +486,15 @@ impl Lease {
     /// True if the block's bytes are spilled to the host until the device has memory for them.
     pub(super) fn is_spilled(&self) -> bool {
         matches!(self.block.location().segment().memory().0, MemoryKind::Spilled(_))
+    }
+}
+
+/// Allocates from the static buffers of a pool. Other allocators have none and allocate as usual.
+#[cold]
+fn allocate_static(allocator: &dyn Allocator, bytes: usize, stream: StreamId) -> Result<Block> {
+    match (allocator as &dyn Any).downcast_ref::<PoolAllocator>() {
+        Some(pool) => pool.allocate_kind(bytes, stream, StorageType::Static),
+        None => allocator.allocate(bytes, stream),
     }
 }
 

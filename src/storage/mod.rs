@@ -85,7 +85,7 @@ pub(crate) use host_owner::HostElements;
 pub use images::Image;
 pub(crate) use images::ImageKey;
 pub use logging::{AllocationLog, LoggingAllocator};
-pub use mapped::MappedFile;
+pub use mapped::{MappedFile, SharedFile};
 pub(crate) use memory_mode::memory_mode;
 pub use memory_mode::with_memory_mode;
 pub use peak::{PeakScope, ScopePeak, peak};

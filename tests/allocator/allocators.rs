@@ -5,8 +5,9 @@ use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
 
 use claystone::device::StreamId;
+use claystone::quantized::{QuantFormat, QuantizedTensor};
 use claystone::storage::{
-    self, Allocator, Block, Config, DeviceStats, LoggingAllocator, MemPool, MemPoolOptions, OutOfMemoryEvent,
+    self, Allocator, Block, Config, DeviceStats, LoggingAllocator, MemPool, MemPoolOptions, OutOfMemoryEvent, Storage,
     use_mem_pool,
 };
 use claystone::{DType, Device, Error, Result, Tensor};
@@ -79,6 +80,34 @@ fn tensors_work_with_every_allocator() {
         device.empty_cache().unwrap();
         assert_eq!(device.memory_stats().unwrap().reserved_bytes.current, 0);
     });
+}
+
+/// Runs in a child process: a weight of 4 bits takes half a byte an element and its scales, in buffers that serve only static requests.
+#[test]
+fn weights_of_four_bits_take_half_a_byte_an_element_in_the_static_pool() -> Result<()> {
+    if !is_child() {
+        let test = "allocators::weights_of_four_bits_take_half_a_byte_an_element_in_the_static_pool";
+        run_child_test(test, &[("CLAYSTONE_ALLOC_CONF", "backend:pool")]);
+        return Ok(());
+    }
+    for device in common::devices() {
+        let elements = 64 * 4096;
+        let bytes = elements / 2 + elements / 32 * 2;
+        let requested = || device.memory_stats().map(|stats| stats.requested_bytes.current);
+        let reserved = || device.memory_stats().map(|stats| stats.reserved_bytes.current);
+        let before = requested()?;
+        let weight = QuantizedTensor::quantize(&Tensor::ones([64, 4096], device)?, QuantFormat::Q4_0)?;
+        assert_eq!((weight.nbytes() as u64, requested()? - before), (bytes, bytes), "on {device}");
+        device.empty_cache()?;
+        drop(weight);
+        let (held, freed) = (reserved()?, requested()?);
+        let dynamic = Tensor::zeros([bytes as usize], (DType::U8, device))?;
+        assert_eq!((reserved()?, requested()?), (held + bytes, freed + bytes), "dynamic requests take another buffer");
+        let storage = Storage::alloc_static(device, bytes as usize)?;
+        assert_eq!((storage.nbytes() as u64, reserved()?), (bytes, held + bytes), "static requests reuse it");
+        drop(dynamic);
+    }
+    Ok(())
 }
 
 #[test]

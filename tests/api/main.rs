@@ -16,6 +16,7 @@ mod dlpack;
 mod docs;
 mod edge_cases;
 mod errors;
+mod gguf;
 mod gradient_checks;
 mod graph;
 mod graph_fusion;

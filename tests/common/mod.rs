@@ -1,6 +1,7 @@
 //! Helpers for the integration tests.
 #![allow(dead_code)] // each test program uses only some of the helpers
 
+pub mod gguf;
 pub mod gpus;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
 
+use crate::gguf::{GgufWriter, array, file_of_all_types};
 use crate::targets::CACHE_FILE;
 
 /// A profiler trace with one event of each kind.
@@ -45,6 +46,7 @@ pub fn of(name: &str) -> Vec<Vec<u8>> {
             let odd = [&(odd.len() as u64).to_le_bytes()[..], odd.as_bytes(), &[1, 2, 3, 4]].concat();
             vec![file_of_all_dtypes("x.safetensors"), odd]
         }
+        "gguf" => vec![file_of_all_types().finish(), odd_gguf_file().finish()],
         "pickle" => vec![snapshot().to_pickle().unwrap(), PYTORCH.to_vec(), nested_lists(3, 4)],
         "json" => vec![snapshot().to_json().unwrap().into_bytes()],
         "profile" => texts(&[PROFILE]),
@@ -124,6 +126,14 @@ fn file_of_all_dtypes(name: &str) -> Vec<u8> {
     let state: StateDict = DType::ALL.into_iter().map(|dtype| (format!("layer.{dtype}"), tensor(dtype))).collect();
     io::save(folder.path().join(name), &state).unwrap();
     std::fs::read(folder.path().join(name)).unwrap()
+}
+
+/// Returns a GGUF file of version 2 with a small alignment, empty arrays, and tensors without dims, without elements and with 4 dims.
+fn odd_gguf_file() -> GgufWriter {
+    let file = GgufWriter::of_version(2, 8);
+    let file = file.pair("general.alignment", 4, &[8, 0, 0, 0]).pair("empty", 9, &array(8, &[]));
+    let file = file.tensor("scalar", &[], 0, &[0; 4]).tensor("none", &[0, 32], 2, &[]);
+    file.tensor("four", &[1, 2, 1, 3], 1, &[0; 12]).tensor("vector", &[32], 8, &[0; 34])
 }
 
 /// Returns a snapshot of the CPU device, taken while tensors are created and dropped.

@@ -3,6 +3,8 @@
 //! Each reader gets 2,000 mutated inputs. The environment variable `CLAYSTONE_MUTATIONS` sets another number.
 
 mod corpus;
+#[path = "../common/gguf.rs"]
+mod gguf;
 mod mutate;
 mod targets;
 
@@ -10,9 +12,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use claystone::storage::{Config, CsvEvent, Snapshot};
+use claystone::storage::{Config, CsvEvent, SharedFile, Snapshot};
 use claystone::{Device, Result, Tensor, io};
 use corpus::{literal, nested_lists, npy, pickled_snapshot, text, zip};
+use gguf::GgufWriter;
 use mutate::{Random, mutated};
 use peak_alloc::PeakAlloc;
 use targets::TARGETS;
@@ -102,6 +105,22 @@ fn headers_beyond_the_file_are_errors() {
     assert_refused(load(&file(&"[".repeat(1 << 20))), "x.safetensors");
     let one = r#""a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#;
     assert_refused(load(&file(&format!("{{{one},{one}}}"))), "twice");
+    let open = |bytes: &[u8]| {
+        // SAFETY: `read_bounded` writes the file once.
+        let open = |path: &std::path::Path| io::gguf::Gguf::new(unsafe { SharedFile::open(path)? });
+        read_bounded("x.gguf", bytes, open)
+    };
+    let whole = gguf::file_of_all_types().finish();
+    for at in [8, 16] {
+        let mut counted = whole.clone();
+        counted[at..at + 8].copy_from_slice(&(1u64 << 60).to_le_bytes());
+        assert_refused(open(&counted), "too many");
+    }
+    let long = GgufWriter::new().pair("a", 9, &[&8u32.to_le_bytes()[..], &u64::MAX.to_le_bytes()].concat());
+    assert_refused(open(&long.finish()), "the file ends");
+    let beyond = GgufWriter::new().info("a", &[1 << 40, 32], 2, 0);
+    assert_refused(open(&beyond.finish()), "tensor a: 19791209299968 bytes at 0 are not inside the file");
+    assert_refused(open(&GgufWriter::new().info("a", &[u64::MAX, u64::MAX], 0, 0).finish()), "too large");
 }
 
 #[test]

@@ -6,8 +6,9 @@ use std::cell::RefCell;
 use std::fs;
 use std::path::PathBuf;
 
+use claystone::io::gguf::{Gguf, MetaValue};
 use claystone::profiler::Profile;
-use claystone::storage::{Config, CsvEvent, MappedFile, Snapshot};
+use claystone::storage::{Config, CsvEvent, MappedFile, SharedFile, Snapshot};
 use claystone::{DType, Device, Result, Tensor, io};
 use tempfile::TempDir;
 
@@ -67,6 +68,19 @@ pub fn mapped(bytes: &[u8]) {
     let Some(tensors) = checked_outcome(io::SafeTensors::new(&mapped)) else { return };
     let names: Vec<&str> = tensors.names().collect();
     names.into_iter().for_each(|name| drop(checked_outcome(tensors.get(name, Device::Cpu))));
+}
+
+pub fn gguf(bytes: &[u8]) {
+    let path = file("x.gguf", bytes);
+    // SAFETY: the folder belongs to this thread, which overwrites the file only after the mappings were dropped.
+    let Some(shared) = checked_outcome(unsafe { SharedFile::open(path) }) else { return };
+    let Some(model) = checked_outcome(Gguf::new(shared)) else { return };
+    for (_, value) in model.metadata() {
+        if let MetaValue::Array(array) = value {
+            assert_eq!(array.iter().count(), array.len());
+        }
+    }
+    model.tensors().for_each(|(name, _)| drop(checked_outcome(model.weight(name, Device::Cpu))));
 }
 
 /// Calls the methods of a snapshot that the command-line tools call.
@@ -147,11 +161,12 @@ pub fn cache(bytes: &[u8]) {
 /// The name of a reader and the function that runs it.
 pub type Target = (&'static str, fn(&[u8]));
 
-pub const TARGETS: [Target; 14] = [
+pub const TARGETS: [Target; 15] = [
     ("npy", npy),
     ("npz", npz),
     ("safetensors", safetensors),
     ("mapped", mapped),
+    ("gguf", gguf),
     ("pickle", pickle),
     ("json", json),
     ("csv", csv),

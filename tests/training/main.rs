@@ -7,6 +7,7 @@ mod autocast;
 mod budget;
 mod checkpoint;
 mod data;
+mod decoding;
 mod foreach;
 mod graphs;
 mod handles;

@@ -72,7 +72,7 @@ impl QuantizedTensor {
         let [rows, row_bytes] = packed_size(op, &shape, format)?;
         invalid!(op if bytes.len() != rows * row_bytes, "{} bytes for {rows} rows of {row_bytes} bytes", bytes.len());
         let bytes = QuantizedTensor::arrange(bytes, shape.dims()[shape.rank() - 1], format, device)?;
-        let storage = Storage::alloc(device, bytes.len())?;
+        let storage = Storage::alloc_static(device, bytes.len())?;
         storage.write(0, &bytes)?;
         QuantizedTensor::from_storage(storage, 0, shape, format)
     }
