@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use claystone::device::DeviceKind;
 use claystone::nn::{Activation, Linear, Module, Sequential};
-use claystone::ops::{Attention, ConvOptions, MaxPoolOptions, ScatterReduce};
+use claystone::ops::{Attention, CacheRows, CacheType, ConvOptions, MaxPoolOptions, ScatterReduce, cached_attention};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::{BatchNormOptions, DType, Device, Interpolation, MemoryFormat, Result, Tensor, manual_seed};
 
@@ -322,6 +322,27 @@ fn attention() {
             attended.backward_with(&attended.detach())?;
             let grads = [&q, &kv].map(|t| t.grad().expect("each took part"));
             Ok([attended.detach()].into_iter().chain(grads).collect())
+        });
+    }
+}
+
+#[test]
+fn attention_over_a_cache() {
+    for kind in [CacheType::F16, CacheType::Q8_0] {
+        assert_devices_agree(2e-2, |device| {
+            let made = |heads: usize, rows: usize| {
+                numbers(heads * rows * 32, DType::F32, device)?.reshape([1, heads, rows, 32])
+            };
+            let cache = [CacheRows::new([1, 2, 80, 32], kind, device)?, CacheRows::new([1, 2, 80, 32], kind, device)?];
+            let position = Tensor::zeros(1, (DType::I64, device))?;
+            let mut results = Vec::new();
+            // Rows that one work-group attends to, and more rows.
+            for new in [66, 1, 5] {
+                let (q, rows) = (made(6, new)?, made(2, new)?);
+                results.push(cached_attention(&q, [&rows, &rows], cache.each_ref(), &position, None)?);
+                position.add_scalar_(new as i64)?;
+            }
+            Ok(results)
         });
     }
 }

@@ -139,6 +139,9 @@ recorded_backend! {
         describe_attention("scaled_dot_product_attention", a, [out, logsumexp], 2);
     fn attention_backward(&self, a: &FusedAttention, of: &AttentionBackward) -> Result<()> =
         describe_attention("scaled_dot_product_attention backward", a, [of.out, of.grad].into_iter().chain(of.results), 5);
+    /// Stores new keys and values in a cache, and computes attention over the cache.
+    fn cached_attention(&self, a: &CachedAttention) -> Result<()> =
+        describe(a.op, a.rows.into_iter().chain(a.cache.map(|rows| &rows.tensor)).chain(a.attend.into_iter().flatten()));
     /// Returns the block sizes for the scores of attention. `memory` is the device's memory in bytes; `cheap` is true if blocks take no extra time.
     fn attention_blocking(&self, memory: usize, cheap: bool) -> Blocking;
 }

@@ -20,6 +20,7 @@ pub(crate) mod sort;
 use crate::{Result, Tensor, autograd};
 
 pub use crate::autograd::{autocast, autocast_dtype};
+pub use crate::backend::problem::cached::{CacheRows, CacheType};
 pub use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
 pub use crate::backend::problem::interpolation::Interpolation;
 pub use crate::backend::problem::precision::{get_float32_matmul_precision, set_float32_matmul_precision};
@@ -42,6 +43,7 @@ pub use crate::ops::linalg::einsum::TensordotDims;
 pub use crate::ops::native::each::{TensorSet, foreach_into, map_each};
 pub use crate::ops::native::recorded::Recorded;
 pub use crate::ops::nn::attention::Attention;
+pub use crate::ops::nn::cached::{cache_store, cached_attention};
 pub use crate::ops::nn::conv::{ConvOptions, ConvTransposeOptions};
 pub use crate::ops::nn::norm::BatchNormOptions;
 pub use crate::ops::nn::padding::Padding;

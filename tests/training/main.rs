@@ -5,6 +5,7 @@ mod common;
 
 mod autocast;
 mod budget;
+mod cache;
 mod checkpoint;
 mod data;
 mod decoding;

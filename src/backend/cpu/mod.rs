@@ -1,6 +1,7 @@
 //! The CPU backend: computes problems with vectorised loops on a thread pool.
 
 pub(crate) mod accumulate;
+pub(crate) mod cached;
 #[cfg(target_arch = "x86_64")] // uses product kernels, which exist on x86-64 only
 pub(crate) mod conv;
 pub(crate) mod convert;
@@ -33,9 +34,10 @@ pub(crate) mod window;
 use crate::backend::Backend;
 use crate::backend::mark_written;
 use crate::backend::problem::{
-    AttentionBackward, Blocking, Channels, Conv2d, Convolution, Dequantize, Formulas, FusedAttention, Gemm, Im2col, IndexTerm,
-    Indexed, Interpolate, LabelEntropy, NormForward, Normalisation, Pooling, QuantizedGemm, RankedElement, Reduction,
-    RunningReduction, Scatter, Search, Selected, Sequence, Softmax, Sorting, TopK, Variance, Windows,
+    AttentionBackward, Blocking, CachedAttention, Channels, Conv2d, Convolution, Dequantize, Formulas, FusedAttention,
+    Gemm, Im2col, IndexTerm, Indexed, Interpolate, LabelEntropy, NormForward, Normalisation, Pooling, QuantizedGemm,
+    RankedElement, Reduction, RunningReduction, Scatter, Search, Selected, Sequence, Softmax, Sorting, TopK, Variance,
+    Windows,
 };
 use crate::backend::profiled::{describe, describe_flops};
 use crate::device::count_launch;
@@ -109,6 +111,7 @@ impl Backend for Cpu {
         attention(_: &FusedAttention, _: &Tensor, _: &Tensor) -> Result<()> = unreachable!("`has_attention` is false");
         attention_backward(_: &FusedAttention, _: &AttentionBackward) -> Result<()> =
             unreachable!("`has_attention` is false");
+        cached_attention(a: &CachedAttention) -> Result<()> = counted(cached::attend(a));
     }
 
     fn convolution(&self, conv: &Conv2d) -> Option<Box<dyn Convolution>> {

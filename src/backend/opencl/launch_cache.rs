@@ -40,6 +40,7 @@ pub(crate) enum OpKind {
     ImplicitGemm,
     Attention,
     AttentionBackward,
+    CachedAttention,
     Join,
 }
 

@@ -2,6 +2,7 @@
 
 pub(crate) mod attention;
 mod attention_tile;
+mod cached;
 pub(crate) mod checked_indices;
 pub(crate) mod cross_entropy;
 mod depthwise;
@@ -101,6 +102,7 @@ impl Backend for OpenCl {
         attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
             attention::forward(a, out, logsumexp);
         attention_backward(a: &FusedAttention, of: &AttentionBackward) -> Result<()> = attention::backward(a, of);
+        cached_attention(a: &CachedAttention) -> Result<()> = cached::attend(a);
         attention_blocking(memory: usize, _: bool) -> Blocking = {
             let unblocked_bytes = Blocking::memory_fraction(memory);
             Blocking { unblocked_bytes, block_bytes: unblocked_bytes / 4, min_queries: 256 }

@@ -1,6 +1,7 @@
 //! Problems: plain descriptions of work, checked by the operations, that backends compute.
 
 pub(crate) mod attention;
+pub(crate) mod cached;
 pub(crate) mod conv;
 pub(crate) mod cross_entropy;
 pub(crate) mod gemm;
@@ -20,7 +21,7 @@ pub(crate) mod softmax;
 pub(crate) mod windows;
 
 pub(crate) use self::{
-    attention::*, conv::*, cross_entropy::*, gemm::*, index::*, interpolation::*, lines::*, map::*, norm::*,
+    attention::*, cached::*, conv::*, cross_entropy::*, gemm::*, index::*, interpolation::*, lines::*, map::*, norm::*,
     operand::*, quantized::*, reduction::*, scan::*, select::*, sequence::*, softmax::*, windows::*,
 };
 use crate::Tensor;

@@ -4,6 +4,7 @@
 //! written. The reference never declines a problem. [`suite`] compares both backends with the reference.
 
 mod attention;
+mod cached;
 mod formula;
 mod images;
 mod moves;
@@ -65,6 +66,7 @@ impl Backend for Reference {
         attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
             attention::forward(a, out, logsumexp);
         attention_backward(a: &FusedAttention, of: &AttentionBackward) -> Result<()> = attention::backward(a, of);
+        cached_attention(a: &CachedAttention) -> Result<()> = cached::attend(a);
         attention_blocking(memory: usize, _: bool) -> Blocking = Blocking { unblocked_bytes: memory, block_bytes: memory, min_queries: 1 };
     }
 }

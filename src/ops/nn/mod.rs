@@ -1,6 +1,7 @@
 //! Softmax, attention, convolutions, pooling, norms, resizing and losses.
 
 pub(crate) mod attention;
+pub(crate) mod cached;
 pub(crate) mod conv;
 pub(crate) mod interpolate;
 pub(crate) mod loss;

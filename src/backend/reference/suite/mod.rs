@@ -5,6 +5,7 @@
 //! On OpenCL devices, cases run for some dtypes only, because compilation takes nearly all of the time.
 
 mod attention;
+mod cached;
 mod elements;
 mod images;
 mod lines;
@@ -38,6 +39,7 @@ macro_rules! cases {
 
 cases! {
     attention: attention + has_attention + attention_backward, attention_blocking;
+    cached: cached_attention;
     elements: map, sequence;
     matrices: gemm, quantized_gemm + dequantize, reduce, tril_triu, join;
     lines: scan, sort, searchsorted, topk, kth;
