@@ -76,7 +76,7 @@ fn decoding_at_edges_of_parts() {
             cache_store([&new(&k), &new(&v)], cache.each_ref(), &position).unwrap();
             let [keys, rows] = cache.each_ref().map(stored);
             // Each kind keeps half a unit in the last place of a number up to 1, or half a step of 1 / 127.
-            let step = [1e-7, 5e-4, 4e-3, 4.1e-3][kind as usize].max(if dtype == DType::BF16 { 4e-3 } else { 5e-4 });
+            let step = [1e-7f64, 5e-4, 4e-3, 4.1e-3][kind as usize].max(if dtype == DType::BF16 { 4e-3 } else { 5e-4 });
             let kept = cache[0].tensor().narrow(2, 0, 1000).unwrap();
             if kind != Q8_0 {
                 assert_near(&values(&kept), &values(&k), step, "keys");
@@ -84,7 +84,7 @@ fn decoding_at_edges_of_parts() {
             let q = scattered([2, 2 * group, 1, width], 5, dtype, device);
             for length in [1, 255, 256, 257, 1000] {
                 position.fill_(length as i64 - 1).unwrap();
-                let [k, v] = [&k, &v].map(|t| new(&t.narrow(2, length as isize - 1, 1).unwrap()));
+                let [k, v] = [&k, &v].map(|t| new(&t.narrow(2, length - 1, 1).unwrap()));
                 let y = cached_attention(&q, [&k, &v], cache.each_ref(), &position, None).unwrap();
                 assert_eq!((y.shape(), y.dtype()), (q.shape(), dtype));
                 let right = right(&values(&q), [&keys, &rows], sizes, group, &[length; 2]);
@@ -155,7 +155,7 @@ fn a_later_turn_attends_to_earlier_rows() {
     each_device(|device| {
         let x = |heads, rows| scattered([1, heads, rows, 64], heads, DType::F32, device);
         let (q, k) = (x(6, 12), x(2, 12));
-        let part = |t: &Tensor, first: isize, n: usize| t.narrow(2, first, n).unwrap();
+        let part = |t: &Tensor, first: usize, n: usize| t.narrow(2, first, n).unwrap();
         let options = KvCacheOptions { kind: CacheType::F32, ..KvCacheOptions::default() };
         let whole = KvCache::new([1, 2, 64], options, device).unwrap().attend(0, &q, &k, &k).unwrap();
         let cache = KvCache::new([1, 2, 64], options, device).unwrap();
