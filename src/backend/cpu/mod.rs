@@ -33,9 +33,9 @@ pub(crate) mod window;
 use crate::backend::Backend;
 use crate::backend::mark_written;
 use crate::backend::problem::{
-    AttentionBackward, Blocking, Channels, Conv2d, Convolution, Dequantize, Formulas, FusedAttention, Gemm, Im2col, IndexTerm,
-    Indexed, Interpolate, LabelEntropy, NormForward, Normalisation, Pooling, QuantizedGemm, RankedElement, Reduction,
-    RunningReduction, Scatter, Search, Selected, Sequence, Softmax, Sorting, TopK, Variance, Windows,
+    AttentionBackward, Blocking, Channels, Conv2d, Convolution, Dequantize, Formulas, FusedAttention, Gemm, Im2col,
+    IndexTerm, Indexed, Interpolate, LabelEntropy, NormForward, Normalisation, Pooling, QuantizedGemm, RankedElement,
+    Reduction, RunningReduction, Scatter, Search, Selected, Sequence, Softmax, Sorting, TopK, Variance, Windows,
 };
 use crate::backend::profiled::{describe, describe_flops};
 use crate::device::count_launch;
