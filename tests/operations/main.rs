@@ -21,6 +21,7 @@ mod moments;
 mod numbers;
 mod one_row;
 mod programs;
+mod quantized;
 mod random;
 mod reduce;
 mod rounding;

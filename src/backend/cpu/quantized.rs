@@ -4,18 +4,65 @@ use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::dispatch::vectorised;
+use crate::backend::cpu::kernels::quantized::{self, Activations, Part};
+use crate::backend::cpu::map;
+use crate::backend::problem::map::{Formulas, Params};
 use crate::backend::problem::quantized::{Dequantize, QuantizedGemm};
 use crate::device::cpu::parallel;
+use crate::dtype::quant::QuantFormat;
 use crate::dtype::quant::blocks::{Unpack, decode, with_unpacker};
+use crate::expr::Expr;
+use crate::expr::program::Program;
 use crate::storage::{Storage, with_host};
 use crate::{DType, Error, Result, Tensor};
 
 /// The number of elements in a job of the thread pool.
 const JOB_ELEMENTS: usize = 1 << 14;
 
-/// Declines every product.
-pub(crate) fn multiply(_: &QuantizedGemm, _: &[Tensor]) -> Result<bool> {
-    Ok(false)
+/// The maximum number of rows of activations for products with packed rows.
+const MAX_ROWS: usize = 8;
+
+/// Computes a product of few rows, and then the epilogue; returns false for more rows, and for activations that cannot be rounded.
+pub(crate) fn multiply(g: &QuantizedGemm, outs: &[Tensor]) -> Result<bool> {
+    let (m, k, n) = (g.x.shape().dims()[0], g.x.shape().dims()[1], outs[0].shape().dims()[1]);
+    if m > MAX_ROWS {
+        return Ok(false);
+    }
+    let in_place = outs[0].dtype == DType::F32 && outs[0].is_contiguous();
+    let product =
+        if in_place { outs[0].detach() } else { Tensor::empty_with_shape([m, n], DType::F32, outs[0].device())? };
+    let weights = g.parts.iter().map(|part| &part.bytes.storage);
+    let reads: SmallVec<[&Storage; 4]> = [&g.x.storage].into_iter().chain(weights).collect();
+    let done = with_host(&reads, &[&product.storage], |reads, writes| {
+        let mut x = vec![0f32; m * k];
+        for (i, x) in x.chunks_exact_mut(k).enumerate() {
+            let first = g.x.layout.offset as isize + i as isize * g.x.strides()[0];
+            load_tile(g.x.dtype, reads[0], first as usize, g.x.strides()[1], x);
+        }
+        let Some(x) = Activations::new(m, &x) else { return false };
+        let mut first = 0;
+        let parts: SmallVec<[Part<QuantFormat>; 4]> = std::iter::zip(g.parts, &reads[1..])
+            .map(|(part, bytes)| {
+                let (row_bytes, start) = (part.row_bytes(), part.bytes.layout.offset);
+                first += part.rows.len();
+                let bytes = &bytes[start + part.rows.start * row_bytes..][..part.nbytes()];
+                Part { format: part.format, row_bytes, bytes, first: first - part.rows.len() }
+            })
+            .collect();
+        let out = &mut bytemuck::cast_slice_mut(writes[0])[product.layout.offset..][..m * n];
+        quantized::multiply(&x, &parts, n, out);
+        true
+    })?;
+    if !done {
+        return Ok(false);
+    }
+    if !in_place || *g.epilogue != [Expr::input(0)] {
+        let inputs: SmallVec<[&Tensor; 4]> = [&product].into_iter().chain(g.extras.iter().copied()).collect();
+        let (outs, params) = (outs.iter().collect::<SmallVec<[&Tensor; 2]>>(), Params::from_scalars(g.scalars));
+        let program = &Program::shared(g.epilogue);
+        map::run_formulas(&Formulas { op: g.op, inputs: &inputs, params, program, outputs: &outs })?;
+    }
+    Ok(true)
 }
 
 /// Writes the elements of rows, converted from f32, to `out`.

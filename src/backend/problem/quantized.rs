@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::dtype::quant::QuantFormat;
 use crate::expr::Expr;
-use crate::{DType, Scalar, Tensor};
+use crate::{Result, Scalar, Tensor};
 
 /// Rows of a quantised weight in the memory of a device.
 #[derive(Debug)]
@@ -47,14 +47,16 @@ impl PackedRows {
         self.columns / self.format.block_len(self.columns)
     }
 
-    /// Copies the blocks of row `row` of the whole weight and of the rows after it to `blocks`, in the order of files. `memory` is the
-    /// storage of the bytes, in planes if `planes`.
-    pub(crate) fn copy_blocks(&self, planes: bool, memory: &[u8], row: usize, blocks: &mut [u8]) {
-        let weight = &memory[self.bytes.layout.offset..][..self.bytes.numel()];
-        match planes {
-            true => self.format.from_planes(self.columns, weight, row * self.row_blocks(), blocks),
-            false => blocks.copy_from_slice(&weight[row * self.row_bytes()..][..blocks.len()]),
+    /// Copies the blocks of these rows to the host, in the order of files. `planes` tells how the device stores them.
+    pub(crate) fn read_blocks(&self, planes: bool) -> Result<Vec<u8>> {
+        let (row_bytes, offset) = (self.row_bytes(), self.bytes.layout.offset);
+        if !planes {
+            return self.bytes.storage.read_vec(offset + self.rows.start * row_bytes, self.nbytes());
         }
+        let (weight, mut blocks) =
+            (self.bytes.storage.read_vec::<u8>(offset, self.bytes.numel())?, vec![0; self.nbytes()]);
+        self.format.from_planes(self.columns, &weight, self.rows.start * self.row_blocks(), &mut blocks);
+        Ok(blocks)
     }
 }
 
@@ -69,8 +71,6 @@ pub(crate) struct QuantizedGemm<'a> {
     /// Operands of the epilogue, broadcast to the shape of the results, `[m, n]`.
     pub(crate) extras: &'a [&'a Tensor],
     pub(crate) scalars: &'a [Scalar],
-    /// The dtypes of the results, in order.
-    pub(crate) dtypes: &'a [DType],
 }
 
 /// Reads the elements of rows of a quantised weight, converted to the dtype of the result.

@@ -68,15 +68,10 @@ fn element(format: QuantFormat, b: &[u8], e: usize) -> f32 {
 /// Returns the elements of all rows of a part.
 fn elements(weight: &PackedRows) -> Result<Vec<Vec<f32>>> {
     let (format, k) = (weight.format, weight.columns);
-    let mut memory = vec![0; weight.bytes.storage.nbytes()];
-    weight.bytes.storage.read(0, &mut memory)?;
-    let mut blocks = vec![0; weight.row_bytes()];
-    let mut row = |row: usize| {
-        weight.copy_blocks(false, &memory, row, &mut blocks);
-        let (len, bytes) = (format.block_len(k), format.block_bytes(k));
-        (0..k).map(|e| element(format, &blocks[e / len * bytes..][..bytes], e % len)).collect()
-    };
-    Ok(weight.rows.clone().map(&mut row).collect())
+    let (len, bytes) = (format.block_len(k), format.block_bytes(k));
+    let blocks = weight.read_blocks(false)?;
+    let row = |row: &[u8]| (0..k).map(|e| element(format, &row[e / len * bytes..][..bytes], e % len)).collect();
+    Ok(blocks.chunks_exact(weight.row_bytes()).map(row).collect())
 }
 
 pub(super) fn dequantize(d: &Dequantize, out: &Tensor) -> Result<()> {

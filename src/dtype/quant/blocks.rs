@@ -29,40 +29,27 @@ pub(crate) trait Lanes: Copy {
     fn plus(self, n: i16) -> Self;
 }
 
+/// Defines functions that are one expression.
+macro_rules! inlined {
+    ($(fn $name:ident($($arg:ident $(: $t:ty)?),*) -> $made:ty = $e:expr;)*) => { $(
+        #[inline(always)]
+        fn $name($($arg $(: $t)?),*) -> $made {
+            $e
+        }
+    )* };
+}
+
 impl Lanes for [i16; 32] {
-    #[inline(always)]
-    fn half(bytes: [u8; 2]) -> f32 {
-        f16::from_le_bytes(bytes).to_f32()
-    }
-
-    #[inline(always)]
-    fn signed(bytes: &[u8]) -> Self {
-        std::array::from_fn(|e| i16::from(bytes[e] as i8))
-    }
-
-    #[inline(always)]
-    fn bits(bytes: &[u8], shift: usize, mask: u8) -> Self {
-        std::array::from_fn(|e| i16::from(bytes[e] >> shift & mask))
-    }
-
-    #[inline(always)]
-    fn nibbles(bytes: &[u8]) -> Self {
-        std::array::from_fn(|e| i16::from(if e < 16 { bytes[e] & 15 } else { bytes[e - 16] >> 4 }))
-    }
-
-    #[inline(always)]
-    fn flags(bits: u32) -> Self {
-        std::array::from_fn(|e| (bits >> e) as i16 & 1)
-    }
-
-    #[inline(always)]
-    fn add_shifted(self, other: Self, shift: u32) -> Self {
-        std::array::from_fn(|e| self[e] + (other[e] << shift))
-    }
-
-    #[inline(always)]
-    fn plus(self, n: i16) -> Self {
-        self.map(|q| q.wrapping_add(n))
+    inlined! {
+        fn half(bytes: [u8; 2]) -> f32 = f16::from_le_bytes(bytes).to_f32();
+        fn signed(bytes: &[u8]) -> Self = std::array::from_fn(|e| i16::from(bytes[e] as i8));
+        fn bits(bytes: &[u8], shift: usize, mask: u8) -> Self =
+            std::array::from_fn(|e| i16::from(bytes[e] >> shift & mask));
+        fn nibbles(bytes: &[u8]) -> Self =
+            std::array::from_fn(|e| i16::from(if e < 16 { bytes[e] & 15 } else { bytes[e - 16] >> 4 }));
+        fn flags(bits: u32) -> Self = std::array::from_fn(|e| (bits >> e) as i16 & 1);
+        fn add_shifted(self, other: Self, shift: u32) -> Self = std::array::from_fn(|e| self[e] + (other[e] << shift));
+        fn plus(self, n: i16) -> Self = self.map(|q| q.wrapping_add(n));
     }
 }
 
@@ -119,14 +106,9 @@ macro_rules! formats {
             const HAS_OFFSET: bool = $has_offset;
             const HAS_HALVES: bool = $has_halves;
 
-            #[inline(always)]
-            fn block_bytes(self) -> usize {
-                $bytes
-            }
-
-            #[inline(always)]
-            fn sub_blocks(self) -> usize {
-                $count
+            inlined! {
+                fn block_bytes(self) -> usize = $bytes;
+                fn sub_blocks(self) -> usize = $count;
             }
 
             #[inline(always)]
@@ -194,15 +176,10 @@ impl<const FOUR: bool, const MIN: bool> Unpack for Grouped<FOUR, MIN> {
     const HAS_OFFSET: bool = MIN;
     const HAS_HALVES: bool = false;
 
-    #[inline(always)]
-    fn block_bytes(self) -> usize {
-        let head = if self.offset == GroupOffset::None { 2 } else { 4 };
-        head + if FOUR { self.len / 2 } else { self.len }
-    }
-
-    #[inline(always)]
-    fn sub_blocks(self) -> usize {
-        self.len / 32
+    inlined! {
+        fn block_bytes(self) -> usize =
+            (if self.offset == GroupOffset::None { 2 } else { 4 }) + if FOUR { self.len / 2 } else { self.len };
+        fn sub_blocks(self) -> usize = self.len / 32;
     }
 
     #[inline(always)]

@@ -145,15 +145,8 @@ impl QuantizedTensor {
 
     /// Copies the blocks to the host, in the order of files. Waits for the device.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
-        let (mut blocks, planes) = (vec![0; self.nbytes()], backend::stores_planes(self.device()));
-        let mut rest = &mut blocks[..];
-        for part in &self.parts {
-            let (blocks, after) = rest.split_at_mut(part.nbytes());
-            rest = after;
-            let memory = part.bytes.storage.read_vec::<u8>(0, part.bytes.storage.nbytes())?;
-            part.copy_blocks(planes, &memory, part.rows.start, blocks);
-        }
-        Ok(blocks)
+        let planes = backend::stores_planes(self.device());
+        Ok(self.parts.iter().map(|part| part.read_blocks(planes)).collect::<Result<Vec<_>>>()?.concat())
     }
 
     /// Copies the weight to a device; returns another handle if the weight is there already. Fails with [`Error::NoDevice`] and
@@ -164,12 +157,12 @@ impl QuantizedTensor {
         if device == self.device() {
             return Ok(self.clone());
         }
-        let (blocks, mut at, mut moved) = (self.to_bytes()?, 0, Vec::new());
-        for part in &self.parts {
-            let bytes = &blocks[at..][..part.nbytes()];
-            at += bytes.len();
-            moved.push(QuantizedTensor::from_bytes(bytes, [part.rows.len(), part.columns], part.format, device)?);
-        }
+        let planes = backend::stores_planes(self.device());
+        let moved = self.parts.iter().map(|part| {
+            let shape = [part.rows.len(), part.columns];
+            QuantizedTensor::from_bytes(&part.read_blocks(planes)?, shape, part.format, device)
+        });
+        let moved = moved.collect::<Result<Vec<_>>>()?;
         let parts = moved.into_iter().flat_map(|weight| weight.parts).collect();
         Ok(QuantizedTensor { parts, shape: self.shape.clone() })
     }
@@ -400,8 +393,8 @@ impl QuantizedTensor {
         let program = Program::shared(epilogue);
         let formula = if program.scalars() == 0 { epilogue } else { program.exprs() };
         let launched = program.with_arguments(epilogue, &[], |scalars| {
-            let (dtypes, extras, parts) = (slice::from_ref(&x.dtype), &extras[..], &self.parts[..]);
-            let product = QuantizedGemm { op, x: &x, parts, epilogue: formula, extras, scalars, dtypes };
+            let (extras, parts) = (&extras[..], &self.parts[..]);
+            let product = QuantizedGemm { op, x: &x, parts, epilogue: formula, extras, scalars };
             backend::launch([&rows], |b| b.quantized_gemm(&product, slice::from_ref(&rows)))
         })?;
         if !launched {

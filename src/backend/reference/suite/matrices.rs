@@ -54,7 +54,7 @@ pub(super) fn quantized_gemm(suite: &mut Suite) -> Result<()> {
         let format: QuantFormat = name.parse()?;
         let (n, k) = (13, 256);
         let mut bytes: Vec<u8> = (0..n * format.row_bytes(k)?).map(|_| suite.random.next_below(256) as u8).collect();
-        // Numbers of f16 from 2^-7 to 2, or zero points of at most 3.
+        // Numbers of f16 from 2^-7 to 2, or zero points below 256.
         for block in bytes.chunks_exact_mut(format.block_bytes(k)) {
             for plane in format.planes(k).iter().filter(|plane| plane.bytes <= 4) {
                 let halves = block[plane.at..][..plane.bytes].chunks_exact_mut(2).enumerate();
@@ -88,9 +88,8 @@ pub(super) fn quantized_gemm(suite: &mut Suite) -> Result<()> {
             suite.compare(format!("{m} rows times {name}"), dtype, k, |side| {
                 let (all, x, bias) = (whole(side)?, side.upload(&x)?, side.upload(&bias)?);
                 let (parts, out) = ([all.narrow(9, 4), all.narrow(1, 7)], side.alloc_output([m, 11], dtype)?);
-                let (extras, scalars, dtypes) = (&[&bias][..], &[0.5.into()][..], &[dtype][..]);
-                let g =
-                    QuantizedGemm { op: "linear", x: &x, parts: &parts, epilogue: &epilogue, extras, scalars, dtypes };
+                let (extras, scalars) = (&[&bias][..], &[0.5.into()][..]);
+                let g = QuantizedGemm { op: "linear", x: &x, parts: &parts, epilogue: &epilogue, extras, scalars };
                 let done = side.backend.quantized_gemm(&g, std::slice::from_ref(&out))?;
                 Ok(done.then(|| vec![out]))
             })?;
