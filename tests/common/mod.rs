@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each test program uses only some of the helpers
 
 pub mod gpus;
+pub mod quantized;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
