@@ -1,12 +1,16 @@
 //! Runs every kernel family on tiny shapes and compares with the CPU device. `scripts/test` also runs this file under Oclgrind, which
 //! detects accesses out of bounds, data races between work-items and wrong use of the OpenCL API.
 
+#[path = "common/quantized.rs"]
+mod quantized;
+
 use std::sync::{Mutex, PoisonError};
 
 use claystone::device::DeviceKind;
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::ops::{Attention, CacheRows, CacheType, ConvOptions, MaxPoolOptions, ScatterReduce, cached_attention};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
+use claystone::quantized::QuantFormat;
 use claystone::{BatchNormOptions, DType, Device, Interpolation, MemoryFormat, Result, Tensor, manual_seed};
 
 /// Sizes just below and above the widths of vectors, work-groups and tiles.
@@ -141,6 +145,30 @@ fn products() {
                 Ok(vec![a.matmul(&b.t()?)?, b.matmul(&a.t()?)?, batch.matmul(&b.t()?)?])
             });
         }
+    }
+}
+
+#[test]
+fn quantized_weights() {
+    for name in quantized::FORMATS {
+        let format: QuantFormat = name.parse().unwrap();
+        let k = format.block_len(64).max(64);
+        assert_devices_agree(0.0, |device| {
+            let w = quantized::random_weight(format, 5, k, device);
+            let rows = Tensor::from_slice(&[4i32, 0, 0], 3, device)?;
+            Ok(vec![
+                w.dequantize(DType::F16)?,
+                w.narrow_rows(1, 3)?.dequantize(DType::F32)?,
+                w.rows(&rows, DType::BF16)?,
+            ])
+        });
+        // The CPU device rounds the activations to 16 bits.
+        assert_devices_agree(2e-3, |device| {
+            let w = quantized::random_weight(format, 5, k, device);
+            let x = numbers(3 * k, DType::F32, device)?.reshape([3, k])?;
+            let bias = numbers(5, DType::F32, device)?;
+            Ok(vec![w.linear(&x, Some(&bias))?, w.narrow_rows(2, 3)?.matmul(&x.narrow(0, 1, 1)?)?])
+        });
     }
 }
 

@@ -3,6 +3,7 @@
 
 pub mod gguf;
 pub mod gpus;
+pub mod quantized;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -12,6 +12,7 @@ mod implicit_gemm;
 mod indices;
 mod kernels;
 mod products;
+mod quantized;
 mod reductions;
 mod rows;
 mod softmax;

@@ -12,13 +12,14 @@ use crate::backend::opencl::gemm_thin::Thin;
 use crate::backend::opencl::image;
 use crate::backend::opencl::launch_plan::DeferredWord;
 use crate::backend::opencl::prelude::*;
+use crate::backend::opencl::quantized::Packed;
 
 /// The work-group size of the tiled kernel.
 const TILED_GROUP_SIZE: usize = 256;
 /// The number of contiguous results that a work-item of the tiled kernel stores at once.
 const TILED_RESULTS_PER_STORE: usize = 4;
 
-/// A kernel and its tile sizes. See `kernels/gemm.cl` for Tiled and Dot, [`Mma`], [`Panel`] and [`Thin`].
+/// A kernel and its tile sizes. See `kernels/gemm.cl` for Tiled and Dot, [`Mma`], [`Panel`], [`Thin`] and [`Packed`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum GemmKernel {
     Tiled { m: usize, n: usize, k: usize, items: usize, a_along_k: bool, b_along_k: bool },
@@ -26,6 +27,7 @@ pub(crate) enum GemmKernel {
     Dot { rows: usize, cols: usize, width: usize },
     Mma(Mma),
     Thin(Thin),
+    Quantized(Packed),
 }
 
 impl GemmKernel {
@@ -37,6 +39,7 @@ impl GemmKernel {
             GemmKernel::Dot { rows, cols, .. } => (rows, cols),
             GemmKernel::Mma(mma) => mma.tile(),
             GemmKernel::Thin(thin) => thin.tile(),
+            GemmKernel::Quantized(packed) => packed.tile(),
         }
     }
 
@@ -45,6 +48,7 @@ impl GemmKernel {
             GemmKernel::Tiled { .. } => TILED_GROUP_SIZE,
             GemmKernel::Mma(mma) => mma.threads(),
             GemmKernel::Thin(thin) => thin.threads(),
+            GemmKernel::Quantized(packed) => packed.threads(),
             _ => 1,
         }
     }
@@ -64,6 +68,7 @@ impl GemmKernel {
         match self {
             GemmKernel::Mma(mma) => mma.parts(plan, units),
             GemmKernel::Thin(thin) => thin.parts.0,
+            GemmKernel::Quantized(packed) => packed.parts.0,
             _ => SplitK { count: 1, depth: plan.k },
         }
     }
@@ -85,6 +90,7 @@ impl GemmKernel {
             }
             GemmKernel::Mma(mma) => mma.defines(),
             GemmKernel::Thin(thin) => thin.defines(),
+            GemmKernel::Quantized(packed) => packed.defines(),
         }
     }
 }
@@ -321,7 +327,7 @@ fn transpose_for_coalesced_stores(plan: GemmPlan) -> (GemmPlan, bool) {
 }
 
 /// Returns the size class of a product. Tuning parameters are measured once per size class.
-fn size_class(plan: &GemmPlan, compute: Compute) -> SizeClass {
+pub(crate) fn size_class(plan: &GemmPlan, compute: Compute) -> SizeClass {
     SizeClass::from_sizes([plan.m, plan.n, plan.k, plan.count(), compute.dtype().size()])
 }
 

@@ -42,6 +42,8 @@ pub(crate) enum OpKind {
     AttentionBackward,
     CachedAttention,
     Join,
+    Dequantize,
+    Quantized,
 }
 
 /// Everything that a plan depends on, except tuning parameters: when a tuning parameter changes, the caches of all threads are cleared.

@@ -57,7 +57,7 @@ impl Backend for OpenCl {
         tril_triu(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> =
             triangle::tril_triu(x, from, to).map(mark_written).map(Some);
         gemm(product: &Gemm, outs: &[Tensor]) -> Result<bool> = gemm::launch_product(product, outs[0].shape(), outs);
-        quantized_gemm(_: &QuantizedGemm, _: &[Tensor]) -> Result<bool> = Ok(false);
+        quantized_gemm(product: &QuantizedGemm, outs: &[Tensor]) -> Result<bool> = quantized::multiply(product, outs);
         dequantize(d: &Dequantize, out: &Tensor) -> Result<()> = quantized::dequantize(d, out);
         reduce(reduction: &Reduction) -> Result<()> = reduce::launch_reduction(reduction);
         scan(s: &RunningReduction) -> Result<()> = scan::launch_scan(s);

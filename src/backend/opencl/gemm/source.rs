@@ -5,7 +5,7 @@ use std::fmt::Write;
 use crate::backend::opencl::gemm::GemmKernel;
 use crate::backend::opencl::gemm_mma::WindowsOperand;
 use crate::backend::opencl::prelude::*;
-use crate::backend::opencl::{gemm_mma, gemm_thin};
+use crate::backend::opencl::{gemm_mma, gemm_thin, quantized};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/gemm.cl");
 
@@ -151,6 +151,7 @@ impl GemmConfig {
                     crate::backend::opencl::implicit_gemm::tests::STAND_IN,
                 GemmKernel::Mma(_) => gemm_mma::TEMPLATE,
                 GemmKernel::Thin(_) => gemm_thin::TEMPLATE,
+                GemmKernel::Quantized(_) => quantized::TEMPLATE,
                 _ => "",
             },
         )
