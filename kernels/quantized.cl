@@ -26,33 +26,36 @@ static inline float half_of(uint bits) {
 }
 
 // A chunk, its high bits if those are another field, and the words with its scales.
-typedef struct { uint q[4], high[4], s[4]; } Chunk;
+typedef union { uint4 all; uint w[4]; } Words;
+typedef struct { Words q, high; uint s[4]; } Chunk;
 
-// Loads chunk c of the row that begins with block `row`. 16-byte loads are kept apart from the arithmetic, so that many are in flight.
+// Loads chunk c of the row that begins with block `row`. Loads are kept apart from the arithmetic, so that many are in flight.
 static inline Chunk load_chunk(const __global uchar* w, uint n, uint row, uint c) {
     Chunk k;
     const uint b = row + c / PER, i = c % PER;
-    vstore4(LOAD16(w + (ulong)(row * PER + c) * 16), 0, k.q);
+    k.q.all = LOAD16(w + (ulong)(row * PER + c) * 16);
 #if defined(FORMAT_Q5_0)
-    k.high[0] = LOAD4(FIELD1(b));
+    k.high.w[0] = LOAD4(FIELD1(b));
     k.s[0] = LOAD2(FIELD2(b));
 #elif defined(FORMAT_Q5_1)
     k.s[0] = LOAD4(FIELD1(b));
-    k.high[0] = LOAD4(FIELD2(b));
+    k.high.w[0] = LOAD4(FIELD2(b));
 #elif defined(FORMAT_Q2_K)
     k.s[0] = LOAD4(FIELD1(b) + i / 2 * 8);
     k.s[1] = LOAD4(FIELD1(b) + i / 2 * 8 + 4);
     k.s[2] = LOAD4(FIELD2(b));
 #elif defined(FORMAT_Q6_K)
-    vstore4(LOAD16(FIELD1(b) + i / 4 * 32 + i % 2 * 16), 0, k.high);
+    k.high.all = LOAD16(FIELD1(b) + i / 4 * 32 + i % 2 * 16);
     k.s[0] = LOAD4(FIELD2(b) + i / 4 * 8);
     k.s[1] = LOAD4(FIELD2(b) + i / 4 * 8 + 4);
     k.s[2] = LOAD2(FIELD3(b));
 #elif defined(FORMAT_Q4_K)
+    #pragma unroll
     for (int j = 0; j < 3; j++) k.s[j] = LOAD4(FIELD1(b) + 4 * j);
     k.s[3] = LOAD4(FIELD2(b));
 #elif defined(FORMAT_Q3_K) || defined(FORMAT_Q5_K)
-    vstore4(LOAD16(FIELD1(b) + i % 2 * 16), 0, k.high);
+    k.high.all = LOAD16(FIELD1(b) + i % 2 * 16);
+    #pragma unroll
     for (int j = 0; j < 3; j++) k.s[j] = LOAD4(FIELD2(b) + 4 * j);
 #ifdef FORMAT_Q3_K
     k.s[3] = LOAD2(FIELD3(b));
@@ -69,45 +72,45 @@ static inline Chunk load_chunk(const __global uchar* w, uint n, uint row, uint c
 
 // Each byte of WORD(k, c, r, j) has one of the integers 4 j to 4 j + 3 of run r, in the bits of MASK from bit SHIFT(r) on. Runs of a chunk
 // are SPAN * 16 elements apart, and so are the chunks of different rows of SPAN chunks.
-#define LOW(k, j, r, bits, mask) ((k).q[j] >> (r) * (bits) & (mask))
+#define LOW(k, j, r, bits, mask) ((k).q.w[j] >> (r) * (bits) & (mask))
 #if defined(FORMAT_Q8_0) || defined(FORMAT_G8)
 #define SPAN 1
 #define MASK 255u
 #define SHIFT(r) 0
 #if defined(FORMAT_Q8_0) || HEAD == 2
-#define WORD(k, c, r, j) ((k).q[j] ^ 0x80808080u)
+#define WORD(k, c, r, j) ((k).q.w[j] ^ 0x80808080u)
 #define BIAS(k) 128
 #else
-#define WORD(k, c, r, j) ((k).q[j])
+#define WORD(k, c, r, j) ((k).q.w[j])
 #endif
 #elif defined(FORMAT_Q5_0) || defined(FORMAT_Q5_1)
 #define SPAN 1
 #define MASK 31u
 #define SHIFT(r) 0
 #define WORD(k, c, r, j)                                                                                               \
-    (LOW(k, j, r, 4, 0x0f0f0f0fu) | (((k).high[0] >> ((r) * 16 + (j) * 4) & 15u) * 0x02040810u & 0x10101010u))
+    (LOW(k, j, r, 4, 0x0f0f0f0fu) | (((k).high.w[0] >> ((r) * 16 + (j) * 4) & 15u) * 0x02040810u & 0x10101010u))
 #elif defined(FORMAT_Q5_K)
 #define SPAN 2
 #define MASK 31u
 #define SHIFT(r) 0
-#define WORD(k, c, r, j) (LOW(k, j, r, 4, 0x0f0f0f0fu) | ((k).high[j] >> ((c) / 2 % 4 * 2 + (r)) & 0x01010101u) << 4)
+#define WORD(k, c, r, j) (LOW(k, j, r, 4, 0x0f0f0f0fu) | ((k).high.w[j] >> ((c) / 2 % 4 * 2 + (r)) & 0x01010101u) << 4)
 #elif defined(FORMAT_Q6_K)
 #define SPAN 4
 #define MASK 63u
 #define SHIFT(r) 0
-#define WORD(k, c, r, j) (LOW(k, j, r, 4, 0x0f0f0f0fu) | ((k).high[j] >> ((r) * 4 + (c) % 4 / 2 * 2) & 0x03030303u) << 4)
+#define WORD(k, c, r, j) (LOW(k, j, r, 4, 0x0f0f0f0fu) | ((k).high.w[j] >> ((r) * 4 + (c) % 4 / 2 * 2) & 0x03030303u) << 4)
 #define BIAS(k) 32
 #elif defined(FORMAT_Q3_K)
 #define SPAN 2
 #define MASK 7u
 #define SHIFT(r) 0
-#define WORD(k, c, r, j) (LOW(k, j, r, 2, 0x03030303u) | ((k).high[j] >> ((c) / 2 % 2 * 4 + (r)) & 0x01010101u) << 2)
+#define WORD(k, c, r, j) (LOW(k, j, r, 2, 0x03030303u) | ((k).high.w[j] >> ((c) / 2 % 2 * 4 + (r)) & 0x01010101u) << 2)
 #define BIAS(k) 4
 #elif defined(FORMAT_Q2_K)
 #define SPAN 2
 #define MASK 3u
 #define SHIFT(r) ((r) * 2)
-#define WORD(k, c, r, j) ((k).q[j])
+#define WORD(k, c, r, j) ((k).q.w[j])
 #else
 #ifdef FORMAT_Q4_K
 #define SPAN 2
@@ -116,7 +119,7 @@ static inline Chunk load_chunk(const __global uchar* w, uint n, uint row, uint c
 #endif
 #define MASK 15u
 #define SHIFT(r) ((r) * 4)
-#define WORD(k, c, r, j) ((k).q[j])
+#define WORD(k, c, r, j) ((k).q.w[j])
 #endif
 #if defined(FORMAT_Q4_0) || (defined(FORMAT_G4) && HEAD == 2)
 #define BIAS(k) 8
@@ -139,8 +142,9 @@ static inline float2 scales(Chunk k, uint c, uint r) {
     const uint y = k.s[r / 2] >> (r % 2 * 16 + c % 2 * 8);
     return (float2)(half_of(k.s[2]) * (float)(y & 15), -(half_of(k.s[2] >> 16) * (float)(y >> 4 & 15)));
 #elif defined(FORMAT_Q3_K)
-    const uint s = c / 2 % 2 * 8 + r * 2 + c % 2;
-    const uint low = (s & 4 ? k.s[1] : k.s[0]) >> (s % 4 * 8 + s / 8 * 4) & 15, high = k.s[2] >> (s % 4 * 8 + s / 4 * 2) & 3;
+    // Number h * 8 + at of the 16 scales: four low bits of byte `at`, and two high bits.
+    const uint h = c / 2 % 2, at = r * 2 + c % 2, byte = at % 4 * 8;
+    const uint low = k.s[r / 2] >> byte >> h * 4 & 15, high = k.s[2] >> byte >> (h * 4 + r / 2 * 2) & 3;
     return (float2)(half_of(k.s[3]) * (float)((int)(low | high << 4) - 32), 0);
 #elif defined(FORMAT_Q4_K) || defined(FORMAT_Q5_K)
     const uint t = c / 2 % 4 * 2 + r, at = t % 4 * 8;
@@ -207,11 +211,11 @@ __kernel void dequantize(__global const uchar* w, ulong w_at, __global CAT(A, _t
 #ifdef IS_CPU
         CAT(store16_, A)(to, 0, v);
 #else
-        float each[16];
+        union { float16 all; float each[16]; } in;
         union { CAT(A, _t) each[16]; uint4 wide[sizeof(CAT(A, _t))]; } out;
-        vstore16(v, 0, each);
+        in.all = v;
         #pragma unroll
-        for (int i = 0; i < 16; i++) out.each[i] = CAT(CAT(to_, A), _F32)(each[i]);
+        for (int i = 0; i < 16; i++) out.each[i] = CAT(CAT(to_, A), _F32)(in.each[i]);
 #ifdef WIDE
         #pragma unroll
         for (int i = 0; i < (int)sizeof(CAT(A, _t)); i++) ((__global uint4*)to)[i] = out.wide[i];
