@@ -314,7 +314,7 @@ fn residual_network(device: Device) -> Result<(Vec<Tensor>, impl Fn() -> Result<
     let layer = |_| -> Result<_> {
         Ok((Conv2d::new(8, 8, [3; 2], options, device)?.without_bias(), BatchNorm2d::new(8, device)?))
     };
-    let layers: Vec<(Conv2d, BatchNorm2d)> = (0..6).map(layer).collect::<Result<_>>()?;
+    let layers: Vec<(Conv2d, BatchNorm2d)> = (0..5).map(layer).collect::<Result<_>>()?;
     let images = scattered(&[4, 8, 24, 24], 1.0, device);
     let parameters = layers.iter().flat_map(|(conv, norm)| conv.parameters().into_iter().chain(norm.parameters()));
     let parameters = parameters.map(|t| t.shallow_clone()).collect();
@@ -376,7 +376,8 @@ fn compare_in_budgets(name: &str, device: Device, parameters: &[Tensor], forward
         let peak = meter.peak.load(Relaxed);
         println!("{name} on {device}, {percent} %: {budget}; peak {peak}");
         assert_eq!(budget.recomputed_bytes > 0, percent < 100, "{budget}");
-        assert!(peak <= last, "{peak} bytes after {last}: {budget}");
+        let small = 64 << 10; // intermediate results of small tensors that are computed again are not planned
+        assert!(peak <= last + small, "{peak} bytes after {last}: {budget}");
         last = peak;
     }
 }
@@ -403,9 +404,9 @@ fn a_dropped_tensor_whose_operand_was_changed_in_place_is_an_error() {
     }
     each_device(|device| {
         let (x, w) = (leaf(128, device), leaf(128, device));
-        // Only a budget reads the parameter w again in backward, to compute the factor again.
+        // Only a budget reads the parameter w again in backward, to compute the factors again.
         let step = |changes: bool| -> Result<()> {
-            let y = x.matmul(&w.mul_scalar(2)?.to_dtype(DType::F32)?)?.sum((), false)?;
+            let y = (2..6).try_fold(x.shallow_clone(), |x, i| x.matmul(&w.mul_scalar(i)?))?.sum((), false)?;
             if changes {
                 no_grad(|| w.add_scalar_(1).map(drop))?;
             }

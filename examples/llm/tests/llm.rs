@@ -123,7 +123,7 @@ fn a_step_has_few_commands() {
         let mut session = Session::new(&model, GREEDY, CacheType::F16, 64).unwrap();
         no_grad(|| session.answer(&[1, 2], 3, |_| Ok(true))).unwrap();
         let commands = session.commands().unwrap();
-        assert!(commands <= 2 * 9 + 8, "{commands} commands");
+        assert!(commands <= 31, "{commands} commands"); // more than usual: the queries, keys and values of a layer have three formats
     }
 }
 
