@@ -20,7 +20,7 @@ use crate::storage::{Block, PeakScope, Storage, advance_use_clock};
 use crate::sync::{OnDrop, lock};
 use crate::{Device, Error, Result, Tensor};
 
-/// Smaller storages are dropped or moved only if larger ones do not suffice: that costs time and frees little.
+/// Smaller storages move only if larger ones do not suffice, and are not computed again: that costs time and frees little.
 const MIN_MOVED_BYTES: u64 = 64 << 10;
 
 /// Maximum number of events by which a storage comes back ahead of its use.
@@ -380,7 +380,7 @@ impl Watched {
             traffic: recipe.traffic.saturating_mul(1 << 10) / bytes,
             temporary: recipe.temporary,
         };
-        let again = recipe.as_ref().filter(|_| is_recording).map(cost);
+        let again = recipe.as_ref().filter(|_| is_recording && bytes >= MIN_MOVED_BYTES).map(cost);
         if again.is_some() {
             state.reads.extend(reads.iter().map(|read| (ordinal, read.ordinal)));
         }
