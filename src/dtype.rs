@@ -118,6 +118,11 @@ impl DType {
         matches!(self, DType::F32 | DType::F16 | DType::BF16 | DType::F64)
     }
 
+    /// True for f16 and bf16.
+    pub(crate) const fn is_half(self) -> bool {
+        matches!(self, DType::F16 | DType::BF16)
+    }
+
     /// Returns an error for integers and bool, for operations and layers that are defined on floats only. The error is
     /// [`Error::UnsupportedDType`].
     ///

@@ -203,7 +203,7 @@ fn invalid_descriptions_are_errors() {
     let fine: (&[i64], &[i64]) = (&[2, 3], &[3, 1]);
     let other = DLDevice { device_type: dlpark::ffi::DLDeviceType(2), device_id: 0 };
     refused(fine, &|made| _ = made.set_device(other), "copy it to the CPU first");
-    refused(fine, &|made| _ = made.set_dtype(DLDataType::I16), "no dtype is of code 0 with 16 bits");
+    refused(fine, &|made| _ = made.set_dtype(DLDataType::U16), "no dtype is of code 1 with 16 bits");
     refused(fine, &|made| _ = made.set_dtype(DLDataType::new(DLDataTypeCode::FLOAT, 32, 4)), "4 lanes");
     refused(fine, &|made| _ = made.set_data(std::ptr::null_mut()), "null");
     refused(fine, &|made| _ = made.set_byte_offset(4), "misaligned");

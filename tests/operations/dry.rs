@@ -11,7 +11,16 @@ use crate::harness::Case;
 type Described = Vec<(Vec<usize>, DType)>;
 
 /// Operations whose results' sizes depend on values. In a dry run the results have the largest possible sizes.
-const SIZES_OF_VALUES: [&str; 4] = ["argwhere", "index", "masked_select", "nonzero"];
+const SIZES_OF_VALUES: [&str; 8] = [
+    "argwhere",
+    "index",
+    "masked_select",
+    "nonzero",
+    "unique_all",
+    "unique_consecutive",
+    "unique_counts",
+    "unique_inverse",
+];
 
 /// Runs a case. With `unknown`, its tensors are parts of large storages, whose values a dry run does not know.
 fn run(case: &Case, choice: usize, device: Device, unknown: bool) -> Result<Described> {

@@ -33,7 +33,7 @@ fn forward_with_statistics(
 
 /// True if the weights are f32 and the input is f16 or bf16. All computations are then in f32.
 fn has_wider_weights(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>) -> bool {
-    x.dtype.size() == 2 && weight.or(bias).is_some_and(|w| w.dtype == DType::F32)
+    x.dtype.is_half() && weight.or(bias).is_some_and(|w| w.dtype == DType::F32)
 }
 
 /// Returns x in the dtype of the computations.

@@ -127,7 +127,7 @@ impl<const D: usize> Windows<D> {
         let ([n, c, depth, h, w], [oh, ow]) = (last_sizes(x), self.last_two_dims().grid);
         let then = if let Divisor::Number(_) = divisor { Divisor::Number(1) } else { divisor };
         // In half precision, the mean of the slices' means would be rounded twice, so the means are computed in f32.
-        let wide = if x.dtype.size() == 2 { x.to_dtype(DType::F32)? } else { x.shallow_clone() };
+        let wide = if x.dtype.is_half() { x.to_dtype(DType::F32)? } else { x.shallow_clone() };
         let rows = self.last_two_dims().mean_of_planes(op, &wide.reshape([n, c * depth, h, w])?, divisor)?;
         let out = self.depth_pass(oh * ow).mean_of_planes(op, &rows.reshape([n, c, depth, oh * ow])?, then)?;
         out.reshape([n, c, self.grid[0], oh, ow])?.to_dtype(x.dtype)

@@ -151,7 +151,7 @@ impl Convolution for Im2colConvolution {
         let shape = Shape::from([groups, o / groups, c / groups * kh * kw]);
         let (blocks, y) = (self.blocks(&x.detach())?, y.detach());
         // The sums of all blocks are computed in f32, because half precision would round them after each block.
-        let wide = if y.dtype.size() == 2 { DType::F32 } else { y.dtype };
+        let wide = if y.dtype.is_half() { DType::F32 } else { y.dtype };
         let mut sum: Option<Tensor> = None;
         for (i, block) in blocks.iter().enumerate() {
             let columns = matrix_transpose(&block.columns(op, groups)?);

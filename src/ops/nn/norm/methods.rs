@@ -27,7 +27,7 @@ fn weight_and_bias<'a>(all: &'a [Tensor], given: Given) -> Given<'a> {
 /// the result is rounded.
 fn cast_to_f32(inputs: &[&Tensor]) -> Result<Option<(SmallVec<[Tensor; 3]>, DType)>> {
     let half = inputs[0].dtype;
-    let mixed = half.size() == 2 && inputs[1..].iter().any(|t| t.dtype == DType::F32);
+    let mixed = half.is_half() && inputs[1..].iter().any(|t| t.dtype == DType::F32);
     Ok(match autocast_to_f32(inputs)? {
         Some(wide) => Some((wide, DType::F32)),
         None if mixed => Some((halves_to_f32(inputs)?.unwrap_or_default(), half)),
@@ -141,7 +141,7 @@ impl Tensor {
         let BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps } = options;
         // For f16 and bf16 inputs, kernels read weight and bias in f32 directly if both are f32.
         let inputs = given_tensors(self, [weight, bias]);
-        let mixed = self.dtype.size() == 2 && inputs[1..].iter().any(|t| t.dtype == DType::F32);
+        let mixed = self.dtype.is_half() && inputs[1..].iter().any(|t| t.dtype == DType::F32);
         if mixed && let Some(wide) = halves_to_f32(&inputs[1..])? {
             let mut wide = wide.iter();
             let [weight, bias] = [weight, bias].map(|t| t.and_then(|_| wide.next()));
