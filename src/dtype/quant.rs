@@ -217,7 +217,7 @@ impl QuantFormat {
     }
 
     /// Copies blocks from block number `first` on back from `planes`, which are the planes of a whole weight, until `blocks` is full.
-    pub(crate) fn from_planes(self, columns: usize, planes: &[u8], first: usize, blocks: &mut [u8]) {
+    pub(crate) fn undo_planes(self, columns: usize, planes: &[u8], first: usize, blocks: &mut [u8]) {
         let block = self.block_bytes(columns);
         let n = planes.len() / block;
         for plane in self.planes(columns) {
@@ -297,7 +297,7 @@ mod tests {
             let blocks: Vec<u8> = (0..3 * row).map(|i| (i * 31 % 251) as u8).collect();
             let (mut planes, mut back) = (vec![0; 3 * row], vec![0; 2 * row]);
             format.to_planes(512, &blocks, &mut planes);
-            format.from_planes(512, &planes, 512 / format.block_len(512), &mut back);
+            format.undo_planes(512, &planes, 512 / format.block_len(512), &mut back);
             assert_eq!(back, blocks[row..], "{name}");
         }
     }

@@ -38,7 +38,7 @@ pub fn random_weight(format: QuantFormat, n: usize, k: usize, device: Device) ->
         for (j, &at) in halves.iter().enumerate() {
             // An f16 of about 0.01, or a zero point.
             let zero = j == 1 && matches!(format, QuantFormat::Grouped { offset: GroupOffset::Zero, .. });
-            let number = if zero { i as u16 % 16 } else { 0x2000 + (i * 37 % 256) as u16 | (i as u16 % 2) << 15 };
+            let number = if zero { i as u16 % 16 } else { (0x2000 + (i * 37 % 256) as u16) | ((i as u16 % 2) << 15) };
             block[at..][..2].copy_from_slice(&number.to_le_bytes());
         }
     }

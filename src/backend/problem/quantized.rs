@@ -55,7 +55,7 @@ impl PackedRows {
         }
         let (weight, mut blocks) =
             (self.bytes.storage.read_vec::<u8>(offset, self.bytes.numel())?, vec![0; self.nbytes()]);
-        self.format.from_planes(self.columns, &weight, self.rows.start * self.row_blocks(), &mut blocks);
+        self.format.undo_planes(self.columns, &weight, self.rows.start * self.row_blocks(), &mut blocks);
         Ok(blocks)
     }
 }

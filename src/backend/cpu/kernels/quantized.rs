@@ -76,6 +76,7 @@ pub(crate) struct Part<'a, F> {
 ///
 /// # Panics
 /// If the sizes do not match.
+#[allow(clippy::undocumented_unsafe_blocks, reason = "the lint does not see the comment in the macro's argument")]
 pub(crate) fn multiply(x: &Activations, parts: &[Part<crate::dtype::quant::QuantFormat>], n: usize, out: &mut [f32]) {
     assert_eq!(out.len(), x.rows * n);
     let mut pieces = Vec::new();
@@ -240,6 +241,7 @@ mod tests {
 
     /// All kernels give the same results, in all formats. Without this test, a processor runs only the kernels with its longest vectors.
     #[test]
+    #[allow(clippy::undocumented_unsafe_blocks, reason = "as in `multiply`")]
     fn all_vector_lengths_agree() {
         let features = crate::device::cpu::vector_features();
         let has = |names: &[&str]| names.iter().all(|name| features.contains(name));
