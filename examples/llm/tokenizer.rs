@@ -82,7 +82,7 @@ impl Tokenizer {
     /// Returns the text of some tokens, without control tokens. Bytes that are not UTF-8 become replacement characters.
     pub fn decode(&self, tokens: &[i64]) -> Outcome<String> {
         let tokens: Vec<u32> = tokens.iter().filter_map(|&token| token.try_into().ok()).collect();
-        Ok(self.inner.decode(&tokens, true)?)
+        self.inner.decode(&tokens, true)
     }
 
     /// True if a token ends an answer.

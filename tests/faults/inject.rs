@@ -288,13 +288,13 @@ fn write_line(to: &mut File, line: std::fmt::Arguments<'_>) {
 
 static PROGRESS: AtomicU64 = AtomicU64::new(0);
 
-/// Starts a thread that ends the process if one injection takes too long. PoCL needs five seconds for the longest kernel, and several
+/// Starts a thread that ends the process if one injection takes too long. PoCL needs 40 seconds for the kernels of a step, and several
 /// times that on a busy machine.
 fn start_watchdog() {
     thread::spawn(|| {
         loop {
             let before = PROGRESS.load(Relaxed);
-            thread::sleep(Duration::from_secs(90));
+            thread::sleep(Duration::from_secs(240));
             if PROGRESS.load(Relaxed) == before {
                 println!("hangs");
                 std::process::abort();

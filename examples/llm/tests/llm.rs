@@ -4,9 +4,6 @@
 #[path = "../main.rs"]
 mod llm;
 
-#[path = "../../../tests/common/gguf.rs"]
-#[allow(dead_code)]
-mod gguf;
 #[path = "../../../tests/common/mod.rs"]
 mod tests_common;
 
@@ -20,11 +17,11 @@ use claystone::ops::CacheType;
 use claystone::storage::SharedFile;
 use claystone::{DType, Device, Generator, Tensor, no_grad, with_generator};
 
-use gguf::{GgufWriter, array, text};
 use llm::model::Model;
 use llm::template::{CHATML, Message, date, render};
 use llm::tokenizer::{TextStream, Tokenizer};
 use llm::{Args, Session};
+use tests_common::gguf::{GgufWriter, array, text};
 use tests_common::{each_device, in_own_process, values};
 
 const GREEDY: Sampler = Sampler { temperature: 0.0, top_k: 40, top_p: 0.95, min_p: 0.05, repetition: 1.0 };
