@@ -14,7 +14,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use claystone::io::gguf::{Gguf, MetaValue};
+use claystone::io::{
+    self,
+    gguf::{Gguf, MetaValue},
+};
 use claystone::nn::{History, KvCache, Sampler};
 use claystone::ops::CacheType;
 use claystone::profiler::Profiler;
@@ -78,6 +81,9 @@ pub struct Args {
     /// Type of cached keys and values: f32, f16, bf16 or q8_0
     #[arg(long, default_value = "f16", value_parser = cache_type)]
     pub cache: CacheType,
+    /// Write the logits after each token of the prompt to FILE, in NumPy's format, before the answer
+    #[arg(long, value_name = "FILE", requires = "raw")]
+    pub logits: Option<PathBuf>,
     /// Record a profile to FILE (for ui.perfetto.dev, claystone profile and claystone view)
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
@@ -192,13 +198,25 @@ impl<'a> Session<'a> {
         self.graph = None; // it may use the history of the last answer
         let mut last = None;
         for chunk in prompt[self.stored.len()..].chunks(CHUNK) {
-            self.cache.reserve(chunk.len())?;
-            let states = self.model.states(&Tensor::from_slice(chunk, [1, chunk.len()], device)?, &self.cache)?;
-            last = Some(states.select(1, -1)?);
+            last = Some(self.states(chunk)?.select(1, -1)?);
             self.stored.extend(chunk);
         }
         let last = last.ok_or("the prompt has no tokens")?;
         Ok(self.sample(&last)?)
+    }
+
+    /// Computes the states of tokens and stores their keys and values.
+    fn states(&mut self, tokens: &[i64]) -> claystone::Result<Tensor> {
+        self.cache.reserve(tokens.len())?;
+        self.model.states(&Tensor::from_slice(tokens, [1, tokens.len()], self.model.device())?, &self.cache)
+    }
+
+    /// Computes the logits after each token of a conversation's first prompt: `[tokens, vocabulary]` on the CPU.
+    pub fn logits(&mut self, prompt: &[i64]) -> claystone::Result<Tensor> {
+        let rows = |chunk: &[i64]| self.model.logits(&self.states(chunk)?.squeeze(0)?)?.to_device(Device::Cpu);
+        let logits = Tensor::cat(&prompt.chunks(CHUNK).map(rows).collect::<claystone::Result<Vec<_>>>()?, 0);
+        self.cache.truncate(0)?;
+        logits
     }
 
     /// Samples the token after some states.
@@ -251,6 +269,9 @@ pub fn run(args: &Args) -> Outcome<String> {
         let room = limit.saturating_sub(prompt.len());
         if room == 0 {
             return Err(format!("{} tokens are too many for a context of {limit}", prompt.len()).into());
+        }
+        if let Some(file) = &args.logits {
+            io::write_npy(file, &session.logits(&prompt)?)?;
         }
         let (mut stream, mut text) = (TextStream::new(&tokenizer), String::new());
         let mut show = |part: String| {

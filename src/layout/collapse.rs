@@ -85,6 +85,17 @@ impl StridedDims {
         (n < limit && *dims.last()? > n).then(|| (n, outer()))
     }
 
+    /// Returns the iteration with the last two of at least three dims exchanged, if the last has fewer than `limit` elements and fewer than
+    /// the dim before: runs along the last dim become longer. Otherwise returns `None`.
+    pub(crate) fn with_longer_rows(&self, limit: usize) -> Option<StridedDims> {
+        let [.., _, before, last] = self.dims[..] else { return None };
+        let mut exchanged = StridedDims { dims: self.dims.clone(), strides: self.strides.clone() };
+        let end = self.dims.len();
+        exchanged.dims.swap(end - 2, end - 1);
+        exchanged.strides.iter_mut().for_each(|strides| strides.swap(end - 2, end - 1));
+        (last < limit && last < before).then_some(exchanged)
+    }
+
     /// Splits elements `first..first + len` into runs along the last dimension, and calls
     /// `f(elements before the run, offset of each operand, length of the run)` for each run.
     pub(crate) fn for_each_run(&self, first: usize, len: usize, mut f: impl FnMut(usize, &[isize], usize)) {
@@ -155,6 +166,17 @@ mod tests {
         assert!(strided.reordered_for(1).is_none() && ordered.reordered_for(0).is_none());
         let both = StridedDims::new(&Shape::from([3, 4]), [&[1, 3][..], &[1, 3]]).reordered_for(0).unwrap();
         assert_eq!(both.dims[..], [12], "dims merge once they are in order");
+    }
+
+    #[test]
+    fn short_rows_are_exchanged_for_longer_ones() {
+        let strided = StridedDims::new(&Shape::from([4, 32, 2]), [&[64, 2, 1][..], &[64, 2, -1], &[0, 2, 1]]);
+        let longer = strided.with_longer_rows(8).unwrap();
+        assert_eq!((&longer.dims[..], &longer.strides[1][..]), (&[4, 2, 32][..], &[64, -1, 2][..]));
+        assert!(longer.with_longer_rows(8).is_none(), "the rows are long already");
+        assert!(strided.with_longer_rows(2).is_none(), "the rows are not shorter than the limit");
+        let two = StridedDims::new(&Shape::from([32, 2]), [&[2, 1][..], &[2, -1]]);
+        assert!(two.with_longer_rows(8).is_none(), "rows of all elements could not be split between threads");
     }
 
     #[test]
