@@ -121,6 +121,8 @@ void attention(In key, ulong key_at, const Strides key_by, In value, ulong value
     // The other parts have no keys.
     const uint used = clamp((start + n.length + KEYS - 1) / KEYS, 1L, n.parts);
 #if defined(STORES) || defined(ATTEND)
+    if (part >= used)
+        return;
     const long first = (long)part * KEYS, cached = ((b * n.heads + head) * n.capacity + first) * ROW;
 #endif
 #ifdef STORES
@@ -139,94 +141,92 @@ void attention(In key, ulong key_at, const Strides key_by, In value, ulong value
 #ifdef ATTEND
     __local Vec queries[R][LANES], vectors[T];
     __local float scores[R][KEYS * TEAM], tops[R * PER], sums[R * PER];
-    if (part < used) {
-        const uint most = SEEN(R - 1);
-        __global float *own = partial + partial_at + (ulong)get_group_id(0) * (R * RECORD);
-        for (uint i = t; i < R * WIDTH; i += T) {
-            const long row = ROW_OF(i / WIDTH);
-            ((__local float *)queries)[i] = scale * CAT(load_, A)(q, q_at + AT(q_by, row, i % WIDTH));
-        }
-        barrier(CLK_LOCAL_MEM_FENCE);
-        for (uint i = t; i < most * TEAM; i += T) {
-            Vec sum[R];
+    const uint most = SEEN(R - 1);
+    __global float *own = partial + partial_at + (ulong)get_group_id(0) * (R * RECORD);
+    for (uint i = t; i < R * WIDTH; i += T) {
+        const long row = ROW_OF(i / WIDTH);
+        ((__local float *)queries)[i] = scale * CAT(load_, A)(q, q_at + AT(q_by, row, i % WIDTH));
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (uint i = t; i < most * TEAM; i += T) {
+        Vec sum[R];
+        #pragma unroll
+        for (int r = 0; r < R; ++r)
+            sum[r] = 0;
+        for (uint c = i % TEAM; c < LANES; c += TEAM) {
+            const Vec x = load_vec(k + k_at + cached + i / TEAM * ROW, c);
             #pragma unroll
             for (int r = 0; r < R; ++r)
-                sum[r] = 0;
-            for (uint c = i % TEAM; c < LANES; c += TEAM) {
-                const Vec x = load_vec(k + k_at + cached + i / TEAM * ROW, c);
-                #pragma unroll
-                for (int r = 0; r < R; ++r)
-                    sum[r] = fma(queries[r][c], x, sum[r]);
-            }
+                sum[r] = fma(queries[r][c], x, sum[r]);
+        }
+        #pragma unroll
+        for (int r = 0; r < R; ++r)
+            scores[r][i] = CAT(ACROSS, VEC)(PLUS, sum[r]);
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (uint i = t; i < R * PER; i += T) {
+        const uint r = i / PER, seen = SEEN(r);
+        Wide top = -INFINITY;
+        for (uint j = seen; j % WIDE > 0; ++j)
+            scores[r][j] = -INFINITY;
+        for (uint j = i % PER; j * WIDE < seen; j += PER) {
+            for (uint lane = 1; lane < TEAM; ++lane)
+                scores[r][j * TEAM] += scores[r][j * TEAM + lane];
+            top = fmax(top, SCORE(r, j));
+        }
+        tops[i] = CAT(ACROSS, WIDE)(fmax, top);
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (uint i = t; i < R * PER; i += T) {
+        const uint r = i / PER, seen = SEEN(r);
+        float top = -INFINITY;
+        for (uint j = 0; j < PER; ++j)
+            top = fmax(top, tops[r * PER + j]);
+        const float base = top == -INFINITY ? 0 : top;
+        Wide sum = 0;
+        for (uint j = i % PER; j * WIDE < most; j += PER) {
+            Wide weight = 0;
+            if (j * WIDE < seen)
+                weight = exp(SCORE(r, j) - base);
+            PUT(r, j, weight);
+            sum += weight;
+        }
+        sums[i] = CAT(ACROSS, WIDE)(PLUS, sum);
+        if (i % PER == 0)
+            own[r * RECORD + WIDTH] = top;
+    }
+    for (uint from = 0; from < LANES; from += T) {
+        barrier(CLK_LOCAL_MEM_FENCE);
+        // The work-items of a vector of columns read every `step`th value.
+        const uint c = from + t % COLUMNS, step = T / COLUMNS;
+        Vec sum[R];
+        #pragma unroll
+        for (int r = 0; r < R; ++r)
+            sum[r] = 0;
+        for (uint j = t / COLUMNS; j < most && c < LANES && t < step * COLUMNS; j += step) {
+            const Vec x = load_vec(v + v_at + cached + j * ROW, c);
             #pragma unroll
             for (int r = 0; r < R; ++r)
-                scores[r][i] = CAT(ACROSS, VEC)(PLUS, sum[r]);
+                sum[r] = fma((Vec)(scores[r][j * TEAM]), x, sum[r]);
         }
-        barrier(CLK_LOCAL_MEM_FENCE);
-        for (uint i = t; i < R * PER; i += T) {
-            const uint r = i / PER, seen = SEEN(r);
-            Wide top = -INFINITY;
-            for (uint j = seen; j % WIDE > 0; ++j)
-                scores[r][j] = -INFINITY;
-            for (uint j = i % PER; j * WIDE < seen; j += PER) {
-                for (uint lane = 1; lane < TEAM; ++lane)
-                    scores[r][j * TEAM] += scores[r][j * TEAM + lane];
-                top = fmax(top, SCORE(r, j));
-            }
-            tops[i] = CAT(ACROSS, WIDE)(fmax, top);
-        }
-        barrier(CLK_LOCAL_MEM_FENCE);
-        for (uint i = t; i < R * PER; i += T) {
-            const uint r = i / PER, seen = SEEN(r);
-            float top = -INFINITY;
-            for (uint j = 0; j < PER; ++j)
-                top = fmax(top, tops[r * PER + j]);
-            const float base = top == -INFINITY ? 0 : top;
-            Wide sum = 0;
-            for (uint j = i % PER; j * WIDE < most; j += PER) {
-                Wide weight = 0;
-                if (j * WIDE < seen)
-                    weight = exp(SCORE(r, j) - base);
-                PUT(r, j, weight);
-                sum += weight;
-            }
-            sums[i] = CAT(ACROSS, WIDE)(PLUS, sum);
-            if (i % PER == 0)
-                own[r * RECORD + WIDTH] = top;
-        }
-        for (uint from = 0; from < LANES; from += T) {
+        #pragma unroll
+        for (int r = 0; r < R; ++r) {
+            vectors[t] = sum[r];
             barrier(CLK_LOCAL_MEM_FENCE);
-            // The work-items of a vector of columns read every `step`th value.
-            const uint c = from + t % COLUMNS, step = T / COLUMNS;
-            Vec sum[R];
-            #pragma unroll
-            for (int r = 0; r < R; ++r)
-                sum[r] = 0;
-            for (uint j = t / COLUMNS; j < most && c < LANES && t < step * COLUMNS; j += step) {
-                const Vec x = load_vec(v + v_at + cached + j * ROW, c);
-                #pragma unroll
-                for (int r = 0; r < R; ++r)
-                    sum[r] = fma((Vec)(scores[r][j * TEAM]), x, sum[r]);
+            for (uint e = t; e < COLUMNS * VEC && from * VEC + e < WIDTH; e += T) {
+                float all = 0;
+                for (uint s = 0; s < step; ++s)
+                    all += ((__local float *)vectors)[s * COLUMNS * VEC + e];
+                own[r * RECORD + from * VEC + e] = all;
             }
-            #pragma unroll
-            for (int r = 0; r < R; ++r) {
-                vectors[t] = sum[r];
-                barrier(CLK_LOCAL_MEM_FENCE);
-                for (uint e = t; e < COLUMNS * VEC && from * VEC + e < WIDTH; e += T) {
-                    float all = 0;
-                    for (uint s = 0; s < step; ++s)
-                        all += ((__local float *)vectors)[s * COLUMNS * VEC + e];
-                    own[r * RECORD + from * VEC + e] = all;
-                }
-                barrier(CLK_LOCAL_MEM_FENCE);
-            }
+            barrier(CLK_LOCAL_MEM_FENCE);
         }
-        for (uint r = t; r < R; r += T) {
-            float total = 0;
-            for (uint j = 0; j < PER; ++j)
-                total += sums[r * PER + j];
-            own[r * RECORD + WIDTH + 1] = total;
-        }
+    }
+    for (uint r = t; r < R; r += T) {
+        float total = 0;
+        for (uint j = 0; j < PER; ++j)
+            total += sums[r * PER + j];
+        own[r * RECORD + WIDTH + 1] = total;
     }
 #endif
 #ifdef JOIN
@@ -234,16 +234,18 @@ void attention(In key, ulong key_at, const Strides key_by, In value, ulong value
     barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);
 #ifdef PARTS
     __local uint others;
-    if (t == 0) {
-        FENCE;
-        others = atomic_inc(arrived + first_arrived + unit);
-        FENCE;
-        if (others == n.parts - 1)
-            arrived[first_arrived + unit] = 0;
+    if (used > 1) {
+        if (t == 0) {
+            FENCE;
+            others = atomic_inc(arrived + first_arrived + unit);
+            FENCE;
+            if (others == used - 1)
+                arrived[first_arrived + unit] = 0;
+        }
+        barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);
+        if (others != used - 1)
+            return;
     }
-    barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);
-    if (others != n.parts - 1)
-        return;
 #endif
 #endif
     for (uint i = t; i < R * WIDTH && pass * R + i / WIDTH < rows; i += T) {

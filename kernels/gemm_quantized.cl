@@ -1,9 +1,9 @@
-// C = epilogue(A W^T) for an A with few rows (MR), contiguous along k, and a quantised W, of which every packed byte is read once. Follows gemm.cl
-// and quantized.cl. p.v[7] is the first row of W, and p.v[8] the number of blocks of the whole weight.
+// C = epilogue(A W^T) for an A with few rows (MR), contiguous along k, and a quantised W, of which every packed byte is read once. Follows gemm.cl,
+// quantized.cl and fold.cl. p.v[7] is the first row of W, and p.v[8] the number of blocks of the whole weight.
 //
 // On CPUs (SERIAL), a work-item computes MR x NR results with explicit vectors of 16 elements.
 // On GPUs, a work-group of THREADS stages STAGE elements of each row of A in local memory, converted to float. LANES work-items share NR columns of
-// C. A work-item reads 16 bytes of each column at a time, and issues the next loads before it multiplies. A tree reduction adds up the sums of the
+// C. A work-item reads 16 bytes of each column at a time, and issues the next loads before it multiplies. FOLD adds up the sums of the
 // lanes. With PARTS (split-K), work-groups share a tile as in gemm_thin.cl.
 
 #define ROW_OF(j) ((uint)(p.v[7] + min((long)(j), COLS - 1)) * (uint)(DEPTH / BLOCK)) // the first block of column j
@@ -64,20 +64,14 @@ static inline float4 four(uint word, uint s, float bias) {
 }
 
 // Adds up the sums `own` of the lanes of each column, and runs STORE for each column e of the group and its `sum`.
+#define PLUS(a, b) ((a) + (b))
 #define JOIN(own, STORE)                                                                                               \
-    {                                                                                                                  \
-        barrier(CLK_LOCAL_MEM_FENCE);                                                                                  \
-        for (int j = 0; j < NR; j++) sums[j][t] = own[j];                                                              \
-        for (int half_ = LANES / 2; half_ > 0; half_ /= 2) {                                                           \
-            barrier(CLK_LOCAL_MEM_FENCE);                                                                              \
-            if (lane < half_)                                                                                          \
-                for (int j = 0; j < NR; j++) sums[j][t] += sums[j][t + half_];                                         \
-        }                                                                                                              \
-        barrier(CLK_LOCAL_MEM_FENCE);                                                                                  \
-        for (int e = t; e < COLUMNS; e += THREADS) {                                                                   \
-            const float sum = sums[e % NR][e / NR * LANES];                                                            \
-            STORE                                                                                                      \
-        }                                                                                                              \
+    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
+    _Pragma("unroll") for (int j = 0; j < NR; j++) {                                                                   \
+        float sum = own[j];                                                                                            \
+        FOLD_IN(PLUS, sum, sums[j])                                                                                    \
+        const int e = lid / LANES * NR + j;                                                                            \
+        if (lane == 0) { STORE }                                                                                       \
     }
 #define STORE_RESULT if (j0 + e < COLS) { FINISH(i, j0 + e, sum) }
 
@@ -85,7 +79,8 @@ __kernel __attribute__((reqd_work_group_size(THREADS, 1, 1)))
 void gemm(const __global CAT(A, _t)* restrict a, const __global uchar* restrict b, const params p OPERANDS) {
     __local float staged[MR * PITCH] __attribute__((aligned(16)));
     __local float sums[NR][THREADS];
-    const int t = get_local_id(0), lane = t % LANES;
+    const uint lid = get_local_id(0), lanes = LANES, lane = lid % LANES, step = 1;
+    const int t = lid;
 #ifdef PARTS
     const long part = get_group_id(0) % PARTS, group = get_group_id(0) / PARTS;
     const long first = part * PART_DEPTH, end = min(DEPTH, first + PART_DEPTH);
@@ -162,12 +157,12 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global uchar* restrict 
     OPERAND_OFFSETS(0)
 #ifndef PARTS
     #pragma unroll
-    for (int i = 0; i < MR; i++) JOIN(acc[i], STORE_RESULT)
+    for (int i = 0; i < MR; i++) { JOIN(acc[i], STORE_RESULT) }
 #else
     __local uint others;
     __global float* parts_of_group = partial + FIRST_PARTIAL + group * PARTS * (MR * COLUMNS);
     #pragma unroll
-    for (int i = 0; i < MR; i++) JOIN(acc[i], parts_of_group[(part * MR + i) * COLUMNS + e] = sum;)
+    for (int i = 0; i < MR; i++) { JOIN(acc[i], parts_of_group[(part * MR + i) * COLUMNS + e] = sum;) }
     barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);
     if (t == 0) {
         FENCE;

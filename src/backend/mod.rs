@@ -188,11 +188,12 @@ pub(crate) fn stores_planes(device: Device) -> bool {
     matches!(device, Device::OpenCL(_))
 }
 
-/// Returns the number of rows of `row_bytes` bytes that a strip of a quantised weight has, if it is dequantised for a product.
-pub(crate) fn strip_rows(device: Device, row_bytes: usize) -> usize {
+/// Returns the number of rows of `row_bytes` bytes that a strip of a quantised weight has, if it is dequantised for a product. `packed` is the
+/// size of the weight in bytes, so that small models need little more memory than their weights.
+pub(crate) fn strip_rows(device: Device, row_bytes: usize, packed: usize) -> usize {
     match device {
         Device::Cpu => 256, // rows of a few thousand elements stay in the L2 cache
-        Device::OpenCL(_) => ((16 << 20) / row_bytes.max(1)).max(256),
+        Device::OpenCL(_) => (packed.min(16 << 20) / row_bytes.max(1)).max(256),
     }
 }
 

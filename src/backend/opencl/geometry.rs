@@ -9,7 +9,8 @@ use crate::layout::collapse::StridedDims;
 use crate::{Compute, DType, Result, Tensor};
 
 /// The template for strided dims, loads of 16 elements, and reductions over a work-group. Most other templates need it.
-pub(crate) const STRIDED_DIMS: &str = include_str!("../../../kernels/strided_dims.cl");
+pub(crate) const STRIDED_DIMS: &str =
+    concat!(include_str!("../../../kernels/strided_dims.cl"), include_str!("../../../kernels/fold.cl"));
 
 /// The template of 16-byte loads and stores. It follows the macros of element types and the macros of [`vector_defines`].
 pub(crate) const VECTOR_ACCESS: &str = include_str!("../../../kernels/neighbours.cl");

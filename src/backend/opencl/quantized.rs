@@ -8,13 +8,16 @@ use crate::dtype::quant::{GroupOffset, QuantFormat};
 
 const BLOCKS: &str = include_str!("../../../kernels/quantized.cl");
 /// The template of products, which follows `kernels/gemm.cl`.
-pub(crate) const TEMPLATE: &str =
-    concat!(include_str!("../../../kernels/quantized.cl"), include_str!("../../../kernels/gemm_quantized.cl"));
+pub(crate) const TEMPLATE: &str = concat!(
+    include_str!("../../../kernels/quantized.cl"),
+    include_str!("../../../kernels/fold.cl"),
+    include_str!("../../../kernels/gemm_quantized.cl")
+);
 
 /// The maximum number of rows of a product that reads the packed bytes. For more rows, dequantised strips are faster.
 const MAX_ROWS: usize = 8;
-/// The maximum number of columns of a work-item. More columns read the left matrix less often.
-const MAX_COLUMNS: usize = 4;
+/// The maximum number of columns of a work-item, for one row of the left matrix and for several. More columns read the left matrix less often.
+const MAX_COLUMNS: [usize; 2] = [2, 4];
 /// The maximum and minimum number of work-items that share a column. Adjacent work-items read adjacent chunks, and the four chunks of half a block of
 /// `Q6K` are staged together.
 const LANES: [usize; 2] = [32, 4];
@@ -191,7 +194,7 @@ impl Packed {
         let (rows, parts) = (plan.m, AtLaunch(SplitK { count: 1, depth: plan.k }));
         if uses_cpu_kernels(device) {
             // Eight vectors of sums stay in registers.
-            let columns = (8 / rows).clamp(1, MAX_COLUMNS);
+            let columns = (8 / rows).clamp(1, MAX_COLUMNS[1]);
             return Packed { blocks, rows, columns, lanes: 1, threads: 1, stage: 0, parts };
         }
         let (units, [most, least], chunk) = (device.info().compute_units.max(1), LANES, blocks.chunk_len());
@@ -204,7 +207,8 @@ impl Packed {
         }
         let unit = lanes * chunk;
         let stage = (stage / unit).clamp(1, plan.k.div_ceil(unit)) * unit;
-        let mut packed = Packed { blocks, rows, columns: MAX_COLUMNS, lanes, threads, stage, parts };
+        let columns = MAX_COLUMNS[usize::from(rows > 1)];
+        let mut packed = Packed { blocks, rows, columns, lanes, threads, stage, parts };
         while packed.columns > 1 && packed.tiles(plan) * 2 < units * 3 {
             packed.columns /= 2;
         }

@@ -434,8 +434,9 @@ impl QuantizedTensor {
         mut f: impl FnMut(usize, &Tensor) -> Result<()>,
     ) -> Result<()> {
         let (k, device) = (self.columns(), self.device());
-        let step = backend::strip_rows(device, k * dtype.size());
         let longest = self.parts.iter().map(|part| part.rows.len()).max().unwrap_or(0);
+        let packed = self.parts.iter().map(PackedRows::nbytes).max().unwrap_or(0);
+        let step = backend::strip_rows(device, k * dtype.size(), packed);
         let memory = Tensor::empty_with_shape([longest.min(step), k], dtype, device)?;
         let mut first = 0;
         for part in &self.parts {
