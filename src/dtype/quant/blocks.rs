@@ -15,6 +15,8 @@ pub(crate) struct Scales {
 pub(crate) trait Lanes: Copy {
     /// Converts an f16, given by its bytes.
     fn half(bytes: [u8; 2]) -> f32;
+    /// Converts two adjacent f16.
+    fn halves(bytes: [u8; 4]) -> [f32; 2];
     /// Converts 32 signed bytes.
     fn signed(bytes: &[u8]) -> Self;
     /// Extracts the bits of `mask` from each of 32 bytes, which begin at bit `shift`.
@@ -42,6 +44,7 @@ macro_rules! inlined {
 impl Lanes for [i16; 32] {
     inlined! {
         fn half(bytes: [u8; 2]) -> f32 = f16::from_le_bytes(bytes).to_f32();
+        fn halves(bytes: [u8; 4]) -> [f32; 2] = [0, 2].map(|i| Self::half([bytes[i], bytes[i + 1]]));
         fn signed(bytes: &[u8]) -> Self = std::array::from_fn(|e| i16::from(bytes[e] as i8));
         fn bits(bytes: &[u8], shift: usize, mask: u8) -> Self =
             std::array::from_fn(|e| i16::from(bytes[e] >> shift & mask));
@@ -72,6 +75,12 @@ pub(crate) trait Unpack: Copy + Send + Sync {
 #[inline(always)]
 fn half<V: Lanes>(block: &[u8], at: usize) -> f32 {
     V::half([block[at], block[at + 1]])
+}
+
+/// Reads two f16 from byte `at` on.
+#[inline(always)]
+fn halves<V: Lanes>(block: &[u8], at: usize) -> [f32; 2] {
+    V::halves([block[at], block[at + 1], block[at + 2], block[at + 3]])
 }
 
 /// One scale and offset for all 32 elements.
@@ -123,11 +132,17 @@ macro_rules! formats {
 formats! {
     Q8_0 34 1 false false |b, _t| { (V::signed(&b[2..]), one(half::<V>(b, 0), 0.0)) }
     Q4_0 18 1 false false |b, _t| { (V::nibbles(&b[2..]).plus(-8), one(half::<V>(b, 0), 0.0)) }
-    Q4_1 20 1 true false |b, _t| { (V::nibbles(&b[4..]), one(half::<V>(b, 0), half::<V>(b, 2))) }
+    Q4_1 20 1 true false |b, _t| {
+        let [scale, offset] = halves::<V>(b, 0);
+        (V::nibbles(&b[4..]), one(scale, offset))
+    }
     Q5_0 22 1 false false |b, _t| { (five_bits::<V>(&b[2..], &b[6..]).plus(-16), one(half::<V>(b, 0), 0.0)) }
-    Q5_1 24 1 true false |b, _t| { (five_bits(&b[4..], &b[8..]), one(half::<V>(b, 0), half::<V>(b, 2))) }
+    Q5_1 24 1 true false |b, _t| {
+        let [scale, offset] = halves::<V>(b, 0);
+        (five_bits(&b[4..], &b[8..]), one(scale, offset))
+    }
     Q2K 84 8 true true |b, t| {
-        let (d, min, s) = (half::<V>(b, 80), half::<V>(b, 82), [b[2 * t], b[2 * t + 1]]);
+        let ([d, min], s) = (halves::<V>(b, 80), [b[2 * t], b[2 * t + 1]]);
         let scales =
             Scales { scale: s.map(|s| d * f32::from(s & 15)), offset: s.map(|s| -(min * f32::from(s >> 4))) };
         (V::bits(&b[16 + t / 4 * 32..], t % 4 * 2, 3), scales)
@@ -142,13 +157,13 @@ formats! {
         (q, Scales { scale: [scale(2 * t), scale(2 * t + 1)], offset: [0.0; 2] })
     }
     Q4K 144 8 true false |b, t| {
-        let (scale, min) = scale_and_min(&b[4..16], t);
-        let scales = one(half::<V>(b, 0) * scale, -(half::<V>(b, 2) * min));
+        let ([d, least], (scale, min)) = (halves::<V>(b, 0), scale_and_min(&b[4..16], t));
+        let scales = one(d * scale, -(least * min));
         (V::bits(&b[16 + t / 2 * 32..], t % 2 * 4, 15), scales)
     }
     Q5K 176 8 true false |b, t| {
-        let (scale, min) = scale_and_min(&b[4..16], t);
-        let scales = one(half::<V>(b, 0) * scale, -(half::<V>(b, 2) * min));
+        let ([d, least], (scale, min)) = (halves::<V>(b, 0), scale_and_min(&b[4..16], t));
+        let scales = one(d * scale, -(least * min));
         (V::bits(&b[48 + t / 2 * 32..], t % 2 * 4, 15).add_shifted(V::bits(&b[16..], t, 1), 4), scales)
     }
     Q6K 210 8 false true |b, t| {
@@ -192,7 +207,8 @@ impl<const FOUR: bool, const MIN: bool> Unpack for Grouped<FOUR, MIN> {
             (false, false) => V::bits(&b[head + 32 * i..], 0, 255),
         };
         let zero = if self.offset == GroupOffset::Zero { i16::from_le_bytes([b[2], b[3]]) } else { 0 };
-        (q.plus(zero.wrapping_neg()), one(half::<V>(b, 0), if MIN { half::<V>(b, 2) } else { 0.0 }))
+        let [scale, offset] = if MIN { halves::<V>(b, 0) } else { [half::<V>(b, 0), 0.0] };
+        (q.plus(zero.wrapping_neg()), one(scale, offset))
     }
 }
 

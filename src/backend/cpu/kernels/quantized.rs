@@ -29,7 +29,8 @@ pub(crate) struct Activations {
     blocks: usize,
     /// The integers. If there are several rows, rows of zeros follow up to a multiple of four rows.
     q: Vec<[i16; BLOCK]>,
-    steps: Vec<f32>,
+    /// The step of each block, and the sum of its activations.
+    factors: Vec<[f32; 2]>,
     /// The sums of the first and the last 16 activations of each block.
     sums: Vec<[f32; 2]>,
 }
@@ -42,8 +43,8 @@ impl Activations {
         assert!(rest.is_empty() && rows > 0);
         let blocks = x.len() / rows;
         let padded = if rows > 1 { rows.next_multiple_of(4) * blocks } else { blocks };
-        let (q, steps, sums) = (vec![[0; BLOCK]; padded], vec![0.0; padded], vec![[0.0; 2]; padded]);
-        let mut made = Activations { rows, blocks, q, steps, sums };
+        let (q, factors, sums) = (vec![[0; BLOCK]; padded], vec![[0.0; 2]; padded], vec![[0.0; 2]; padded]);
+        let mut made = Activations { rows, blocks, q, factors, sums };
         round_blocks(x, &mut made).then_some(made)
     }
 }
@@ -52,16 +53,16 @@ vectorised! {
     /// Rounds blocks of activations; returns false as described at [`Activations::new`].
     fn round_blocks<'a>(_simd: S, x: &'a [[f32; BLOCK]], to: &'a mut Activations) -> bool {
         let mut finite = true;
-        for (x, ((q, step), sums)) in x.iter().zip(to.q.iter_mut().zip(&mut to.steps).zip(&mut to.sums)) {
+        for (x, ((q, factors), sums)) in x.iter().zip(to.q.iter_mut().zip(&mut to.factors).zip(&mut to.sums)) {
             // As integers, the absolute values of NaN are greater than infinity.
             let max = f32::from_bits(x.iter().fold(0, |max, x| x.abs().to_bits().max(max)));
             let inverse = if max == 0.0 { 0.0 } else { 32767.0 / max };
             finite &= max.is_finite() && inverse.is_finite();
-            *step = max / 32767.0;
             // Adding 1.5 * 2^23 rounds to the nearest integer, which is then in the low bits.
             q.iter_mut().zip(x).for_each(|(q, x)| *q = (x * inverse + 12_582_912.0).to_bits() as i16);
             let pairs: [f32; 16] = std::array::from_fn(|i| x[i / 8 * 16 + i % 8] + x[i / 8 * 16 + i % 8 + 8]);
             *sums = [pairs[..8].iter().sum(), pairs[8..].iter().sum()];
+            *factors = [max / 32767.0, sums[0] + sums[1]];
         }
         finite
     }
@@ -138,6 +139,12 @@ trait Dot: Lanes {
     /// `halves`.
     fn add_products(self, x: &[i16; BLOCK], scale: [f32; 2], halves: bool, sums: Self::Sums) -> Self::Sums;
     fn total(sums: Self::Sums) -> f32;
+    /// Two sums of products with offsets.
+    type Offsets: Copy;
+    fn no_offsets() -> Self::Offsets;
+    /// Returns the first of the products `a[i] * b[i]`, and adds both to the sums.
+    fn add_offsets(a: [f32; 2], b: &[f32; 2], sums: Self::Offsets) -> (f32, Self::Offsets);
+    fn offsets(sums: Self::Offsets) -> [f32; 2];
 }
 
 impl Dot for [i16; BLOCK] {
@@ -157,6 +164,24 @@ impl Dot for [i16; BLOCK] {
 
     #[inline(always)]
     fn total(sums: f32) -> f32 {
+        sums
+    }
+
+    type Offsets = [f32; 2];
+
+    #[inline(always)]
+    fn no_offsets() -> [f32; 2] {
+        [0.0; 2]
+    }
+
+    #[inline(always)]
+    fn add_offsets(a: [f32; 2], b: &[f32; 2], sums: [f32; 2]) -> (f32, [f32; 2]) {
+        let products = [a[0] * b[0], a[1] * b[1]];
+        (products[0], [sums[0] + products[0], sums[1] + products[1]])
+    }
+
+    #[inline(always)]
+    fn offsets(sums: [f32; 2]) -> [f32; 2] {
         sums
     }
 }
@@ -212,7 +237,7 @@ unsafe fn multiply_block<V: Dot, U: Unpack, const M: usize, const R: usize>(
     out: &SharedPtr<f32>,
     n: usize,
 ) -> usize {
-    let (unpacker, mut sums, mut offsets) = (part.format, [[V::zero(); M]; R], [[0f32; M]; R]);
+    let (unpacker, mut sums, mut offsets) = (part.format, [[V::zero(); M]; R], [[V::no_offsets(); M]; R]);
     let (bytes, sub_blocks) = (unpacker.block_bytes(), unpacker.sub_blocks());
     // SAFETY: the caller guarantees that the blocks, the activations and the elements of the result exist.
     unsafe {
@@ -224,22 +249,32 @@ unsafe fn multiply_block<V: Dot, U: Unpack, const M: usize, const R: usize>(
                     let (q, scales) = unpacker.unpack::<V>(std::slice::from_raw_parts(block, bytes), t);
                     for m in 0..M {
                         let at = (first + m) * x.blocks + i * sub_blocks + t;
-                        let step = *x.steps.get_unchecked(at);
-                        let scale = scales.scale.map(|scale| scale * step);
-                        sums[r][m] = q.add_products(x.q.get_unchecked(at), scale, U::HAS_HALVES, sums[r][m]);
-                        if U::HAS_OFFSET {
-                            let sum = x.sums.get_unchecked(at);
-                            offsets[r][m] += match U::HAS_HALVES {
-                                true => scales.offset[0] * sum[0] + scales.offset[1] * sum[1],
-                                false => scales.offset[0] * (sum[0] + sum[1]),
-                            };
+                        let factors = x.factors.get_unchecked(at);
+                        let mut scale = scales.scale;
+                        if U::HAS_OFFSET && !U::HAS_HALVES {
+                            let both = [scale[0], scales.offset[0]]; // times the step and the sum of the activations
+                            (scale[0], offsets[r][m]) = V::add_offsets(both, factors, offsets[r][m]);
+                            scale[1] = scale[0];
+                        } else {
+                            scale = scale.map(|scale| scale * factors[0]);
+                            if U::HAS_OFFSET {
+                                (_, offsets[r][m]) =
+                                    V::add_offsets(scales.offset, x.sums.get_unchecked(at), offsets[r][m]);
+                            }
                         }
+                        sums[r][m] = q.add_products(x.q.get_unchecked(at), scale, U::HAS_HALVES, sums[r][m]);
                     }
                 }
             }
         }
         for (m, r) in (0..M.min(x.rows - first)).flat_map(|m| (0..R).map(move |r| (m, r))) {
-            *out.0.add((first + m) * n + part.first + row + r) = V::total(sums[r][m]) + offsets[r][m];
+            let [first_offsets, last_offsets] = V::offsets(offsets[r][m]);
+            let offsets = match (U::HAS_OFFSET, U::HAS_HALVES) {
+                (false, _) => 0.0,
+                (true, false) => last_offsets, // the first are the scales
+                (true, true) => first_offsets + last_offsets,
+            };
+            *out.0.add((first + m) * n + part.first + row + r) = V::total(sums[r][m]) + offsets;
         }
     }
     R

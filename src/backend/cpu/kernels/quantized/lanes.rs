@@ -56,6 +56,17 @@ macro_rules! inlined {
 inlined! {
     fn half_to_f32(bytes: [u8; 2]) -> f32 =
         _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(u16::from_le_bytes(bytes).into())));
+    fn halves_to_f32(bytes: [u8; 4]) -> [f32; 2] = {
+        let both = _mm_cvtph_ps(_mm_cvtsi32_si128(i32::from_le_bytes(bytes)));
+        [_mm_cvtss_f32(both), _mm_cvtss_f32(_mm_movehdup_ps(both))]
+    };
+    /// Returns the first of two products, and adds both to `sums`.
+    fn add_two(a: [f32; 2], b: &[f32; 2], sums: __m128) -> (f32, __m128) = {
+        let b = _mm_castsi128_ps(_mm_loadl_epi64(b.as_ptr().cast()));
+        let products = _mm_mul_ps(_mm_setr_ps(a[0], a[1], 0.0, 0.0), b);
+        (_mm_cvtss_f32(products), _mm_add_ps(sums, products))
+    };
+    fn two(sums: __m128) -> [f32; 2] = [_mm_cvtss_f32(sums), _mm_cvtss_f32(_mm_movehdup_ps(sums))];
     /// Loads 32 bytes.
     fn load(bytes: &[u8]) -> __m256i = _mm256_loadu_si256(bytes[..32].as_ptr().cast());
     /// Extracts bits from each byte. The bits of a neighbour, which a shift of 16 bits moves into a byte, are not in the mask.
@@ -83,6 +94,7 @@ inlined! {
 impl Lanes for V512 {
     inlined! {
         fn half(bytes: [u8; 2]) -> f32 = half_to_f32(bytes);
+        fn halves(bytes: [u8; 4]) -> [f32; 2] = halves_to_f32(bytes);
         fn signed(bytes: &[u8]) -> Self = V512(_mm512_cvtepi8_epi16(load(bytes)));
         fn bits(bytes: &[u8], shift: usize, mask: u8) -> Self = V512(_mm512_cvtepu8_epi16(byte_bits(bytes, shift, mask)));
         fn nibbles(bytes: &[u8]) -> Self = V512(_mm512_cvtepu8_epi16(byte_nibbles(bytes)));
@@ -95,7 +107,11 @@ impl Lanes for V512 {
 
 impl Dot for V512 {
     type Sums = __m512;
+    type Offsets = __m128;
     inlined! {
+        fn no_offsets() -> __m128 = _mm_setzero_ps();
+        fn add_offsets(a: [f32; 2], b: &[f32; 2], sums: __m128) -> (f32, __m128) = add_two(a, b, sums);
+        fn offsets(sums: __m128) -> [f32; 2] = two(sums);
         fn zero() -> __m512 = _mm512_setzero_ps();
         fn add_products(self, x: &[i16; BLOCK], scale: [f32; 2], halves: bool, sums: __m512) -> __m512 = {
             let products = _mm512_madd_epi16(self.0, _mm512_loadu_si512(x.as_ptr().cast()));
@@ -110,6 +126,7 @@ impl Dot for V512 {
 impl Lanes for V256 {
     inlined! {
         fn half(bytes: [u8; 2]) -> f32 = half_to_f32(bytes);
+        fn halves(bytes: [u8; 4]) -> [f32; 2] = halves_to_f32(bytes);
         fn signed(bytes: &[u8]) -> Self = {
             let bytes = load(bytes);
             let (low, high) = (_mm256_castsi256_si128(bytes), _mm256_extracti128_si256::<1>(bytes));
@@ -132,7 +149,11 @@ impl Lanes for V256 {
 
 impl Dot for V256 {
     type Sums = __m256;
+    type Offsets = __m128;
     inlined! {
+        fn no_offsets() -> __m128 = _mm_setzero_ps();
+        fn add_offsets(a: [f32; 2], b: &[f32; 2], sums: __m128) -> (f32, __m128) = add_two(a, b, sums);
+        fn offsets(sums: __m128) -> [f32; 2] = two(sums);
         fn zero() -> __m256 = _mm256_setzero_ps();
         fn add_products(self, x: &[i16; BLOCK], scale: [f32; 2], halves: bool, sums: __m256) -> __m256 = {
             let at = x.as_ptr().cast::<__m256i>();
