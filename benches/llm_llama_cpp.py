@@ -79,9 +79,9 @@ def compare_speed(model, device, tokens, text, rounds):
         theirs = [len(tokens) / (read - begin), 100 / (time.perf_counter() - read)]
         rates.append(theirs + run(model, device, text, "--tokens", "101"))
     theirs, ours = np.median(np.array(rates).reshape(-1, 2, 2), 0)
-    ratios = [statistics.median(row[i + 2] / row[i] for row in rates) for i in range(2)]
+    ratios = [statistics.median(row[i] / row[i + 2] for row in rates) for i in range(2)]
     for i, name in enumerate(["prompt", "answer"]):
-        print(f"{name}: claystone {ours[i]:.1f} tokens/s, llama.cpp {theirs[i]:.1f} tokens/s, ratio {ratios[i]:.2f}")
+        print(f"{name}: claystone {ours[i]:.1f} tokens/s, llama.cpp {theirs[i]:.1f} tokens/s, ratio of times {ratios[i]:.2f}")
 
 
 def main():
