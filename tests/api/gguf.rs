@@ -74,7 +74,7 @@ fn tensors_are_mapped_on_the_cpu_and_copied_to_devices() -> Result<()> {
 #[test]
 fn tensors_of_all_types_keep_their_bytes() -> Result<()> {
     let file = open(&file_of_all_types())?;
-    assert_eq!(file.tensors().len(), 16);
+    assert_eq!(file.tensors().len(), 18);
     for device in devices() {
         for (number, len, bytes) in BLOCKS {
             let name = format!("quantised.{number}");

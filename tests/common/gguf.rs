@@ -83,7 +83,7 @@ pub fn file_of_all_types() -> GgufWriter {
         file = file.pair(&format!("value.{kind}"), kind, value);
     }
     file = file.pair("integers", 9, &array(5, &[1, -2, 3].map(|n: i32| n.to_le_bytes().to_vec())));
-    for (kind, bytes) in [(0, 4), (1, 2), (26, 4), (27, 8), (28, 8), (30, 2)] {
+    for (kind, bytes) in [(0, 4), (1, 2), (24, 1), (25, 2), (26, 4), (27, 8), (28, 8), (30, 2)] {
         file = file.tensor(&format!("plain.{kind}"), &[2, 3], kind, &vec![0; 6 * bytes]);
     }
     for (kind, len, bytes) in BLOCKS {
