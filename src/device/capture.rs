@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::Device;
 use crate::Result;
@@ -97,8 +98,12 @@ thread_local! {
     static HOOKS: RefCell<Vec<ReplayHook>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Adds 1 to the counter of [`count_launches`]: at every kernel launch, and at every operation on the CPU.
+/// The number of launches of all threads.
+static TOTAL_LAUNCHES: AtomicU64 = AtomicU64::new(0);
+
+/// Adds 1 to the counters of [`count_launches`] and [`total_launches`]: at every kernel launch, and at every operation on the CPU.
 pub(crate) fn count_launch() {
+    TOTAL_LAUNCHES.fetch_add(1, Ordering::Relaxed);
     LAUNCHES.set(Launches { count: LAUNCHES.get().count + 1, ..LAUNCHES.get() });
 }
 
@@ -112,6 +117,19 @@ pub(crate) fn count_launch() {
 pub fn count_launches<R>(f: impl FnOnce() -> R) -> (R, u64) {
     let before = LAUNCHES.get().count;
     (f(), LAUNCHES.get().count - before)
+}
+
+/// Returns the number of launches of all threads since the process began, counted like [`count_launches`].
+///
+/// ```
+/// use claystone::{Device, Tensor, device::total_launches};
+/// let before = total_launches();
+/// Tensor::ones(3, Device::Cpu)?.exp()?;
+/// assert!(total_launches() > before);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub fn total_launches() -> u64 {
+    TOTAL_LAUNCHES.load(Ordering::Relaxed)
 }
 
 #[inline]

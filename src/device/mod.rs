@@ -47,7 +47,7 @@ use crate::{Error, Result};
 pub(crate) use crate::sync::{OnDrop, lock, read, write};
 pub use capabilities::{Capabilities, FloatSupport, ImageLimits, Platform, SharedVirtualMemory, VectorWidths};
 pub(crate) use capture::count_launch;
-pub use capture::{ReplayMode, count_launches};
+pub use capture::{ReplayMode, count_launches, total_launches};
 pub use hints::{Priority, StreamHints, Throttle};
 pub use info::{DeviceInfo, DeviceKind};
 pub use name::Device;

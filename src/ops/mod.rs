@@ -35,7 +35,7 @@ pub use crate::ops::dispatch::parameters::{Parameter, Signature, Value};
 pub use crate::ops::dispatch::precision::{Precision, with_precision};
 pub use crate::ops::dispatch::promote::result_type;
 pub use crate::ops::dispatch::registry::{Backend, Implementation, Registration};
-pub use crate::ops::elementwise::map::MapInto;
+pub use crate::ops::elementwise::map::{MapInto, PreparedMap};
 pub use crate::ops::index::assign::Assigned;
 pub(crate) use crate::ops::index::gather::check_index;
 pub use crate::ops::index::scatter_reduction::ScatterReduce;

@@ -166,6 +166,9 @@ typedef enum {
 // A handle on an event: a point in a stream's work.
 typedef struct ClaystoneEvent ClaystoneEvent;
 
+// A program of elementwise operations with one or several results.
+typedef struct ClaystoneFormula ClaystoneFormula;
+
 // A handle on a random number generator: a seed and the number of draws made from it. One generator serves every device. Functions that
 // take a generator use the process's default generator for null.
 typedef struct ClaystoneGenerator ClaystoneGenerator;
@@ -249,6 +252,14 @@ typedef struct {
     size_t length;
 } ClaystoneBytes;
 
+// A list of tensors.
+typedef struct {
+    // Handles, none of them null.
+    const ClaystoneTensor *const *tensors;
+    // The number of tensors.
+    size_t count;
+} ClaystoneTensors;
+
 // Hooks on saved tensors. Any thread may call `unpack` and `release`. No hook may be left by an exception or a jump.
 typedef struct {
     // Stores a copy of a tensor, for instance on another device, and sets `*packed` to a value from which `unpack` finds the copy. The
@@ -272,14 +283,6 @@ typedef struct {
     // The bytes requested.
     uint64_t requested;
 } ClaystonePeak;
-
-// A list of tensors.
-typedef struct {
-    // Handles, none of them null.
-    const ClaystoneTensor *const *tensors;
-    // The number of tensors.
-    size_t count;
-} ClaystoneTensors;
 
 // The tensors that every optimizer step takes.
 typedef struct {
@@ -496,6 +499,36 @@ ClaystoneStatus claystone_dry_run_end(ClaystoneBytes *json,
 // Temporary do not replace the others.
 ClaystoneStatus claystone_tensor_set_role(const ClaystoneTensor *tensor,
                                           int32_t role);
+
+// Makes a formula of `input_count` tensors and `scalar_count` numbers from a program: one operation per line (or separated by `;`),
+// and at the end `return` with the results. A line is the name of an elementwise operation (`claystone_formula_operations` lists them)
+// and its operands: first its tensors, then its scalar arguments. An operand is an input (`x0`), a scalar (`s0`), the result of an
+// earlier line (`v0` for the first), or a number. A name with an apostrophe and an index, such as `gelu'0`, is the derivative with
+// respect to that operand. The formula `mul x0 s0; relu v0; return v1` computes `relu(x0 * s0)`.
+ClaystoneStatus claystone_formula_new(const char *program,
+                                      size_t input_count,
+                                      size_t scalar_count,
+                                      ClaystoneFormula **formula);
+
+// Computes a formula in one launch. Inputs may have any strides and broadcast to the shape of the outputs, which all have one shape
+// and different storages; an output may also be an input. Each result is converted to the dtype of its output. The formula computes
+// in the widest type of its inputs, or in that of the outputs if all inputs are integers.
+ClaystoneStatus claystone_formula_run(const ClaystoneFormula *formula,
+                                      ClaystoneTensors inputs,
+                                      const double *scalars,
+                                      size_t scalar_count,
+                                      ClaystoneTensors outputs);
+
+// Releases a formula; null is ignored.
+void claystone_formula_release(ClaystoneFormula *formula);
+
+// The operations of formulas, one per line: the name, the number of tensors, the number of scalar arguments, and the accepted dtypes
+// (`any`, `float` or `integer`). The caller owns the string.
+ClaystoneStatus claystone_formula_operations(ClaystoneBytes *operations);
+
+// Stores the number of launches of this process so far: kernels on OpenCL devices, and operations on the CPU device. Copies, fills,
+// reads and writes are not counted.
+ClaystoneStatus claystone_launch_count(uint64_t *count);
 
 // Calls `run(data)`. The hooks store the tensors that `claystone_recurrent` and `claystone_call_backward` save meanwhile for gradients
 // (PyTorch's `torch.autograd.graph.saved_tensors_hooks`). The hooks of the innermost scope are used. If a hook fails, the call that

@@ -2,7 +2,7 @@
 //! bindings of other languages include that header.
 //!
 //! There is one file per subject: [`device`] and [`stream`], [`storage`] and [`tensor`], [`call`] for operations by name and their
-//! gradients, [`multi`] and [`steps`] for operations on lists of tensors, [`recurrent`] for LSTM, GRU and RNN layers, [`hooks`] on the tensors they save, [`profiler`], [`memory`] for
+//! gradients, [`formula`] for fused elementwise programs, [`multi`] and [`steps`] for operations on lists of tensors, [`recurrent`] for LSTM, GRU and RNN layers, [`hooks`] on the tensors they save, [`profiler`], [`memory`] for
 //! statistics and snapshots, [`dry_run`] for estimates of the memory that a program needs, [`random`] for generators. [`status`] has the parts that every function uses: the statuses, the last
 //! error of each thread, and the guard that stops panics before they reach C.
 //!
@@ -27,6 +27,7 @@
 pub mod call;
 pub mod device;
 pub mod dry_run;
+pub mod formula;
 pub mod hooks;
 pub mod memory;
 pub mod multi;

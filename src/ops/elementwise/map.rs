@@ -24,6 +24,19 @@ fn build_formula(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -
     Ok(expr)
 }
 
+/// Checks that formulas may be computed into `outputs`.
+fn check_outputs(op: &'static str, inputs: &[&Tensor], outputs: &[&Tensor]) -> Result<()> {
+    let Some(first) = outputs.first() else { return Err(Error::invalid(op, "it needs at least one output")) };
+    for (i, out) in outputs.iter().enumerate() {
+        autograd::check_unrecorded(op, out, inputs)?;
+        mismatch!(op if out.shape() != first.shape(), first, out, "all outputs have one shape");
+        same_device(op, &[first, out])?;
+        invalid!(op if outputs[..i].iter().any(|o| o.shares_storage(out)),
+            "two outputs are views of the same storage: write them one by one");
+    }
+    Ok(())
+}
+
 /// Formulas and the program compiled from them.
 struct CompiledFormulas {
     op: &'static str,
@@ -42,14 +55,7 @@ impl CompiledFormulas {
         outputs: &[&Tensor],
         f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
     ) -> Result<CompiledFormulas> {
-        let Some(first) = outputs.first() else { return Err(Error::invalid(op, "it needs at least one output")) };
-        for (i, out) in outputs.iter().enumerate() {
-            autograd::check_unrecorded(op, out, inputs)?;
-            mismatch!(op if out.shape() != first.shape(), first, out, "all outputs have one shape");
-            same_device(op, &[first, out])?;
-            invalid!(op if outputs[..i].iter().any(|o| o.shares_storage(out)),
-                "two outputs are views of the same storage: write them one by one");
-        }
+        check_outputs(op, inputs, outputs)?;
         let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
         let numbers: Vec<Expr> = (0..scalars).map(Expr::scalar).collect();
         let exprs = f(&leaves, &numbers);
@@ -219,6 +225,65 @@ impl MapInto {
             outputs.iter().try_for_each(|out| autograd::check_unrecorded(op, out, &inputs))?;
         }
         self.formulas.launch(&inputs, scalars, &outputs)
+    }
+}
+
+/// The formulas of a [`Tensor::map_into`], prepared once and computed over any tensors: a fused kernel for a compiler.
+///
+/// ```
+/// use claystone::{Device, Tensor, ops::PreparedMap};
+/// let scaled_sum = PreparedMap::new("scaled_sum", 2, 1, |x, s| vec![(&x[0] + &x[1]) * &s[0]])?;
+/// let (a, b) = (Tensor::ones([2, 3], Device::Cpu)?, Tensor::ones(3, Device::Cpu)?);
+/// let out = Tensor::empty([2, 3], Device::Cpu)?;
+/// scaled_sum.launch(&[&a, &b], &[0.5.into()], &[&out])?;
+/// assert_eq!(out.to_vec::<f32>()?, [1.0; 6]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct PreparedMap {
+    op: &'static str,
+    inputs: usize,
+    scalars: usize,
+    exprs: Vec<Expr>,
+    program: Arc<Program>,
+}
+
+impl PreparedMap {
+    /// Builds formulas with `f`, from the given numbers of inputs and scalars. `op` names the operation in errors. Fails with
+    /// [`Error::Invalid`] if `f` returns no formula, or one that reads more than the inputs and scalars.
+    pub fn new(
+        op: &'static str,
+        inputs: usize,
+        scalars: usize,
+        f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
+    ) -> Result<PreparedMap> {
+        let leaves: Vec<Expr> = (0..inputs).map(Expr::input).collect();
+        let numbers: Vec<Expr> = (0..scalars).map(Expr::scalar).collect();
+        let exprs = f(&leaves, &numbers);
+        invalid!(op if exprs.is_empty(), "it needs at least one formula");
+        let program = Program::shared(&exprs).into_owned();
+        invalid!(op if program.inputs() > inputs || program.caller_scalars() > scalars || program.seeds() > 0,
+            "a formula reads more than the {inputs} inputs and {scalars} scalars");
+        Ok(PreparedMap { op, inputs, scalars, exprs, program })
+    }
+
+    /// Computes the formulas in one launch. Inputs broadcast to the shape of the outputs and may have any strides. Not recorded by
+    /// autograd. The formulas compute in the type that [`Tensor::map_into`] describes.
+    ///
+    /// # Errors
+    /// The errors of [`Tensor::map_into`], and [`Error::Invalid`] for a wrong number of inputs, scalars or outputs.
+    pub fn launch(&self, inputs: &[&Tensor], scalars: &[Scalar], outputs: &[&Tensor]) -> Result<()> {
+        let op = self.op;
+        let counts = (inputs.len(), scalars.len(), outputs.len());
+        invalid!(op if counts != (self.inputs, self.scalars, self.exprs.len()),
+            "it takes {} inputs, {} scalars and {} outputs", self.inputs, self.scalars, self.exprs.len());
+        check_outputs(op, inputs, outputs)?;
+        if !scalars.is_empty() && compute_type(&self.program, inputs, outputs) == Compute::I64 {
+            scalars.iter().try_for_each(|s| s.check_factor(op, DType::I64))?;
+        }
+        self.program.with_arguments(&self.exprs, scalars, |scalars| {
+            launch_program_into(op, inputs, Params::from_scalars(scalars), &self.program, outputs)
+        })
     }
 }
 

@@ -18,7 +18,7 @@ use crate::autograd::InPlace;
 use crate::expr::philox::Seed;
 use crate::expr::rows::rows;
 use crate::expr::table::{Accepts, Output, Row};
-use crate::expr::{Expr, table};
+use crate::expr::{Expr, Leaf, table, with_leaves};
 use crate::ops::dispatch::autocast::autocast_row_to_f32;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::dispatch::promote;
@@ -87,19 +87,19 @@ impl Row {
     /// ```
     #[track_caller]
     pub fn apply(&'static self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
-        self.check_counts(inputs, scalars)?;
+        self.check_counts(inputs.len(), scalars.len())?;
         apply_row(self, inputs, scalars)
     }
 
     pub(crate) fn apply_(&'static self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
-        self.check_counts(inputs, scalars)?;
+        self.check_counts(inputs.len(), scalars.len())?;
         apply_row_(self, inputs, scalars)
     }
 
     /// Computes [`Row::apply`] directly into `out`, outside the graph. Returns false, without writing, if a copy would be needed because
     /// the result has another shape, dtype or device, or because autocast is on.
     pub(crate) fn apply_into(&'static self, inputs: &[&Tensor], scalars: &[Scalar], out: &Tensor) -> Result<bool> {
-        self.check_counts(inputs, scalars)?;
+        self.check_counts(inputs.len(), scalars.len())?;
         let common = common_dtype(self, inputs, scalars)?;
         let mut held = SmallVec::new();
         let scalars = self.scalars_in(scalars, common, &mut held)?;
@@ -137,8 +137,38 @@ impl Row {
         }
     }
 
-    fn check_counts(&self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
-        if (inputs.len(), scalars.len()) == (self.arity, self.samples.len()) {
+    /// Builds the row's formula over these operands and scalar arguments. Fails with [`Error::Invalid`] for a wrong number of operands or
+    /// scalars.
+    ///
+    /// ```
+    /// use claystone::ops::{Expr, ROWS};
+    /// let relu = ROWS.iter().find(|row| row.name == "relu").unwrap();
+    /// let formula = relu.formula(&[Expr::input(0) + Expr::input(1)], &[])?;
+    /// assert_eq!(formula, (Expr::input(0) + Expr::input(1)).relu());
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn formula(&self, operands: &[Expr], scalars: &[Expr]) -> Result<Expr> {
+        self.check_counts(operands.len(), scalars.len())?;
+        Ok(self.build(operands, scalars))
+    }
+
+    /// Builds the derivative of the row's formula with respect to operand `i`, over these operands and scalar arguments. Fails as
+    /// [`Row::formula`] does, and for an operand that the row does not have.
+    pub fn derivative_formula(&self, i: usize, operands: &[Expr], scalars: &[Expr]) -> Result<Expr> {
+        self.check_counts(operands.len(), scalars.len())?;
+        let Some(derivative) = self.derivatives().get(i) else {
+            return Err(Error::invalid(self.name, format!("it has no operand {i}")));
+        };
+        let built = with_leaves(slice::from_ref(derivative), |leaf| match leaf {
+            Leaf::Input(i) => Some(operands[i].clone()),
+            Leaf::Scalar(i) => Some(scalars[i].clone()),
+            _ => None,
+        });
+        Ok(built.into_iter().next().expect("one formula"))
+    }
+
+    fn check_counts(&self, inputs: usize, scalars: usize) -> Result<()> {
+        if (inputs, scalars) == (self.arity, self.samples.len()) {
             return Ok(());
         }
         let reason = format!("it takes {} tensors and {} scalars", self.arity, self.samples.len());
