@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Times training steps and forward passes of networks on claystone and on PyTorch's CPU or CUDA, in turns.
 
-    python benches/steps.py [--rounds 9] [--only resnet18,lstm] [--beside cuda]
+    python benches/steps.py [--rounds 9] [--only resnet18,lstm] [--beside cuda] [--compile]
+
+With `--compile`, torch.compile compiles network and loss on claystone; PyTorch's own device stays eager.
 
 Times are medians in milliseconds: wall time, and in parentheses the processor time of all threads. PyTorch's own device runs in a separate
 process, because CUDA has no backward while another device is registered (github.com/pytorch/pytorch/issues/161129)."""
@@ -86,9 +88,9 @@ CASES = {
 
 
 class Run:
-    def __init__(self, device, make, data, loss, optimiser):
+    def __init__(self, device, make, data, loss, optimiser, compile=False):
         torch.manual_seed(0)
-        self.model, self.x, self.loss = make().to(device), data().to(device), loss
+        self.model, self.x, self.loss = make().to(device), data().to(device), torch.compile(loss) if compile else loss
         self.optimiser = optimiser(self.model.parameters())
 
     def step(self):
@@ -137,6 +139,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--beside", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -147,7 +150,7 @@ def main():
     print(f"claystone:0 is {torch.claystone.get_device_name(0)}, {torch.get_num_threads()} threads of PyTorch")
     print(f"| network | step: claystone | {beside} | ratio | forward: claystone | {beside} | ratio |\n|---|---|---|---|---|---|---|", flush=True)
     for name in arguments.only.split(","):
-        runs = {"claystone": Run("claystone", *CASES[name]), beside: Elsewhere(beside, name)}
+        runs = {"claystone": Run("claystone", *CASES[name], arguments.compile), beside: Elsewhere(beside, name)}
         cells = []
         for what in ("step", "forward"):
             times = {device: [] for device in runs}

@@ -11,7 +11,7 @@ from importlib import resources
 
 import torch
 
-from . import _C, device, modules
+from . import _C, compile, device, modules
 from .dry import dry_run
 from .table import rows as _rows
 
@@ -20,6 +20,7 @@ torch._register_device_module("claystone", device)
 torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True)
 
 modules.install()
+compile.install()
 
 
 @atexit.register

@@ -82,6 +82,11 @@ def synchronize(device=None):
     _C.synchronize(_index(device))
 
 
+def launch_count():
+    """The number of launches of this process so far: kernels on OpenCL devices, operations on the CPU device. Copies and fills do not count."""
+    return _C.launch_count()
+
+
 # ---- streams and events: torch.Stream and torch.Event under their names in torch.cuda
 
 def Stream(device=None, priority=0):

@@ -1,4 +1,5 @@
 // The Python module claystone_torch._C.
+#include "compiled.h"
 #include "dispatch.h"
 #include "fallback.h"
 #include "generator.h"
@@ -43,6 +44,7 @@ PYBIND11_MODULE(_C, module) {
         return all;
     });
     module.def("reset_fallbacks", &reset_fallbacks);
+    define_compiled(module);
 
     // PyTorch runs backward passes on its own thread, and any thread may wait for them.
     claystone_report_faults_to_any_thread();

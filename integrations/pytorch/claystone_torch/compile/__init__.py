@@ -1,0 +1,75 @@
+"""The backend of torch.compile for tensors of this device: `torch.compile(model, backend="claystone")`.
+
+AOTAutograd traces forward and backward graphs of aten operators. Chains of elementwise operators become formulas, each of them one launch
+(`fusion.py`, `formulas.py`). All other operators run by their rows. A graph is one call into C++ (`csrc/compiled.cpp`), which drops each
+value after its last use. Graphs without tensors of this device go to Inductor.
+"""
+
+import torch
+
+from .emission import emit
+
+MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def _devices(gm, example_inputs):
+    tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)] + [*gm.parameters(), *gm.buffers()]
+    values = [node.meta.get("example_value", node.meta.get("val")) for node in gm.graph.nodes]
+    return {x.device.type for x in [*tensors, *values] if isinstance(x, torch.Tensor)}
+
+
+def compile_graph(gm, example_inputs):
+    """Compiles a graph of aten operators; the result takes its arguments as one list, which it empties."""
+    run = emit(gm)
+
+    def compiled(arguments):
+        return run(arguments)
+
+    compiled._boxed_call = True
+    return compiled
+
+
+def backend(gm, example_inputs, *, mode=None, options=None, name=None):
+    """The backend "claystone" of torch.compile.
+
+    All modes compile alike. Raises ValueError for another mode, and for options, because there are none. A graph without tensors of this
+    device is compiled by Inductor, with this mode and these options.
+    """
+    if "claystone" not in _devices(gm, example_inputs):
+        return torch._TorchCompileInductorWrapper(mode, options, None)(gm, example_inputs)
+    if mode not in MODES:
+        raise ValueError(f"torch.compile for claystone: there is no mode {mode!r}, only {', '.join(map(str, MODES[1:]))}")
+    if options:
+        raise ValueError(f"torch.compile for claystone takes no options, but got {', '.join(sorted(options))}")
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    # Without decompositions: every operator that has a row runs by its row.
+    trace = aot_autograd(fw_compiler=compile_graph, partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True)
+    return trace(gm, example_inputs)
+
+
+def install():
+    """Registers the backend at the first call of torch.compile, and makes it the default.
+
+    Inductor's own hook for such devices, `_inductor_backend_init`, has to register code generators for Inductor's loops, which would replace
+    claystone's kernels. A backend of Dynamo keeps the rows and their kernels, and is smaller.
+    """
+    original = torch.compile
+
+    def compile(*arguments, **options):
+        _register()
+        return original(*arguments, **options)
+
+    compile.__doc__, compile.__wrapped__, compile.__name__ = original.__doc__, original, "compile"
+    torch.compile = compile
+
+
+def _register():
+    # torch._dynamo takes seconds to import, so that nothing is registered before torch.compile is called.
+    from torch._dynamo.backends import registry
+
+    if "claystone" not in registry._COMPILER_FNS:
+        registry.register_backend(backend, name="claystone")
+        if hasattr(registry, "set_default_backend") and registry.get_default_backend() == "inductor":
+            registry.set_default_backend("claystone")

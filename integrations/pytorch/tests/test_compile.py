@@ -1,0 +1,313 @@
+"""torch.compile with the backend claystone: results, gradients and losses as without it, and fewer launches."""
+
+import copy
+import sys
+import unittest
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import claystone_torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benches"))
+import steps
+
+DEVICE = "claystone"
+TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def launches(function, *arguments):
+    """The number of launches of a call."""
+    before = torch.claystone.launch_count()
+    function(*arguments)
+    torch.claystone.synchronize()
+    return torch.claystone.launch_count() - before
+
+
+def compiled(function, **options):
+    return torch.compile(function, backend="claystone", **options)
+
+
+class Base(unittest.TestCase):
+    def setUp(self):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        claystone_torch.reset_fallbacks()
+
+    def same(self, function, *arguments, fewer=None, tolerance=None):
+        """Compares a compiled function with the same function without compilation: results, gradients of float arguments, strides."""
+        fast = compiled(function, fullgraph=True)
+        found = []
+        for run in (function, fast):
+            inputs = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in arguments]
+            results = run(*inputs)
+            results = list(results) if isinstance(results, (tuple, list)) else [results]
+            of_floats = [r.float().square().sum() for r in results if r.is_floating_point() and r.requires_grad]
+            gradients = []
+            if of_floats:
+                sum(of_floats).backward()
+                gradients = [x.grad for x in inputs if isinstance(x, torch.Tensor) and x.grad is not None]
+            found.append((results, gradients))
+        (eager, eager_gradients), (made, gradients) = found
+        self.assertEqual(len(eager_gradients), len(gradients))
+        for expected, got in zip(eager + eager_gradients, made + gradients):
+            self.assertEqual((got.dtype, got.shape, got.device), (expected.dtype, expected.shape, expected.device))
+            self.assertEqual(got.stride(), expected.stride())
+            close = tolerance or TOLERANCES.get(got.dtype, 0)
+            torch.testing.assert_close(got.cpu(), expected.cpu(), rtol=close, atol=close, equal_nan=True)
+        if fewer is not None:
+            with torch.no_grad():
+                function(*arguments), fast(*arguments)
+                self.assertEqual((launches(function, *arguments), launches(fast, *arguments)), fewer)
+        return fast
+
+
+class Formulas(Base):
+    def test_chain_is_one_launch(self):
+        x, y = torch.randn(7, 5, device=DEVICE), torch.randn(5, device=DEVICE)
+        self.same(lambda x, y: ((x + y) * 2.5).relu() - x.exp() / (x.square() + 1), x, y, fewer=(8, 1))
+
+    def test_several_results_of_one_launch(self):
+        x, y = torch.randn(7, 5, device=DEVICE), torch.randn(7, 5, device=DEVICE)
+        self.same(lambda x, y: ((x * y).tanh(), (x * y).sigmoid(), x > y), x, y, fewer=(5, 1))
+
+    def test_gradients(self):
+        x, y = torch.randn(7, 5, device=DEVICE, requires_grad=True), torch.randn(5, device=DEVICE, requires_grad=True)
+        functions = [
+            lambda x, y: (x * y).sigmoid() + F.gelu(x) * F.silu(y),
+            lambda x, y: F.gelu(x - y, approximate="tanh") * F.softplus(x),
+            lambda x, y: F.leaky_relu(x, 0.1) + F.elu(y) + F.hardswish(x) * F.mish(y),
+            lambda x, y: torch.where(x > 0.3, x.clamp(-1, 1).pow(3), y.abs().sqrt()) / (1 + x.square()).rsqrt(),
+            lambda x, y: (x.sin().atan2(y.cos()) + x.tanh() * y.erf()).log1p().nan_to_num(),
+        ]
+        for function in functions:
+            self.same(function, x, y)
+
+    def test_strides(self):
+        x = torch.randn(6, 4, 5, device=DEVICE)
+        image = torch.randn(2, 3, 4, 5, device=DEVICE).to(memory_format=torch.channels_last)
+        for a, b in [(x.transpose(0, 2), x.transpose(0, 2)), (x[::2, :, 1:4], x[1::2, :, 2:]), (x[:, :1].expand(6, 4, 5), x), (image, image * 2)]:
+            self.same(lambda a, b: (a * b + 1).tanh() - b, a, b)
+        self.same(lambda a: (a * 2).t().contiguous() + 1, torch.randn(3, 4, device=DEVICE))
+        self.same(lambda a: (a * 2).view(-1)[3:] * 3 + 1, torch.randn(3, 4, device=DEVICE))
+
+    def test_dtypes(self):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            if dtype == torch.float64 and torch.claystone.is_opencl():
+                continue
+            x, y = (torch.randn(33, device=DEVICE).to(dtype) for _ in range(2))
+            self.same(lambda x, y: (x * y + 0.5).sigmoid() * x, x, y)
+        a, b = torch.randint(-9, 9, (33,), device=DEVICE), torch.randint(1, 9, (33,), device=DEVICE)
+        p, q = a > 0, b > 4
+        self.same(lambda a, b: (a * b + 7).clamp(-20, 20) - (a & b) + a // b + a % b, a, b)
+        self.same(lambda a, b: (a + 2**60) * b - 2**60, a, b)  # not representable in floats
+        self.same(lambda p, q: (p & q) | ~p ^ q, p, q)
+        self.same(lambda p, q: ((p & q) + (p * 2), p + q, (p + q) + (p + q)), p, q)
+        self.same(lambda a, p: (a * p).float() * 1.5 + p, a, p)
+        self.same(lambda a, b: ((a.to(torch.uint8) + b.to(torch.uint8)) + 250).long() + 1, a, b)
+        self.same(lambda a, b: (a.int() * 2**30 + b.int()).long() * 2, a, b)
+        self.same(lambda a, b: (a / b > 0.5, (a > 0.5) & (b < 2.5)), a, b)
+
+    def test_casts(self):
+        x, n = torch.randn(33, device=DEVICE), torch.randint(-9, 9, (33,), device=DEVICE)
+        self.same(lambda x, n: (x * 3).to(torch.int64) + n, x, n)
+        self.same(lambda x, n: x.half() * n, x, n, tolerance=2e-3)
+        self.same(lambda x, n: x.bool() | n.bool(), x, n)
+        self.same(lambda x, n: (n.float() / 2 < x).float() + n.float() / n.float().abs().clamp(1), x, n)
+        self.same(lambda n: n.float() / (n * n + 1).float() < 0.1, n)
+
+    def test_numbers_that_change(self):
+        x = torch.randn(33, device=DEVICE)
+        function = compiled(lambda x, s: (x * s + 1).relu(), dynamic=True)
+        for s in (0.5, 2.25, -3.0, 7.0):
+            torch.testing.assert_close(function(x, s).cpu(), (x * s + 1).relu().cpu())
+        function = compiled(lambda x, s: x * s + s.sqrt())
+        for s in (0.5, 2.25):
+            torch.testing.assert_close(function(x, torch.tensor(s)).cpu(), (x * s + s ** 0.5).cpu())
+
+    def test_reductions(self):
+        x, y = torch.randn(7, 5, device=DEVICE, requires_grad=True), torch.randn(5, device=DEVICE, requires_grad=True)
+        self.same(lambda x, y: ((x * y).exp() + 1).sum(), x, y)
+        self.same(lambda x, y: (x - x.mean(1, keepdim=True)) * y, x, y)
+        self.same(lambda x, y: ((x + y).softmax(1).log() * x).amax(0), x, y)
+        self.same(lambda x: (x.relu() > 0).sum(0), x.detach())
+        self.same(lambda x, y: F.layer_norm(x * 2, (5,), y, y + 1) * 3, x, y)
+
+    def test_empty_and_scalar_tensors(self):
+        self.same(lambda x: (x * 2 + 1).relu(), torch.empty(0, 3, device=DEVICE))
+        self.same(lambda x: (x * 2 + 1).relu(), torch.tensor(1.5, device=DEVICE))
+        self.same(lambda: torch.ones(3, device=DEVICE) * 2 + 1)
+
+    def test_inputs_that_are_changed(self):
+        def update(x, y):
+            y.mul_(0.5).add_(x)
+            x.add_(1)
+            return y * 2
+
+        x, y = torch.randn(5, device=DEVICE), torch.randn(5, device=DEVICE)
+        pairs = [(f, x.clone(), y.clone()) for f in (update, compiled(update))]
+        for _ in range(3):
+            results = [f(x, y) for f, x, y in pairs]
+            torch.testing.assert_close(results[0].cpu(), results[1].cpu())
+        (_, x, y), (_, u, v) = pairs
+        torch.testing.assert_close((x.cpu(), y.cpu()), (u.cpu(), v.cpu()))
+
+    def test_values_are_freed_after_their_last_use(self):
+        def chain(x):
+            for _ in range(8):
+                x = (x @ x).relu()
+            return x
+
+        x = torch.randn(256, 256, device=DEVICE) / 100
+        function = compiled(chain)
+        with torch.no_grad():
+            function(x)
+            with torch.claystone.PeakMemory() as peak:
+                result = function(x)
+        before = torch.claystone.memory_allocated()
+        self.assertLessEqual(peak.allocated, before + 3 * x.nbytes)
+        del result
+
+
+class Networks(Base):
+    def train(self, name, run, count=20):
+        torch.manual_seed(1)
+        losses = [run.step() for _ in range(count)]
+        return losses, launches(run.step)
+
+    def network(self, name, case, fewer=True):
+        """Compares 20 steps with and without compilation."""
+        make, data, loss, optimiser = case
+        plain, fast = (steps.Run(DEVICE, make, data, loss, optimiser) for _ in range(2))
+        fast.loss = compiled(fast.loss)
+        expected, before = self.train(name, plain)
+        found, after = self.train(name, fast)
+        for a, b in zip(expected, found):
+            self.assertLessEqual(abs(a - b), 1e-4 * abs(a), (name, expected, found))
+        print(f"{name}: {before} launches a step, compiled {after}", flush=True)
+        (self.assertLess if fewer else self.assertLessEqual)(after, before)
+        self.assertEqual(claystone_torch.fallbacks(), {})
+
+    def test_mlp(self):
+        self.network("mlp", steps.CASES["mlp"])
+
+    def test_mnist(self):
+        make, data, loss, _ = steps.CASES["mnist"]
+        self.network("mnist", (make, lambda: torch.randn(8, 1, 8, 8), loss, lambda p: torch.optim.SGD(p, lr=0.01)))
+
+    def test_resnet(self):
+        import torchvision
+
+        make = lambda: torchvision.models.resnet18(num_classes=10, weights=None)
+        self.network("resnet18", (make, lambda: torch.randn(4, 3, 32, 32), steps.classes, lambda p: torch.optim.SGD(p, lr=1e-3)))
+
+    def test_vit(self):
+        import torchvision
+
+        make = lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=10)
+        self.network("vit", (make, lambda: torch.randn(4, 3, 32, 32), steps.classes, lambda p: torch.optim.AdamW(p, lr=1e-3)))
+
+    def test_gpt2(self):
+        import transformers
+
+        config = transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=2, n_positions=16, vocab_size=50, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0)
+        make = lambda: transformers.GPT2LMHeadModel(config)
+        self.network("gpt2", (make, lambda: torch.randint(50, (2, 12)), steps.sentences, lambda p: torch.optim.AdamW(p, lr=1e-3)))
+
+    def test_bert(self):
+        import transformers
+
+        config = transformers.BertConfig(
+            hidden_dropout_prob=0, attention_probs_dropout_prob=0, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=50)
+        make = lambda: transformers.BertForMaskedLM(config)
+        self.network("bert", (make, lambda: torch.randint(50, (2, 12)), steps.sentences, lambda p: torch.optim.AdamW(p, lr=1e-3)))
+
+    def test_lstm(self):
+        make, data, loss, optimiser = steps.CASES["lstm"]
+        self.network("lstm", (make, lambda: torch.randn(4, 8, 64), loss, optimiser), fewer=False)
+
+
+class Compiler(Base):
+    def test_dynamic_shapes(self):
+        def function(x, y):
+            return ((x * y + 1).relu().sum(0) * x.shape[0], (x * 2).view(-1) + 1)
+
+        fast = compiled(function)
+        for n in (3, 5, 8, 13):
+            x, y = torch.randn(n, 4, device=DEVICE), torch.randn(4, device=DEVICE)
+            torch.testing.assert_close([r.cpu() for r in fast(x, y)], [r.cpu() for r in function(x, y)])
+        self.assertLessEqual(torch._dynamo.utils.counters["stats"]["unique_graphs"], 2)
+
+    def test_mark_dynamic(self):
+        model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).to(DEVICE)
+        reference = copy.deepcopy(model)
+        fast = compiled(model, fullgraph=True)
+        for n in (3, 5, 8):
+            x = torch.randn(n, 4, device=DEVICE)
+            torch._dynamo.mark_dynamic(x, 0)
+            fast(x).sin().sum().backward()
+            reference(x).sin().sum().backward()
+            for a, b in zip(model.parameters(), reference.parameters()):
+                torch.testing.assert_close(a.grad.cpu(), b.grad.cpu())
+        self.assertEqual(torch._dynamo.utils.counters["stats"]["unique_graphs"], 1)
+
+    def test_is_the_default_on_this_device(self):
+        fast = torch.compile(lambda x: (x * 2 + 1).relu())
+        x = torch.randn(5, device=DEVICE)
+        fast(x)
+        self.assertEqual(launches(fast, x), 1)
+        self.assertIn("claystone", torch._dynamo.list_backends())
+
+    def test_breaks_where_it_must(self):
+        def function(x):
+            y = (x * 2).relu()
+            if y.sum().item() > 0:
+                return y + 1
+            return y - 1
+
+        x = torch.randn(5, device=DEVICE)
+        torch.testing.assert_close(compiled(function)(x).cpu(), function(x).cpu())
+        self.assertGreaterEqual(torch._dynamo.explain(function)(x).graph_break_count, 1)
+
+    def test_operators_of_the_cpu(self):
+        x = torch.randn(4, 4, device=DEVICE)
+        function = lambda x: torch.linalg.inv(x * 2 + torch.eye(4, device=DEVICE) * 9) + 1
+        torch.testing.assert_close(compiled(function)(x).cpu(), function(x).cpu())
+
+    def test_random_numbers(self):
+        function = lambda x: F.dropout(x, 0.5) * 2 + torch.rand_like(x)
+        x = torch.randn(50, device=DEVICE)
+        found = []
+        for run in (function, compiled(function)):
+            torch.manual_seed(5)
+            found.append(run(x).cpu())
+        torch.testing.assert_close(*found)
+
+    def test_errors(self):
+        x = torch.randn(5, device=DEVICE)
+        with self.assertRaisesRegex(Exception, "there is no mode 'fastest'"):
+            torch.compile(lambda x: x + 1, backend="claystone", mode="fastest")(x)
+        with self.assertRaisesRegex(Exception, "takes no options"):
+            torch.compile(lambda x: x + 1, backend="claystone", options={"speed": 1})(x)
+        with self.assertRaises(Exception):
+            compiled(lambda x, y: x + y)(x, torch.randn(4, device=DEVICE))
+        weight, index = torch.randn(4, 3, device=DEVICE), torch.tensor([1, 7], device=DEVICE)
+        with self.assertRaises((IndexError, RuntimeError)):
+            compiled(lambda w, i: F.embedding(i, w) * 2)(weight, index).cpu()
+            torch.claystone.synchronize()
+
+    def test_other_devices_use_inductor(self):
+        from unittest.mock import patch
+
+        x = torch.ones(3)
+        with patch("torch._inductor.compile_fx.compile_fx", side_effect=lambda gm, *_, **__: gm.forward) as taken:
+            torch.testing.assert_close(torch.compile(lambda x: x * 2 + 1)(x), x * 2 + 1)
+        self.assertEqual(taken.call_count, 1)
+
+
+if __name__ == "__main__":
+    unittest.main()
