@@ -44,8 +44,10 @@ def backend(gm, example_inputs, *, mode=None, options=None, name=None):
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
-    # Without decompositions: every operator that has a row runs by its row.
-    trace = aot_autograd(fw_compiler=compile_graph, partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True)
+    from .decompositions import table
+
+    trace = aot_autograd(
+        fw_compiler=compile_graph, partition_fn=min_cut_rematerialization_partition, decompositions=table(), keep_inference_input_mutations=True)
     return trace(gm, example_inputs)
 
 

@@ -140,6 +140,18 @@ class Fusion:
                     if other in self.unit_of and self.unit_of[other].recipes and self.unit_of[other].position < self.unit_of[node].position:
                         self.try_merge(self.unit_of[other], self.unit_of[node])
 
+        self.merge_updates()
+
+    def merge_updates(self):
+        """Merges formulas that only change inputs of the graph, such as an optimiser's steps for parameters of one shape."""
+        open_units = {}  # from shape and kind
+        for unit in list({id(unit): unit for unit in self.unit_of.values()}.values()):
+            if unit.recipes and all(mutated_inputs(node) or not self.is_output(node, set(unit.nodes)) for node in unit.nodes):
+                key = unit.shape, unit.kind
+                if key in open_units:
+                    self.try_merge(open_units[key], unit)
+                open_units[key] = unit
+
     def try_merge(self, first, second):
         if first is second or not first.recipes or not second.recipes or first.shape != second.shape or not self.fits(first, second):
             return
