@@ -196,6 +196,56 @@ class Formulas(Base):
         del result
 
 
+class Operators(unittest.TestCase):
+    """The elementwise entries of PyTorch's operator database, traced and run as compiled graphs."""
+
+    MORE = ("clamp", "where", "addcmul", "addcdiv", "lerp", "masked_fill", "to", "clone", "fill", "nan_to_num", "float", "half", "int", "long", "bool")
+    ACTIVATIONS = ("celu", "elu", "gelu", "glu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish", "prelu",
+                   "relu6", "selu", "silu", "softplus", "softshrink", "threshold")
+
+    def test_elementwise(self):
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo, op_db
+        from torch.utils._pytree import tree_flatten
+
+        from claystone_torch.compile import emission, formulas
+
+        names = {*self.MORE, *(f"nn.functional.{name}" for name in self.ACTIVATIONS)}
+        entries = [op for op in op_db if isinstance(op, (UnaryUfuncInfo, BinaryUfuncInfo)) or op.name in names]
+        entries = [op for op in entries if op.name != "nn.functional.rrelu" and not op.name.startswith("jiterator")]  # random numbers; CUDA only
+        # Every formula is another kernel, which OpenCL compiles.
+        dtypes = [torch.float32] if torch.claystone.is_opencl() else [torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+        count = 1 if torch.claystone.is_opencl() else 3
+        fused = 0
+        for op in entries:
+            for dtype in (dtype for dtype in dtypes if dtype in op.dtypes):
+                for sample in list(op.sample_inputs("cpu", dtype))[:count]:
+                    flat, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+                    places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+                    inputs = [flat[i].detach().to(DEVICE) for i in places]
+
+                    def function(*tensors):
+                        given = list(flat)
+                        for i, tensor in zip(places, tensors):
+                            given[i] = tensor
+                        first, rest, named = spec.unflatten(given)
+                        return [x for x in tree_flatten(op.op(first, *rest, **named))[0] if isinstance(x, torch.Tensor)]
+
+                    if any(x.is_complex() for x in inputs):
+                        continue
+                    try:
+                        expected = function(*(x.clone() for x in inputs))
+                        graph = make_fx(function, tracing_mode="fake")(*inputs)
+                    except (RuntimeError, NotImplementedError):
+                        continue  # PyTorch refuses the call or cannot trace it
+                    fused += any(formulas.recipe(node) is not None for node in graph.graph.nodes)
+                    for a, b in zip(expected, emission.emit(graph)(inputs)):
+                        self.assertEqual((a.dtype, a.shape), (b.dtype, b.shape), (op.name, dtype))
+                        close = TOLERANCES.get(a.dtype, 0) * 2
+                        torch.testing.assert_close(a.cpu(), b.cpu(), rtol=close, atol=close, equal_nan=True, msg=f"{op.name} of {dtype}")
+        self.assertGreater(fused, 100 if torch.claystone.is_opencl() else 800)
+
+
 class Networks(Base):
     def train(self, name, run, count=20):
         torch.manual_seed(1)
@@ -278,6 +328,35 @@ class Compiler(Base):
             for a, b in zip(model.parameters(), reference.parameters()):
                 torch.testing.assert_close(a.grad.cpu(), b.grad.cpu())
         self.assertEqual(torch._dynamo.utils.counters["stats"]["unique_graphs"], 1)
+
+    def test_results_that_are_views(self):
+        def function(x, y):
+            z = x * 2
+            return x.t(), z[1:], z, y.view(-1), z.sum(0).expand(2, 4)
+
+        x, y = torch.randn(3, 4, device=DEVICE, requires_grad=True), torch.randn(3, 4, device=DEVICE)
+        for a, b in zip(function(x, y), compiled(function)(x, y)):
+            self.assertEqual(a.stride(), b.stride())
+            torch.testing.assert_close(a.cpu(), b.cpu())
+        fast = compiled(function)(x, y)
+        self.assertEqual(fast[3].untyped_storage().data_ptr(), y.untyped_storage().data_ptr())
+        (fast[0].sum() + fast[1].square().sum()).backward()
+        expected = torch.ones(3, 4)
+        expected[1:] += 8 * x.detach().cpu()[1:]
+        torch.testing.assert_close(x.grad.cpu(), expected)
+
+    def test_autocast(self):
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).to(DEVICE)
+        reference = copy.deepcopy(model)
+        x = torch.randn(5, 8, device=DEVICE)
+        results = []
+        for run, of in ((model, model), (compiled(reference), reference)):
+            with torch.autocast(DEVICE, dtype=torch.bfloat16):
+                y = run(x)
+            self.assertEqual(y.dtype, torch.bfloat16)
+            y.float().square().sum().backward()
+            results.append([y.float().cpu(), *(p.grad.cpu() for p in of.parameters())])
+        torch.testing.assert_close(*results, rtol=5e-2, atol=5e-2)
 
     def test_is_the_default_on_this_device(self):
         fast = torch.compile(lambda x: (x * 2 + 1).relu())

@@ -193,9 +193,9 @@ class Fusion:
     @staticmethod
     def computes_as(kind, inputs, outputs):
         """Whether claystone computes in this type: in the widest type of the inputs, or in that of the outputs if all inputs are integers."""
-        dtypes = [value_of(tensor).dtype for tensor in [*inputs, *outputs]]
-        kinds = {kind_of(dtype) for dtype in dtypes}
-        return kind in "bi" and not kinds & {"f", "d"} or kind == "d" and "d" in kinds or kind == "f" and "f" in kinds and "d" not in kinds
+        floats = [{kind_of(value_of(tensor).dtype) for tensor in tensors} & {"f", "d"} for tensors in (inputs, outputs)]
+        decisive = floats[0] or floats[1]
+        return decisive == {kind} if kind in "fd" else not decisive
 
     def is_output(self, node, members):
         return bool(mutated_inputs(node)) or any(user not in members for user in node.users)
