@@ -293,9 +293,6 @@ def recipe(node):
             arguments = {"self": node.args[0]}
         else:
             arguments = _bound(node)
-        for other in (arguments.get(key) for key in ("self", "src")):
-            if is_tensor(other) and not is_number(other) and value_of(other).device != value.device:
-                return None
         for condition, program in alternatives:
             evaluation = _Evaluation(node, arguments)
             if condition is None or evaluation(condition):
@@ -311,6 +308,8 @@ def _finished(node, evaluation, result):
     if not isinstance(result, (Line, float, torch.fx.Node)):
         raise NoFormula
     made = Recipe(evaluation.lines, result, "b")
+    if any(value_of(tensor).device != value_of(node).device for tensor in made.tensors()):
+        raise NoFormula
     dtypes = [value_of(tensor).dtype for tensor in made.tensors()] + [value_of(node).dtype]
     kinds = {kind_of(dtype) for dtype in dtypes}
     operands = [operand for _, operands in made.lines for operand in operands]

@@ -64,8 +64,10 @@ class Unit:
         return max((made.kind for made in self.recipes.values()), key=KINDS.index)
 
     @property
-    def shape(self):
-        return shape_key(value_of(self.nodes[0]))
+    def place(self):
+        """The device and the shape, which all nodes of a formula have in common."""
+        value = value_of(self.nodes[0])
+        return value.device, shape_key(value)
 
 
 def dependencies(graph):
@@ -102,8 +104,8 @@ def dependencies(graph):
 
 class Fusion:
     def __init__(self, graph):
-        self.graph = graph
         self.unit_of = {}
+        self.index = {node: i for i, node in enumerate(graph.nodes)}
         before = dependencies(graph)
         for position, node in enumerate(graph.nodes):
             if node.op != "call_function":
@@ -144,20 +146,20 @@ class Fusion:
 
     def merge_updates(self):
         """Merges formulas that only change inputs of the graph, such as an optimiser's steps for parameters of one shape."""
-        open_units = {}  # from shape and kind
+        open_units = {}  # from device, shape and kind
         for unit in list({id(unit): unit for unit in self.unit_of.values()}.values()):
             if unit.recipes and all(mutated_inputs(node) or not self.is_output(node, set(unit.nodes)) for node in unit.nodes):
-                key = unit.shape, unit.kind
+                key = unit.place, unit.kind
                 if key in open_units:
                     self.try_merge(open_units[key], unit)
                 open_units[key] = unit
 
     def try_merge(self, first, second):
-        if first is second or not first.recipes or not second.recipes or first.shape != second.shape or not self.fits(first, second):
+        if first is second or not first.recipes or not second.recipes or first.place != second.place or not self.fits(first, second):
             return
         if self.is_path_around(first, second) or self.is_path_around(second, first):
             return
-        second.nodes = sorted(first.nodes + second.nodes, key=self.index)
+        second.nodes = sorted(first.nodes + second.nodes, key=self.index.get)
         second.recipes |= first.recipes
         second.before |= first.before
         second.after |= first.after
@@ -167,11 +169,6 @@ class Fusion:
         second.after -= members
         for node in first.nodes:
             self.unit_of[node] = second
-
-    def index(self, node):
-        if not hasattr(self, "_index"):
-            self._index = {node: i for i, node in enumerate(self.graph.nodes)}
-        return self._index[node]
 
     def fits(self, first, second):
         kinds = {first.kind, second.kind} - {"b"}
