@@ -21,6 +21,10 @@ torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module
 
 modules.install()
 compile.install()
+if device.device_count() == 1:
+    # Backward passes of this thread stay on it. PyTorch's thread for the device costs a change of threads for each pass, and with one
+    # device nothing runs beside it.
+    torch.autograd.set_multithreading_enabled(False)
 
 
 @atexit.register
