@@ -76,7 +76,7 @@ pub use device::{Device, Stream, with_stream};
 pub(crate) use dtype::{Compute, elements};
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
-pub use graph::Graph;
+pub use graph::{Graph, GraphCapture};
 pub use layout::memory_format::MemoryFormat;
 pub use layout::shape::{NewShape, Shape};
 pub use ops::{

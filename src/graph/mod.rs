@@ -9,7 +9,7 @@ use crate::device::capture::{self, ReplayHook, ReplayMode};
 use crate::device::lock;
 use crate::device::opencl::capture::Recorder;
 use crate::device::opencl::capture::replay::Replayer;
-use crate::storage::{Allocator, CapturedMemory, MemPool, MemPoolOptions};
+use crate::storage::{Allocator, CaptureClaim, CapturedMemory, MemPool, MemPoolOptions, MemoryCapture};
 use crate::{Device, Error, Result, Stream, with_stream};
 use fuse::FormulaRecorder;
 
@@ -110,27 +110,9 @@ impl Graph {
     /// Errors of [`capture`](Self::capture). [`Error::Invalid`] if the pool has memory of another stream, which no replay would wait
     /// for, if the pool lends its memory to other allocations (`use_on_oom`), or while another thread captures into the pool.
     pub fn capture_in<R>(pool: &MemPool, f: impl FnOnce() -> Result<R>) -> Result<(Graph, R)> {
-        let device = pool.allocator().device();
-        let stream = Stream::current(device)?;
-        let fail = |reason: String| Err(Error::invalid("Graph::capture_in", reason));
-        if let Some(other) = pool.other_stream(stream.id()) {
-            let (other, own) = (other.index(), stream.id().index());
-            return fail(format!("the pool has memory of stream {other}: capture on that stream, not on {own}"));
-        }
-        if pool.has_use_on_oom() {
-            return fail("the pool lends its free memory to other allocations: make it without use_on_oom".into());
-        }
-        let Some(_capturing) = pool.begin_capture() else {
-            return fail("another thread is capturing a graph into the pool: capture one graph at a time".into());
-        };
-        let reason = "the CPU runs work immediately and has no queue to record: call the closure directly";
-        let recorder = Recorder::start(device.opencl("Graph::capture", reason)?)?;
-        let formulas = FormulaRecorder::start();
-        let (mut memory, result) = CapturedMemory::capture(pool.clone(), f)?;
-        let hooks = capture::take_hooks();
-        let changes = formulas.changes(&recorder, &std::mem::take(&mut memory.uses));
-        let replayer = Replayer::new(recorder.finish().with_changes(changes));
-        Ok((Graph { replayer, memory, hooks, replay_lock: Mutex::new(()), stream }, result))
+        let capture = GraphCapture::begin(pool)?;
+        let result = f()?;
+        Ok((capture.end(), result))
     }
 
     /// Submits all recorded commands in order, and returns without waiting for them.
@@ -274,6 +256,72 @@ impl Graph {
     /// Returns the bytes of device memory that the pool has reserved, including memory for other graphs that share the pool.
     pub fn reserved_bytes(&self) -> u64 {
         self.pool().stats().reserved_bytes
+    }
+}
+
+/// A capture in progress on this thread, for programs whose calls do not fit into a closure (PyTorch's `CUDAGraph.capture_begin`).
+/// Dropping the value abandons the capture like an error of [`Graph::capture`]'s closure.
+///
+/// ```
+/// use claystone::storage::{MemPool, MemPoolOptions};
+/// use claystone::{Device, GraphCapture, Tensor};
+/// let Some(device) = Device::all().into_iter().find(|&device| device != Device::Cpu) else { return Ok(()) };
+/// let x = Tensor::ones(3, device)?;
+/// let capture = GraphCapture::begin(&MemPool::of_device(device, MemPoolOptions::default())?)?;
+/// let y = x.add_scalar(1)?;
+/// let graph = capture.end();
+/// graph.replay()?;
+/// assert_eq!(y.to_vec::<f32>()?, [2.0; 3]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[must_use = "dropping it abandons the capture"]
+pub struct GraphCapture {
+    memory: MemoryCapture,
+    formulas: FormulaRecorder,
+    recorder: Recorder,
+    _claim: CaptureClaim,
+    stream: Stream,
+}
+
+impl GraphCapture {
+    /// Records from now on the commands that this thread submits to the current stream of the pool's device, with memory from the pool.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] as for [`Graph::capture_in`].
+    pub fn begin(pool: &MemPool) -> Result<GraphCapture> {
+        let device = pool.allocator().device();
+        let stream = Stream::current(device)?;
+        let fail = |reason: String| Err(Error::invalid("Graph::capture_in", reason));
+        if let Some(other) = pool.other_stream(stream.id()) {
+            let (other, own) = (other.index(), stream.id().index());
+            return fail(format!("the pool has memory of stream {other}: capture on that stream, not on {own}"));
+        }
+        if pool.has_use_on_oom() {
+            return fail("the pool lends its free memory to other allocations: make it without use_on_oom".into());
+        }
+        let Some(claim) = pool.claim_capture() else {
+            return fail("another thread is capturing a graph into the pool: capture one graph at a time".into());
+        };
+        let reason = "the CPU runs work immediately and has no queue to record: call the closure directly";
+        let recorder = Recorder::start(device.opencl("Graph::capture", reason)?)?;
+        let formulas = FormulaRecorder::start();
+        Ok(GraphCapture { memory: CapturedMemory::capture(pool), formulas, recorder, _claim: claim, stream })
+    }
+
+    /// Ends the capture and returns the graph of the recorded commands.
+    pub fn end(self) -> Graph {
+        let GraphCapture { memory, formulas, recorder, _claim, stream } = self;
+        let mut memory = memory.finish();
+        let hooks = capture::take_hooks();
+        let changes = formulas.changes(&recorder, &std::mem::take(&mut memory.uses));
+        let replayer = Replayer::new(recorder.finish().with_changes(changes));
+        Graph { replayer, memory, hooks, replay_lock: Mutex::new(()), stream }
+    }
+}
+
+impl fmt::Debug for GraphCapture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "capture of a graph on {}", self.stream.device())
     }
 }
 

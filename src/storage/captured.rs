@@ -8,12 +8,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::allocation::{Backing, Lease, Storage};
 use super::block::Block;
-use super::caching::{MemPool, use_mem_pool};
+use super::caching::{EnteredPool, MemPool};
 use super::driver::opencl::OpenCl;
 use super::import::storage_of_external_block;
 use super::segment::Segment;
 use crate::Result;
-use crate::device::{OnDrop, capture};
+use crate::device::capture;
 
 /// The memory of a graph: the graph's own pool, and the storages from before the capture that the graph uses.
 pub(crate) struct CapturedMemory {
@@ -121,12 +121,9 @@ thread_local! {
 }
 
 impl CapturedMemory {
-    /// Runs `f` with this thread's allocations on the pool's device taken from the pool. From now on the storages that `f` uses do
-    /// not move.
-    ///
-    /// # Errors
-    /// Errors of `f`. The changes counted for storages are then taken back.
-    pub(crate) fn capture<R>(pool: MemPool, f: impl FnOnce() -> Result<R>) -> Result<(CapturedMemory, R)> {
+    /// Takes this thread's allocations on the pool's device from the pool until the capture ends. Storages that are used meanwhile do
+    /// not move any more.
+    pub(crate) fn capture(pool: &MemPool) -> MemoryCapture {
         let (outside, segments) = (Vec::new(), Vec::new());
         CURRENT_CAPTURE.set(Some(CapturedMemory {
             outside,
@@ -136,13 +133,7 @@ impl CapturedMemory {
             uses: StorageUses::default(),
             replays: Replays::default(),
         }));
-        let _end = OnDrop(|| drop(CURRENT_CAPTURE.take()));
-        let result = use_mem_pool(&pool, f);
-        let captured = CURRENT_CAPTURE.take().expect("set above");
-        if result.is_err() {
-            captured.outside.iter().for_each(|used| used.update_version(|n| n.wrapping_sub(used.changes)));
-        }
-        result.map(|result| (captured, result))
+        MemoryCapture { _inside: pool.enter() }
     }
 
     /// Increments the version of every storage that a replay of the graph changes.
@@ -166,6 +157,25 @@ impl CapturedMemory {
 
     fn was_allocated_inside(&self, lease: &Lease) -> bool {
         self.pool.owns(&lease.block) && !self.blocks_before.contains(&lease.block.id())
+    }
+}
+
+/// A capture of memory in progress on this thread. Dropping the value takes back the changes that were counted for storages.
+pub(crate) struct MemoryCapture {
+    _inside: EnteredPool,
+}
+
+impl MemoryCapture {
+    pub(crate) fn finish(self) -> CapturedMemory {
+        CURRENT_CAPTURE.take().expect("set at the capture's begin")
+    }
+}
+
+impl Drop for MemoryCapture {
+    fn drop(&mut self) {
+        if let Some(captured) = CURRENT_CAPTURE.take() {
+            captured.outside.iter().for_each(|used| used.update_version(|n| n.wrapping_sub(used.changes)));
+        }
     }
 }
 

@@ -145,6 +145,9 @@ keys::config! {
     /// PyTorch's `pinned_reserve_segment_size_mb`; 0 is none.
     pinned_reserve_segment_size: usize = 0,
         "pinned_reserve_segment_size_mb", MIB_FROM_1, "pinned memory that is reserved once and never released";
+    /// PyTorch's `pinned_max_cached_size_mb`.
+    pinned_max_cached_size: usize = usize::MAX,
+        "pinned_max_cached_size_mb", LIMIT, "larger pinned blocks are released to the driver when they are freed";
     memory_limit: usize = usize::MAX,
         "memory_limit_mb", LIMIT, "the most that segments may take, whatever the fraction says";
     segments: SegmentSizes = SegmentSizes::Adaptive,

@@ -61,8 +61,9 @@ pub use allocation::{Allocation, Storage};
 pub use allocator::Allocator;
 pub(crate) use block::advance_use_clock;
 pub use block::{Block, BlockLocation};
-pub use caching::{CachingAllocator, MemPool, MemPoolOptions, PoolCheckpoint, use_mem_pool};
-pub(crate) use captured::{CapturedMemory, CapturedStorage, SegmentRange, StorageUses};
+pub(crate) use caching::CaptureClaim;
+pub use caching::{CachingAllocator, EnteredPool, MemPool, MemPoolOptions, PoolCheckpoint, use_mem_pool};
+pub(crate) use captured::{CapturedMemory, CapturedStorage, MemoryCapture, SegmentRange, StorageUses};
 pub use config::{Backend, Config, ConfigKey, MemoryMode, SegmentSizes, Spill};
 pub use direct::DirectAllocator;
 #[cfg(feature = "dlpack")]
@@ -78,7 +79,7 @@ pub use guard::GuardAllocator;
 pub use history::{
     Annotation, BlockInfo, BlockState, Caller, Context, ContextLevel, CsvAction, CsvEvent, CsvLog, Fragmentation,
     Frame, FreeSpace, History, HistoryOptions, LiveBlock, LiveMemory, PeakMemory, Recording, SegmentInfo, SegmentType,
-    Setting, Snapshot, Stage, TraceAction, TraceEntry, annotate, annotations, with_context,
+    Setting, Snapshot, Stage, TraceAction, TraceEntry, annotate, annotations, set_context, with_context,
 };
 pub use hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
 pub(crate) use host_owner::HostElements;

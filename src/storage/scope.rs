@@ -13,10 +13,10 @@ use crate::device::{OnDrop, StreamId};
 /// The values of a thread's nested [`with_innermost`] calls, as a list that starts at the innermost call.
 pub(super) struct ScopeList<T>(Cell<*const Scope<T>>);
 
-/// A value and the enclosing one, in the frame of a [`with_innermost`] call.
+/// A value and the enclosing one, in the frame of a [`with_innermost`] call or owned by an [`Entered`].
 struct Scope<T> {
     value: T,
-    outer: *const Scope<T>,
+    outer: Cell<*const Scope<T>>,
 }
 
 impl<T> ScopeList<T> {
@@ -27,10 +27,38 @@ impl<T> ScopeList<T> {
 
 /// Runs `f` with `value` as the innermost value of this thread's list. The scope also ends if `f` panics.
 pub(super) fn with_innermost<T, R>(list: &'static LocalKey<ScopeList<T>>, value: T, f: impl FnOnce() -> R) -> R {
-    let scope = Scope { value, outer: list.with(|list| list.0.get()) };
+    let scope = Scope { value, outer: Cell::new(list.with(|list| list.0.get())) };
     list.with(|list| list.0.set(&raw const scope));
-    let _leave = OnDrop(|| list.with(|list| list.0.set(scope.outer)));
+    let _leave = OnDrop(|| list.with(|list| list.0.set(scope.outer.get())));
     f()
+}
+
+/// A value in this thread's list until it is dropped, in any order with other values. The pointer keeps the value on its thread.
+pub(super) struct Entered<T: 'static>(&'static LocalKey<ScopeList<T>>, *mut Scope<T>);
+
+/// Makes `value` the innermost value of this thread's list, for callers that cannot pass a closure.
+pub(super) fn enter<T>(list: &'static LocalKey<ScopeList<T>>, value: T) -> Entered<T> {
+    let scope = Box::into_raw(Box::new(Scope { value, outer: Cell::new(list.with(|list| list.0.get())) }));
+    list.with(|list| list.0.set(scope));
+    Entered(list, scope)
+}
+
+impl<T> Drop for Entered<T> {
+    fn drop(&mut self) {
+        // SAFETY: `enter` made the scope from a box, and only this drop frees it.
+        let scope = unsafe { Box::from_raw(self.1) };
+        self.0.with(|list| {
+            let mut link = &list.0;
+            // A scope that is not in the list was entered inside a `with_innermost` call that has returned.
+            // SAFETY: every scope in the list is alive: `with_innermost` and this drop remove theirs first.
+            while let Some(next) = unsafe { link.get().as_ref() } {
+                if std::ptr::eq(next, &raw const *scope) {
+                    return link.set(scope.outer.get());
+                }
+                link = &next.outer;
+            }
+        });
+    }
 }
 
 /// Returns the first result of `find` that is not `None`, for the values of this thread's list from the innermost on. Takes only a
@@ -38,11 +66,11 @@ pub(super) fn with_innermost<T, R>(list: &'static LocalKey<ScopeList<T>>, value:
 #[inline]
 pub(super) fn find_innermost<T, R>(list: &'static LocalKey<ScopeList<T>>, find: impl Fn(&T) -> Option<R>) -> Option<R> {
     let mut next = list.with(|list| list.0.get());
-    // SAFETY: a scope in the list is in the frame of a call of `with_innermost` on this thread, which removes the scope before it
-    // returns. `find` gets no reference that lives longer than the call of this function.
+    // SAFETY: a scope in the list belongs to a call of `with_innermost` or an `Entered` of this thread, which removes the scope before
+    // it ends. `find` gets no reference that lives longer than the call of this function.
     while let Some(scope) = unsafe { next.as_ref() } {
         match find(&scope.value) {
-            None => next = scope.outer,
+            None => next = scope.outer.get(),
             found => return found,
         }
     }

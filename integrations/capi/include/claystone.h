@@ -173,8 +173,18 @@ typedef struct ClaystoneFormula ClaystoneFormula;
 // take a generator use the process's default generator for null.
 typedef struct ClaystoneGenerator ClaystoneGenerator;
 
+// A handle on recorded commands of an OpenCL device.
+typedef struct ClaystoneGraph ClaystoneGraph;
+
+// Keeps an observer registered.
+typedef struct ClaystoneObserver ClaystoneObserver;
+
 // A scope whose most memory in use is measured.
 typedef struct ClaystonePeakScope ClaystonePeakScope;
+
+// A handle on a private pool of a device's caching allocator: memory that serves only allocations inside the pool. When all handles and
+// all graphs of the pool are released, its memory joins the device's other memory; live blocks stay valid.
+typedef struct ClaystonePool ClaystonePool;
 
 // A handle on a finished recording.
 typedef struct ClaystoneProfile ClaystoneProfile;
@@ -273,6 +283,33 @@ typedef struct {
     void *data;
 } ClaystoneSavedTensorsHooks;
 
+// The detail of the history that a device's allocator records.
+typedef struct {
+    // 0: nothing. 1: the origin of live blocks, which snapshots show. 2: also the latest events.
+    int32_t recording;
+    // Which entries have a context, the call stack and the names of `claystone_annotate`. 0: none. 1: live blocks. 2: also events that
+    // allocate. 3: all events.
+    int32_t context;
+    // Whether contexts include call stacks.
+    bool stacks;
+    // Whether to discard the events recorded so far.
+    bool clear;
+    // The number of latest events to keep, at least 1.
+    size_t max_entries;
+} ClaystoneHistory;
+
+// An allocation that failed for lack of memory.
+typedef struct {
+    // The device's number.
+    int32_t device;
+    // The bytes requested.
+    size_t requested;
+    // The most bytes of segments that the allocator may hold.
+    uint64_t allowed;
+    // The bytes of the device's memory that the allocator does not hold.
+    uint64_t device_free;
+} ClaystoneOutOfMemory;
+
 // The most bytes of a device in use at once within a scope: of blocks, of segments held from the driver, and as requested. The three
 // peaks may have been at different times.
 typedef struct {
@@ -357,6 +394,20 @@ typedef struct {
     // Added to the denominator.
     double eps;
 } ClaystoneAdagrad;
+
+// The memory of a pool.
+typedef struct {
+    // The number of segments held from the driver.
+    uint64_t segments;
+    // The bytes of the segments.
+    uint64_t reserved_bytes;
+    // The number of live blocks.
+    uint64_t allocations;
+    // The bytes of live blocks, with requests rounded up.
+    uint64_t allocated_bytes;
+    // The bytes of blocks that are live or that unfinished work uses.
+    uint64_t active_bytes;
+} ClaystonePoolStats;
 
 // An event of a profile.
 typedef struct {
@@ -529,6 +580,33 @@ ClaystoneStatus claystone_formula_operations(ClaystoneBytes *operations);
 // Stores the number of launches of this process so far: kernels on OpenCL devices, and operations on the CPU device. Copies, fills,
 // reads and writes are not counted.
 ClaystoneStatus claystone_launch_count(uint64_t *count);
+// Records from now on the kernels, fills and copies that this thread submits to its current stream of the pool's device, instead of
+// running them. Allocations come from the pool. Tensors that are made meanwhile have no values before the first replay. Reads, waits,
+// writes from the host, events and work on other streams of the device are errors; the capture continues after them. Other threads and
+// devices are not affected. Graphs may share a pool if they are replayed one after another in the order of their captures.
+//
+// An error on the CPU device, which has no queue to record, and while this thread captures already.
+ClaystoneStatus claystone_graph_capture_begin(const ClaystonePool *pool);
+
+// Ends this thread's capture and returns the graph, whose memory no other allocation gets before the graph is released.
+ClaystoneStatus claystone_graph_capture_end(ClaystoneGraph **graph);
+
+// Ends this thread's capture without a graph. No command has run, and the contents of tensors made meanwhile stay undefined.
+ClaystoneStatus claystone_graph_capture_abandon(void);
+
+// Gets whether this thread is capturing a graph of a device.
+ClaystoneStatus claystone_graph_is_capturing(int32_t number, bool *capturing);
+
+// Submits the graph's commands to the stream that was current at the capture, and returns without waiting. The commands use the
+// memory of the tensors that were used at the capture: to change an input, write to its tensor. Random numbers and optimiser steps
+// advance as by calls.
+ClaystoneStatus claystone_graph_replay(const ClaystoneGraph *graph);
+
+// Gets the number of commands of a replay: kernels, fills and copies.
+ClaystoneStatus claystone_graph_commands(const ClaystoneGraph *graph, size_t *commands);
+
+// Releases a graph after its replays are complete; null is ignored.
+void claystone_graph_release(ClaystoneGraph *graph);
 
 // Calls `run(data)`. The hooks store the tensors that `claystone_recurrent` and `claystone_call_backward` save meanwhile for gradients
 // (PyTorch's `torch.autograd.graph.saved_tensors_hooks`). The hooks of the innermost scope are used. If a hook fails, the call that
@@ -570,11 +648,42 @@ ClaystoneStatus claystone_memory_empty_cache(int32_t number);
 // Limits a device's allocator to this fraction, 0 to 1, of the device's memory. Memory already reserved is kept.
 ClaystoneStatus claystone_memory_set_fraction(int32_t number, double fraction);
 
-// Starts to record the `max_entries` latest events of a device's allocator, with call stacks if `stacks` is true. With `max_entries` 0
-// it stops recording and discards the recorded events.
-ClaystoneStatus claystone_memory_record_history(int32_t number,
-                                                size_t max_entries,
-                                                bool stacks);
+// Enables or disables the caching of a device's freed memory. With `enable` false, every new allocation is one of the driver's, and is
+// returned to the driver when it is freed. Statistics are those of the allocator in use; memory that is live keeps its allocator.
+ClaystoneStatus claystone_memory_enable_caching(int32_t number,
+                                                bool enable);
+
+// Starts or stops recording the events of a device's allocator.
+ClaystoneStatus claystone_memory_record_history(int32_t number, const ClaystoneHistory *history);
+
+// Checks a text for `CLAYSTONE_ALLOC_CONF`: an error names the key that is unknown, has no meaning or has a value that is not allowed.
+ClaystoneStatus claystone_memory_check_config(const char *config);
+
+// Sets the name that encloses the names of all later events of this thread in memory histories. Null or an empty text removes the name.
+ClaystoneStatus claystone_memory_set_context(const char *name);
+
+// The statistics of the pinned memory held for a device's transfers as a JSON object of integers with the names of
+// `torch.cuda.host_memory_stats`. All zeros for the CPU device and for devices that share the host's memory.
+ClaystoneStatus claystone_pinned_memory_stats(int32_t number, ClaystoneBytes *json);
+
+// Sets the peaks of `claystone_pinned_memory_stats` to the current values.
+ClaystoneStatus claystone_pinned_memory_reset_peak(int32_t number);
+
+// Sets the sums and counts of `claystone_pinned_memory_stats` to zero.
+ClaystoneStatus claystone_pinned_memory_reset_accumulated(int32_t number);
+
+// Returns pinned memory that no transfer uses to the driver.
+ClaystoneStatus claystone_pinned_memory_empty_cache(int32_t number);
+
+// Calls `observe(data, failed)` on the allocating thread when an allocation of the device fails for lack of memory, before the error is
+// returned, until `claystone_observer_release`. Any thread may call `observe`, which may not be left by an exception or a jump.
+ClaystoneStatus claystone_memory_observe_oom(int32_t number,
+                                             void (*observe)(void *data, const ClaystoneOutOfMemory *failed),
+                                             void *data,
+                                             ClaystoneObserver **observer);
+
+// Ends the calls of an observer, without waiting for a call in progress; null is ignored.
+void claystone_observer_release(ClaystoneObserver *observer);
 
 // Begins a scope; claystone_peak_scope_release ends it. Of two scopes of a device, the inner must end first. Peaks of outer scopes and
 // of claystone_memory_stats are as without the scope.
@@ -632,6 +741,32 @@ ClaystoneStatus claystone_fused_adagrad(const ClaystoneStep *step,
 ClaystoneStatus claystone_unscale(ClaystoneTensors gradients,
                                   const ClaystoneTensor *found_inf,
                                   const ClaystoneTensor *inv_scale);
+
+// Makes an empty pool. With `use_on_oom`, allocations outside the pool take its free blocks before they fail. With `no_split`, each
+// allocation gets a segment of its own, which is reused whole.
+ClaystoneStatus claystone_pool_new(int32_t number,
+                                   bool use_on_oom,
+                                   bool no_split,
+                                   ClaystonePool **pool);
+
+// Releases a handle on a pool; null is ignored.
+void claystone_pool_release(ClaystonePool *pool);
+
+// Gets the pool's number: unique among the live pools of the process, never 0.
+ClaystoneStatus claystone_pool_id(const ClaystonePool *pool, uint32_t *id);
+
+// Gets the pool's current memory.
+ClaystoneStatus claystone_pool_stats(const ClaystonePool *pool, ClaystonePoolStats *stats);
+
+// Returns the pool's unused segments to the driver. Waits for work that still uses freed blocks.
+ClaystoneStatus claystone_pool_empty_cache(const ClaystonePool *pool);
+
+// Takes this thread's allocations on the pool's device from the pool until `claystone_pool_end`. Calls nest: the innermost pool of a
+// device is used.
+ClaystoneStatus claystone_pool_begin(const ClaystonePool *pool);
+
+// Ends the latest `claystone_pool_begin` of this thread with the pool. Pools may end in any order.
+ClaystoneStatus claystone_pool_end(const ClaystonePool *pool);
 
 // Starts the profiler, which records the whole process; only one can run at a time. Waits until all devices are idle.
 ClaystoneStatus claystone_profiler_start(void);

@@ -391,20 +391,23 @@ static unsigned long long stat(const char *name) {
 static void memory(void) {
     ClaystoneStorage *storage, *none = NULL;
     ClaystoneBytes snapshot;
-    OK(claystone_memory_record_history(device, 1000, false));
+    OK(claystone_memory_record_history(device, &(ClaystoneHistory){2, 3, false, false, 1000}));
+    CHECK(claystone_memory_record_history(device, &(ClaystoneHistory){3, 3, false, false, 1000}) == CLAYSTONE_STATUS_INVALID);
     OK(claystone_memory_reset_peak(device));
     unsigned long long before = stat("requested_bytes.all.current");
+    OK(claystone_memory_set_context("the context"));
     OK(claystone_storage_new(device, 3 << 20, &storage));
+    OK(claystone_memory_set_context(NULL));
     CHECK(stat("requested_bytes.all.current") == before + (3 << 20));
     CHECK(stat("allocated_bytes.large_pool.current") >= 3 << 20);
     OK(claystone_memory_snapshot(device, CLAYSTONE_SNAPSHOT_FORMAT_JSON, &snapshot));
-    CHECK(strstr((char *)snapshot.data, "3145728"));
+    CHECK(strstr((char *)snapshot.data, "3145728") && strstr((char *)snapshot.data, "the context"));
     claystone_bytes_free(&snapshot);
     OK(claystone_memory_snapshot(device, CLAYSTONE_SNAPSHOT_FORMAT_PICKLE, &snapshot));
     CHECK(snapshot.length > 100 && snapshot.data[0] == 0x80); /* a pickle's first opcode */
     claystone_bytes_free(&snapshot);
     CHECK(claystone_memory_snapshot(device, 5, &snapshot) == CLAYSTONE_STATUS_INVALID);
-    OK(claystone_memory_record_history(device, 0, false));
+    OK(claystone_memory_record_history(device, &(ClaystoneHistory){0, 0, false, true, 1}));
     claystone_storage_release(storage);
     CHECK(stat("requested_bytes.all.current") == before && stat("requested_bytes.all.peak") == before + (3 << 20));
     OK(claystone_memory_empty_cache(device));
@@ -428,7 +431,7 @@ static void memory(void) {
     OK(claystone_memory_set_fraction(device, 1e-9));
     CHECK(claystone_storage_new(device, 3 << 20, &none) == CLAYSTONE_STATUS_OUT_OF_MEMORY && none == NULL);
     OK(claystone_memory_snapshot_on_oom(device, NULL));
-    OK(claystone_memory_record_history(device, 0, false));
+    OK(claystone_memory_record_history(device, &(ClaystoneHistory){0, 0, false, true, 1}));
     OK(claystone_memory_set_fraction(device, 1e-9));
     CHECK(claystone_storage_new(device, 3 << 20, &none) == CLAYSTONE_STATUS_OUT_OF_MEMORY && none == NULL);
     CHECK(stat("num_ooms") >= 1);
@@ -437,6 +440,8 @@ static void memory(void) {
     CHECK(claystone_memory_set_fraction(device, 2) == CLAYSTONE_STATUS_INVALID);
     OK(claystone_memory_set_fraction(device, 1));
 }
+
+#include "graphs.h"
 
 static void random_numbers(void) {
     ClaystoneGenerator *generator;
@@ -487,6 +492,9 @@ int main(int count, char **arguments) {
     times();
     profiles();
     memory();
+    pools();
+    graphs();
+    observers();
     random_numbers();
     /* Releasing null does nothing. */
     claystone_storage_release(NULL), claystone_tensor_release(NULL);

@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 use super::super::block::Block;
-use super::super::scope::{ScopeList, find_innermost, with_innermost};
+use super::super::scope::{Entered, ScopeList, enter, find_innermost, with_innermost};
 use super::super::stats::MemPoolStats;
 use super::entry::{SPILLED_POOL, Use};
 use super::events::PendingUses;
 use super::{CachingAllocator, Core};
-use crate::device::{OnDrop, StreamId};
+use crate::device::StreamId;
 use crate::{Error, Result};
 
 /// Options of a [`MemPool`].
@@ -106,6 +106,25 @@ pub fn use_mem_pool<R>(pool: &MemPool, f: impl FnOnce() -> R) -> R {
     with_innermost(&ROUTES, (pool.0.allocator.number, pool.0.id), f)
 }
 
+/// Routes this thread's allocations to a pool until it is dropped; returned by [`MemPool::enter`].
+#[must_use = "dropping it ends the scope"]
+pub struct EnteredPool(#[expect(dead_code, reason = "held")] Entered<(u32, u32)>, MemPool);
+
+impl fmt::Debug for EnteredPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "inside {:?}", self.1)
+    }
+}
+
+/// The right to capture a graph into a pool, which one thread at a time has.
+pub(crate) struct CaptureClaim(MemPool);
+
+impl Drop for CaptureClaim {
+    fn drop(&mut self) {
+        self.0.0.is_captured_into.store(false, Release);
+    }
+}
+
 impl MemPool {
     /// Creates an empty pool in `allocator`.
     pub fn new(allocator: &Arc<CachingAllocator>, options: MemPoolOptions) -> MemPool {
@@ -170,10 +189,25 @@ impl MemPool {
         self.0.allocator.lock().pools.get(&self.0.id).is_some_and(|options| options.use_on_oom)
     }
 
-    /// Acquires the right to capture a graph into the pool. Until the returned value is dropped, no other capture into the pool can begin.
-    /// Returns `None` if another capture into the pool is in progress.
-    pub(crate) fn begin_capture(&self) -> Option<impl Sized> {
-        (!self.0.is_captured_into.swap(true, Acquire)).then(|| OnDrop(|| self.0.is_captured_into.store(false, Release)))
+    /// Like [`use_mem_pool`], until the returned value is dropped, for callers that cannot pass a closure.
+    ///
+    /// ```
+    /// use claystone::storage::{MemPool, MemPoolOptions};
+    /// use claystone::{Device, Tensor};
+    /// let pool = MemPool::of_device(Device::Cpu, MemPoolOptions::default())?;
+    /// let inside = pool.enter();
+    /// let x = Tensor::zeros(100, Device::Cpu)?;
+    /// drop(inside);
+    /// assert_eq!(pool.stats().allocations, 1);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn enter(&self) -> EnteredPool {
+        EnteredPool(enter(&ROUTES, (self.0.allocator.number, self.0.id)), self.clone())
+    }
+
+    /// Acquires the right to capture a graph into the pool. Returns `None` if another capture into the pool is in progress.
+    pub(crate) fn claim_capture(&self) -> Option<CaptureClaim> {
+        (!self.0.is_captured_into.swap(true, Acquire)).then(|| CaptureClaim(self.clone()))
     }
 
     /// Returns a stream other than `stream` that has memory in the pool.

@@ -62,6 +62,14 @@ pub(super) const UNSUPPORTED_PYTORCH_KEYS: &[(&str, &str)] = &[
     ("pinned_use_cuda_host_register", "OpenCL cannot pin memory that it did not allocate"),
     ("pinned_use_hip_host_register", "OpenCL cannot pin memory that it did not allocate"),
     ("pinned_num_register_threads", "OpenCL cannot pin memory that it did not allocate"),
+    ("pinned_max_round_threshold_mb", "pinned blocks of every size are rounded up by at most 12.5 %"),
+    ("pinned_free_catch_all", "freeing pinned memory raises no errors"),
+    ("throw_on_cudamalloc_oom", "requests beyond the limit always fail before the driver is asked"),
+    ("expandable_segments_reserve", "a growing segment reserves addresses only, as many as the device has memory"),
+    (
+        "expandable_segments_reserve_by_class",
+        "a growing segment reserves addresses only, as many as the device has memory",
+    ),
 ];
 
 /// How values of one type are parsed and printed.

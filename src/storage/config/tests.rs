@@ -28,6 +28,7 @@ fn every_key_sets_its_field() {
         ("expandable_segments:True", Config { expandable_segments: true, ..d() }),
         ("pinned_use_background_threads:True", Config { pinned_use_background_threads: true, ..d() }),
         ("pinned_reserve_segment_size_mb:1", Config { pinned_reserve_segment_size: mib(1), ..d() }),
+        ("pinned_max_cached_size_mb:64", Config { pinned_max_cached_size: mib(64), ..d() }),
         ("memory_limit_mb:512", Config { memory_limit: mib(512), ..d() }),
         ("segments:pytorch", Config { segments: SegmentSizes::PyTorch, ..d() }),
         ("cross_stream_reuse:False", Config { cross_stream_reuse: false, ..d() }),
@@ -113,6 +114,14 @@ fn errors_name_the_mistake() {
         ("graph_capture_record_stream_reuse:True", &["graph_capture_record_stream_reuse has no meaning", "capture"]),
         ("pinned_use_cuda_host_register:True", &["pinned_use_cuda_host_register has no meaning", "pin"]),
         ("pinned_num_register_threads:8", &["pinned_num_register_threads has no meaning", "pin"]),
+        ("pinned_max_round_threshold_mb:8", &["pinned_max_round_threshold_mb has no meaning", "12.5 %"]),
+        ("pinned_free_catch_all:True", &["pinned_free_catch_all has no meaning", "no errors"]),
+        ("throw_on_cudamalloc_oom:True", &["throw_on_cudamalloc_oom has no meaning", "limit"]),
+        ("expandable_segments_reserve:40G", &["expandable_segments_reserve has no meaning", "addresses"]),
+        (
+            "expandable_segments_reserve_by_class:[a:0.5]",
+            &["expandable_segments_reserve_by_class has no meaning", "addresses"],
+        ),
     ];
     for (text, parts) in table {
         let sentence = error(text);

@@ -79,6 +79,8 @@ pub(crate) struct PinnedPool<S: PinnedSource> {
     /// requests for blocks.
     reserve_backoff: Backoff,
     budget: Arc<Budget>,
+    /// The size of the largest blocks that are kept when they are freed, in bytes.
+    max_cached_bytes: usize,
     /// When to ask the source again after it refused a block although no unused block was left to release.
     source_backoff: Backoff,
     stats: Mutex<PinnedStats>,
@@ -139,11 +141,18 @@ impl<S: PinnedSource> PinnedPool<S> {
             reserve: OnceLock::new(),
             reserve_backoff: Backoff::default(),
             budget,
+            max_cached_bytes: usize::MAX,
             source_backoff: Backoff::default(),
             stats: Mutex::default(),
         };
         pool.reserve_or_retry();
         pool
+    }
+
+    /// Releases blocks of more than `bytes` bytes, except those of the reserve, when they are freed.
+    pub(crate) fn with_max_cached_bytes(mut self, bytes: usize) -> PinnedPool<S> {
+        self.max_cached_bytes = bytes;
+        self
     }
 
     /// Allocates a block of at least `bytes` bytes. Returns `None` if the caller has to use ordinary memory.
@@ -203,10 +212,20 @@ impl<S: PinnedSource> PinnedPool<S> {
         let mut stats = lock(&self.stats);
         free.iter().for_each(|_| stats.record_free(class_size(class)));
         drop(stats);
-        let mut class = self.lock(class);
-        class.free.extend(free);
-        class.in_flight.extend(still);
-        !class.in_flight.is_empty()
+        let mut locked = self.lock(class);
+        locked.in_flight.extend(still);
+        let is_busy = !locked.in_flight.is_empty();
+        drop(locked);
+        free.into_iter().for_each(|piece| self.keep_or_release(class, piece));
+        is_busy
+    }
+
+    /// Keeps a freed block, unless blocks of its size are not cached.
+    fn keep_or_release(&self, class: usize, piece: Piece<S::Memory>) {
+        match class_size(class) > self.max_cached_bytes && !piece.reserved && !self.source.is_lost() {
+            true => self.release(class_size(class), piece),
+            false => self.lock(class).free.push(piece),
+        }
     }
 
     /// Returns the reserve, and asks the source again if it refused the reserve before.
@@ -333,7 +352,7 @@ impl<S: PinnedSource> Drop for Pinned<'_, S> {
     fn drop(&mut self) {
         if let Some(piece) = self.piece.take() {
             lock(&self.pool.stats).record_free(self.bytes());
-            self.pool.lock(self.class).free.push(piece);
+            self.pool.keep_or_release(self.class, piece);
         }
     }
 }

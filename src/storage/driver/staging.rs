@@ -115,7 +115,8 @@ fn pool(device: &'static ClDevice) -> &'static DevicePinnedPool {
             let part = if memory == u64::MAX { DEFAULT_PINNED_BYTES } else { memory / divisor };
             Budget::new(usize::try_from(part).unwrap_or(usize::MAX))
         });
-        let made = PinnedPool::new(PinnedDevice(device), config.pinned_reserve_segment_size, Arc::clone(budget));
+        let made = PinnedPool::new(PinnedDevice(device), config.pinned_reserve_segment_size, Arc::clone(budget))
+            .with_max_cached_bytes(config.pinned_max_cached_size);
         let pool: &'static DevicePinnedPool = per_device::get_or_insert(device.device(), made);
         if config.pinned_use_background_threads {
             let poll = move || {

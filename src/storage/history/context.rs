@@ -145,6 +145,24 @@ pub fn with_context<R>(name: &str, f: impl FnOnce() -> R) -> R {
     f()
 }
 
+/// Sets the name that encloses all later events of this thread, as a call of [`with_context`] around the rest of the thread would
+/// (PyTorch's `_set_memory_metadata`). An empty name removes the name. Inside of `with_context` the name lasts until that call returns.
+///
+/// ```
+/// use claystone::storage::{History, HistoryOptions, TraceAction, set_context, with_context};
+/// let history = History::new();
+/// history.record_memory_history(HistoryOptions::default())?;
+/// set_context("epoch 1");
+/// with_context("forward", || history.record(TraceAction::Alloc, 0, 512, 0));
+/// set_context("");
+/// assert_eq!(history.entries()[0].compile_context, "epoch 1/forward");
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub fn set_context(name: &str) {
+    let names = if name.is_empty() { NamePath::NONE } else { NamePath::NONE.child(name) };
+    thread::replace(|state| &state.names, names.0);
+}
+
 /// Returns the names of the node with this number, the innermost name first.
 fn names_of(number: u32) -> Vec<String> {
     NamePath(number).list()

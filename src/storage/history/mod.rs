@@ -34,7 +34,7 @@ pub(super) use caller::add_caller_line;
 pub(crate) use collect::SegmentWithContexts;
 use context::FrameCache;
 pub(super) use context::count_recording;
-pub use context::{Context, annotate, annotations, with_context};
+pub use context::{Context, annotate, annotations, set_context, with_context};
 pub use csv::{CsvAction, CsvEvent, CsvLog};
 pub use live::{LiveBlock, LiveMemory};
 pub(super) use live::{fmt_sites, group_by_call_site};

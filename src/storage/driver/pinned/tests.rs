@@ -127,6 +127,22 @@ fn a_lost_source_releases_nothing() {
 }
 
 #[test]
+fn blocks_above_the_cached_size_are_released_when_freed() {
+    let source = Fake::default();
+    let pool = pool(&source).with_max_cached_bytes(2 * PAGE_BYTES);
+    drop(pool.alloc(2 * PAGE_BYTES).unwrap());
+    assert_eq!(source.live(), 2 * PAGE_BYTES);
+    drop(pool.alloc(2 * PAGE_BYTES + 1).unwrap());
+    assert_eq!(source.live(), 2 * PAGE_BYTES);
+    let done = event();
+    pool.alloc(4 * PAGE_BYTES).unwrap().release_after(Arc::clone(&done));
+    assert!(pool.free_finished() && source.live() == 6 * PAGE_BYTES);
+    done.store(true, Relaxed);
+    assert!(!pool.free_finished() && source.live() == 2 * PAGE_BYTES);
+    assert_eq!((pool.stats().allocated_bytes.current, pool.stats().active_bytes.current), (2 * PAGE_BYTES as u64, 0));
+}
+
+#[test]
 fn a_block_is_reused_within_its_class() {
     let source = Fake::default();
     let pool = pool(&source);
