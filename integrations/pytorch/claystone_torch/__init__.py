@@ -13,10 +13,12 @@ import torch
 
 from . import _C, compile, device, modules
 from .dry import dry_run
+from .host_graph import HostGraph
 from .table import rows as _rows
 
 torch.utils.rename_privateuse1_backend("claystone")
 torch._register_device_module("claystone", device)
+_C.register_graphs(HostGraph) # under the device's final name
 torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True)
 
 modules.install()

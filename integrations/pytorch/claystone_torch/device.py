@@ -1,22 +1,11 @@
 """The module torch.claystone: the functions that PyTorch and its users expect of a device module."""
 
-import json
-import pickle
-
 import torch
 
-from . import _C
-
-
-def _index(device):
-    if device is None:
-        return current_device()
-    if isinstance(device, int):
-        return device
-    device = torch.device(device)
-    if device.type != "claystone":
-        raise ValueError(f"expected a device claystone, got {device}")
-    return current_device() if device.index is None else device.index
+from . import _C, memory
+from .graphs import *
+from .index import index_of as _index
+from .memory import *
 
 
 def _device(device):
@@ -177,92 +166,3 @@ def get_rng_state_all():
 
 def set_rng_state_all(new_states):
     set_rng_state(new_states[0])
-
-
-# ---- memory: as in torch.cuda
-
-def memory_stats(device=None):
-    """The allocator's statistics under the names of torch.cuda.memory_stats. A tensor's memory is allocated at its first use."""
-    return json.loads(_C.memory_stats(_index(device)))
-
-
-def memory_allocated(device=None):
-    return memory_stats(device)["allocated_bytes.all.current"]
-
-
-def max_memory_allocated(device=None):
-    return memory_stats(device)["allocated_bytes.all.peak"]
-
-
-def memory_reserved(device=None):
-    return memory_stats(device)["reserved_bytes.all.current"]
-
-
-def max_memory_reserved(device=None):
-    return memory_stats(device)["reserved_bytes.all.peak"]
-
-
-def reset_peak_memory_stats(device=None):
-    _C.reset_peak_memory_stats(_index(device))
-
-
-def reset_accumulated_memory_stats(device=None):
-    _C.reset_accumulated_memory_stats(_index(device))
-
-
-def empty_cache():
-    for index in range(device_count()):
-        _C.empty_cache(index)
-
-
-def set_per_process_memory_fraction(fraction, device=None):
-    _C.set_memory_fraction(_index(device), fraction)
-
-
-def mem_get_info(device=None):
-    """Free and total bytes. OpenCL does not report free memory, so memory that this process has not reserved counts as free."""
-    total = _C.device_memory(_index(device))
-    return max(0, total - memory_reserved(device)), total
-
-
-def memory_snapshot(device=None):
-    """The allocator's segments and blocks as a list of segments, as in torch.cuda.memory_snapshot."""
-    return pickle.loads(_C.memory_snapshot(_index(device), True))["segments"]
-
-
-def _record_memory_history(enabled="all", max_entries=100000, stacks=False, device=None):
-    _C.memory_record_history(_index(device), max_entries if enabled else 0, stacks)
-
-
-class PeakMemory:
-    """The most memory of a device in use within a `with` statement, in bytes: `allocated`, `reserved` and `requested`. Outer statements
-    and max_memory_allocated are as without the statement.
-
-        with torch.claystone.PeakMemory() as peak:
-            loss = step()
-        print(peak.allocated)
-    """
-
-    allocated = reserved = requested = None
-
-    def __init__(self, device=None):
-        self._device = device
-
-    def __enter__(self):
-        self._scope = _C.PeakScope(_index(self._device))
-        return self
-
-    def __exit__(self, *_):
-        self.allocated, self.reserved, self.requested = self._scope.read()
-        self._scope.end()
-
-
-def _snapshot_on_oom(filename="memory.pickle", device=None):
-    """Saves a snapshot with call stacks when an allocation fails for lack of memory, before the error is raised. None ends this."""
-    _C.memory_snapshot_on_oom(_index(device), None if filename is None else str(filename))
-
-
-def _dump_snapshot(filename="dump_snapshot.pickle", device=None):
-    """Writes a snapshot for PyTorch's memory viewer, https://pytorch.org/memory_viz."""
-    with open(filename, "wb") as file:
-        file.write(_C.memory_snapshot(_index(device), True))

@@ -1,6 +1,8 @@
 // The allocator. Data pointers are addresses in a reserved range without access, so pointer arithmetic works and host reads fault at
 // once. Each pointer stands for a block: one claystone storage, allocated at its first use. An operation that writes a whole tensor
 // can therefore give the block the storage in which claystone computed the result, without a copy.
+#include "graph.h"
+#include "memory.h"
 #include "storage.h"
 #include "streams.h"
 
@@ -108,17 +110,24 @@ struct Block {
             stream = recorded = now.id();
             report(nbytes);
         }
+        is_captured |= is_capturing();
         return held;
     }
 
-    // Replaces the storage by one that was made on this thread's current stream.
-    void replace(StorageHandle storage) {
+    // Replaces the storage by one that was made on this thread's current stream. Returns whether it did: a graph's commands refer to the
+    // storages that the capture used, so these stay.
+    bool replace(StorageHandle storage) {
         std::lock_guard lock(mutex);
+        if (held && is_captured) {
+            return false;
+        }
+        is_captured = is_capturing();
         held.swap(storage); // the old one is released after the lock
         if (!storage) {
             report(nbytes);
         }
         stream = recorded = current_stream(index()).id();
+        return true;
     }
 
     // Declares that the memory is used on this stream.
@@ -156,6 +165,7 @@ private:
     StorageHandle held;
     int64_t stream = 0;   // the stream that the storage was made on
     int64_t recorded = 0; // the stream that was recorded last
+    bool is_captured = false; // true if the storage was used while a graph was captured
 };
 
 void delete_block(void* block) {
@@ -168,16 +178,6 @@ c10::DataPtr data_pointer(Block* block) {
     return {block->address, block, &delete_block, c10::Device(c10::DeviceType::PrivateUse1, block->index())};
 }
 
-struct Allocator final : c10::Allocator {
-    c10::DataPtr allocate(size_t nbytes) override {
-        return data_pointer(new Block(claystone_device(current_device()), nbytes));
-    }
-    // Data pointers are not host memory, so there is no raw form.
-    c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-    void copy_data(void*, const void*, std::size_t) const override {
-        TORCH_CHECK(false, "claystone: storages are copied as tensors, not by their addresses");
-    }
-};
 
 // The block that contains a data pointer; null if the pointer belongs to another allocator.
 Block* block_of(const c10::DataPtr& pointer) {
@@ -192,6 +192,96 @@ std::pair<Block&, size_t> block_and_offset(const at::TensorBase& tensor) {
     TORCH_CHECK(block && before + tensor.storage().nbytes() <= block->nbytes, "claystone: the address of a tensor does not belong to this device");
     return {*block, before};
 }
+
+// Makes a u8 tensor of `length` bytes of a block.
+TensorHandle bytes_of(Block& block, size_t offset, size_t length) {
+    ClaystoneTensor* made = nullptr;
+    const int64_t size = length, stride = 1;
+    const auto storage = block.storage();
+    check(claystone_tensor_new(storage.get(), CLAYSTONE_DTYPE_U8, &size, &stride, 1, offset, &made));
+    return own(made);
+}
+
+TensorHandle bytes_at(const void* address, size_t length) {
+    Block* const block = addresses().owner(address);
+    const size_t before = block ? static_cast<const char*>(address) - static_cast<const char*>(block->address) : 0;
+    TORCH_CHECK(block && before + length <= block->nbytes, "claystone: an address does not belong to this device");
+    return bytes_of(*block, before, length);
+}
+
+// Converts claystone's statistics to PyTorch's. PyTorch versions differ in their members.
+template <typename Stats>
+Stats to_device_stats(std::map<std::string, int64_t> values, c10::DeviceIndex index) {
+    Stats stats;
+    const auto stat = [&](const std::string& name) {
+        c10::CachingAllocator::Stat result;
+        result.current = values[name + ".current"];
+        result.peak = values[name + ".peak"];
+        result.allocated = values[name + ".allocated"];
+        result.freed = values[name + ".freed"];
+        return result;
+    };
+    const auto by_pool = [&](const std::string& name) {
+        return c10::CachingAllocator::StatArray{stat(name + ".all"), stat(name + ".small_pool"), stat(name + ".large_pool")};
+    };
+    stats.allocation = by_pool("allocation");
+    stats.segment = by_pool("segment");
+    stats.active = by_pool("active");
+    stats.inactive_split = by_pool("inactive_split");
+    stats.allocated_bytes = by_pool("allocated_bytes");
+    stats.reserved_bytes = by_pool("reserved_bytes");
+    stats.active_bytes = by_pool("active_bytes");
+    stats.inactive_split_bytes = by_pool("inactive_split_bytes");
+    stats.requested_bytes = by_pool("requested_bytes");
+    stats.oversize_allocations = stat("oversize_allocations");
+    stats.oversize_segments = stat("oversize_segments");
+    stats.num_alloc_retries = values["num_alloc_retries"];
+    stats.num_ooms = values["num_ooms"];
+    stats.num_sync_all_streams = values["num_sync_all_streams"];
+    stats.num_device_alloc = values["num_device_alloc"];
+    stats.num_device_free = values["num_device_free"];
+    stats.max_split_size = values["max_split_size"];
+    if constexpr (requires { stats.reserved_bytes_by_private_pools; }) {
+        for (const auto& pool : pools_of(index)) {
+            auto& reserved = stats.reserved_bytes_by_private_pools[pool->id()][0];
+            reserved.current = reserved.peak = reserved.allocated = pool->stats().reserved_bytes;
+        }
+    }
+    return stats;
+}
+
+struct Allocator final : c10::DeviceAllocator {
+    c10::DataPtr allocate(size_t nbytes) override {
+        return data_pointer(new Block(claystone_device(current_device()), nbytes));
+    }
+    // A data pointer's context is its block. The raw form has only the address, from which every use would have to search the block.
+    c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+    void copy_data(void* target, const void* source, std::size_t count) const override {
+        if (count > 0) {
+            check(claystone_tensor_copy(bytes_at(target, count).get(), bytes_at(source, count).get()));
+        }
+    }
+
+    bool initialized() override { return !is_forked(); }
+    void emptyCache(c10::MempoolId_t pool = {0, 0}) override {
+        if (pool != c10::MempoolId_t{0, 0}) {
+            return empty_pool(pool);
+        }
+        for (c10::DeviceIndex index = 0; index < device_count(); index++) {
+            check(claystone_memory_empty_cache(claystone_device(index)));
+        }
+    }
+    void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override { record_stream(pointer, stream); }
+    c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override {
+        ClaystoneBytes json;
+        check(claystone_memory_stats(claystone_device(index), &json));
+        return to_device_stats<c10::CachingDeviceAllocator::DeviceStats>(numbers(json), index);
+    }
+    void resetAccumulatedStats(c10::DeviceIndex index) override { check(claystone_memory_reset_accumulated(claystone_device(index))); }
+    void resetPeakStats(c10::DeviceIndex index) override { check(claystone_memory_reset_peak(claystone_device(index))); }
+    // No `override`: not every PyTorch version that builds has this method.
+    std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) { return memory_info(index); }
+};
 
 StorageHandle storage_of(const TensorHandle& tensor) {
     ClaystoneStorage* storage = nullptr;
@@ -236,12 +326,8 @@ TensorHandle handle(const at::TensorBase& tensor) {
 }
 
 TensorHandle bytes(const at::TensorBase& tensor, size_t offset, size_t length) {
-    ClaystoneTensor* made = nullptr;
-    const int64_t size = length, stride = 1;
     const auto [block, before] = block_and_offset(tensor);
-    const auto storage = block.storage();
-    check(claystone_tensor_new(storage.get(), CLAYSTONE_DTYPE_U8, &size, &stride, 1, before + offset, &made));
-    return own(made);
+    return bytes_of(block, before + offset, length);
 }
 
 at::Tensor wrap(const TensorHandle& tensor) {
@@ -261,6 +347,13 @@ at::Tensor wrap(const TensorHandle& tensor, const Info& known) {
     return result;
 }
 
+void move_storage(const at::Tensor& target, const at::Tensor& source) {
+    const auto [block, before] = block_and_offset(target);
+    const auto [other, other_before] = block_and_offset(source);
+    TORCH_CHECK(before == 0 && other_before == 0 && block.nbytes == other.nbytes, "claystone: the storages have different sizes");
+    block.replace(other.storage());
+}
+
 bool adopt(const at::TensorBase& target, const TensorHandle& result) {
     const auto [block, before] = block_and_offset(target);
     const auto made = info(result);
@@ -274,8 +367,7 @@ bool adopt(const at::TensorBase& target, const TensorHandle& result) {
     if (held < nbytes || held > nbytes + STORAGE_MULTIPLE_BYTES) {
         return false;
     }
-    block.replace(storage_of(result));
-    return true;
+    return block.replace(storage_of(result));
 }
 
 bool share_storage(const TensorHandle& a, const TensorHandle& b) {

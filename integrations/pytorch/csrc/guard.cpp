@@ -45,6 +45,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     // No `override`: PyTorch 2.9 does not have this method.
     void* getStreamNativeHandle(const c10::Stream stream) const { return stream_handle(stream); }
+    // No `override`: PyTorch 2.9 does not have these methods.
+    bool isStreamCapturing(const c10::Stream& stream) const {
+        bool capturing = false;
+        check(claystone_graph_is_capturing(claystone_device(stream.device_index()), &capturing));
+        return capturing && stream == current_stream(stream.device_index());
+    }
+#if __has_include(<c10/core/DeviceCapability.h>)
+    c10::DeviceCapability getDeviceCapability(c10::Device) const {
+        static_assert(c10::kIndex_BFloat16 == int(at::kBFloat16), "the bits have the numbers of the dtypes");
+        c10::DeviceCapability capability;
+        capability.capability_data.capability_bits = 0;
+        for (int dtype = 0; dtype < int(at::ScalarType::NumOptions); dtype++) {
+            if (claystone_dtype(at::ScalarType(dtype))) {
+                capability.capability_data.capability_bits |= uint64_t(1) << dtype;
+            }
+        }
+        return capability;
+    }
+#endif
     bool queryStream(const c10::Stream& stream) const override {
         bool done = false;
         check(claystone_stream_query(stream_handle(stream), &done));

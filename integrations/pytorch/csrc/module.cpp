@@ -3,6 +3,8 @@
 #include "dispatch.h"
 #include "fallback.h"
 #include "generator.h"
+#include "graph.h"
+#include "pinned.h"
 #include "storage.h"
 
 #include <pybind11/pybind11.h>
@@ -24,6 +26,35 @@ struct PeakScope {
 
     ClaystonePeakScope* handle = nullptr;
 };
+
+// A user of a pool, whose thread allocates from the pool between `begin` and `end`.
+struct PoolScope {
+    explicit PoolScope(std::shared_ptr<Pool> pool) : pool(std::move(pool)) {}
+    void begin() { check(claystone_pool_begin(pool->handle)); }
+    void end() { check(claystone_pool_end(pool->handle)); }
+
+    std::shared_ptr<Pool> pool;
+};
+
+// Calls a Python function for failed allocations as torch._C._cuda_attach_out_of_memory_observer does, until the process ends.
+void attach_oom_observer(int index, const py::function& observer) {
+    struct Attached {
+        PyObject* function;
+        int index;
+    };
+    const auto observe = [](void* data, const ClaystoneOutOfMemory* failed) {
+        const auto& attached = *static_cast<const Attached*>(data);
+        const py::gil_scoped_acquire acquire;
+        try {
+            py::handle(attached.function)(attached.index, failed->requested, failed->allowed, failed->device_free);
+        } catch (py::error_already_set& error) { // an exception must not pass through C
+            error.discard_as_unraisable("an observer of failed allocations");
+        }
+    };
+    ClaystoneObserver* registered = nullptr;
+    auto* const attached = new Attached{py::function(observer).release().ptr(), index};
+    check(claystone_memory_observe_oom(claystone_device(index), observe, attached, &registered));
+}
 
 } // namespace
 
@@ -57,11 +88,6 @@ PYBIND11_MODULE(_C, module) {
         check(claystone_device_name(claystone_device(index), &name));
         return take(name);
     });
-    module.def("device_memory", [](int index) {
-        uint64_t bytes = 0;
-        check(claystone_device_memory(claystone_device(index), &bytes));
-        return bytes;
-    });
     module.def("synchronize", [](int index) {
         const py::gil_scoped_release release;
         check(claystone_device_synchronize(claystone_device(index)));
@@ -70,8 +96,46 @@ PYBIND11_MODULE(_C, module) {
     module.def("memory_stats", [](int index) {
         ClaystoneBytes json;
         check(claystone_memory_stats(claystone_device(index), &json));
-        return take(json);
+        return numbers(json);
     });
+    module.def("memory_info", &memory_info);
+    module.def("memory_set_context", [](const std::string& name) { check(claystone_memory_set_context(name.c_str())); });
+    module.def("check_alloc_conf", [](const std::string& text) { check(claystone_memory_check_config(text.c_str())); });
+    module.def("enable_caching", [](int index, bool enable) { check(claystone_memory_enable_caching(claystone_device(index), enable)); });
+    module.def("attach_oom_observer", &attach_oom_observer);
+    module.def("pinned_memory_stats", &pinned_statistics);
+    module.def("empty_pinned_cache", &empty_pinned_cache);
+    module.def("reset_peak_pinned_memory_stats", &reset_peak_pinned_statistics);
+    module.def("reset_accumulated_pinned_memory_stats", &reset_accumulated_pinned_statistics);
+
+    py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool")
+        .def(py::init(&make_pool))
+        .def("id", &Pool::id)
+        .def("use_count", [](const std::shared_ptr<Pool>& pool) { return pool.use_count() - 1; }) // without the argument
+        .def("empty_cache", [](const Pool& pool) { check(claystone_pool_empty_cache(pool.handle)); })
+        .def("stats", [](const Pool& pool) {
+            const auto stats = pool.stats();
+            return std::map<std::string, uint64_t>{
+                {"segments", stats.segments}, {"reserved_bytes", stats.reserved_bytes}, {"allocations", stats.allocations},
+                {"allocated_bytes", stats.allocated_bytes}, {"active_bytes", stats.active_bytes}};
+        });
+    py::class_<PoolScope>(module, "PoolScope").def(py::init<std::shared_ptr<Pool>>()).def("begin", &PoolScope::begin).def("end", &PoolScope::end);
+    module.def("reserve_pool_id", &reserve_pool_id);
+    module.def("find_pool", [](c10::MempoolId_t id) { return find_pool(id, current_device()); });
+    module.def("register_graphs", [](const py::object& make_host_graph) { register_graphs(make_host_graph.ptr()); });
+    module.def("move_storage", &move_storage);
+    module.def("is_capturing", &is_capturing);
+    const py::call_guard<py::gil_scoped_release> without_gil;
+    py::class_<Graph>(module, "Graph")
+        .def(py::init<>())
+        .def("capture_begin", &Graph::capture_begin, without_gil)
+        .def("capture_end", &Graph::capture_end, without_gil)
+        .def("capture_abandon", &Graph::capture_abandon, without_gil)
+        .def("replay", &Graph::replay, without_gil)
+        .def("reset", &Graph::reset, without_gil)
+        .def("pool", &Graph::pool)
+        .def("commands", &Graph::commands)
+        .def("debug_dump", &Graph::debug_dump);
     module.def("memory_snapshot", [](int index, bool pickle) {
         ClaystoneBytes snapshot;
         const auto format = pickle ? CLAYSTONE_SNAPSHOT_FORMAT_PICKLE : CLAYSTONE_SNAPSHOT_FORMAT_JSON;
@@ -100,8 +164,9 @@ PYBIND11_MODULE(_C, module) {
             check(claystone_tensor_set_role(bytes(tensor, 0, tensor.storage().nbytes()).get(), role));
         }
     });
-    module.def("memory_record_history", [](int index, size_t entries, bool stacks) {
-        check(claystone_memory_record_history(claystone_device(index), entries, stacks));
+    module.def("memory_record_history", [](int index, int recording, int context, bool stacks, bool clear, size_t entries) {
+        const ClaystoneHistory history{recording, context, stacks, clear, entries};
+        check(claystone_memory_record_history(claystone_device(index), &history));
     });
     module.def("empty_cache", [](int index) { check(claystone_memory_empty_cache(claystone_device(index))); });
     module.def("reset_peak_memory_stats", [](int index) { check(claystone_memory_reset_peak(claystone_device(index))); });

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -100,6 +101,145 @@ class Memory(unittest.TestCase):
         free, total = torch.claystone.mem_get_info()
         self.assertTrue(0 < free <= total)
 
+    def test_nested_statistics_and_summary(self):
+        stats, nested = torch.claystone.memory_stats(), torch.claystone.memory_stats_as_nested_dict()
+        self.assertEqual(nested["reserved_bytes"]["large_pool"]["peak"], stats["reserved_bytes.large_pool.peak"])
+        self.assertEqual(nested["num_ooms"], stats["num_ooms"])
+        text, short = torch.claystone.memory_summary(), torch.claystone.memory_summary(DEVICE, abbreviated=True)
+        self.assertIn("small pool", text)
+        self.assertNotIn("small pool", short)
+        self.assertEqual(len({len(line) for line in text.splitlines()[:-1]}), 1, "the columns are aligned")
+
+    def test_pinned_memory(self):
+        host = torch.ones(1 << 20).pin_memory()
+        x = host.to(DEVICE, non_blocking=True)
+        torch.claystone.synchronize()
+        stats, nested = torch.claystone.host_memory_stats(), torch.claystone.host_memory_stats_as_nested_dict()
+        self.assertEqual(nested["host_alloc_time"]["avg"], stats["host_alloc_time.avg"])
+        self.assertLessEqual(stats["active_bytes.current"], stats["allocated_bytes.current"])
+        self.assertEqual(stats["allocations.current"], stats["num_host_alloc"] - stats["num_host_free"])
+        torch.claystone.empty_host_cache()
+        torch.claystone.reset_peak_host_memory_stats()
+        torch.claystone.reset_accumulated_host_memory_stats()
+        stats = torch.claystone.host_memory_stats()
+        self.assertEqual((stats["active_bytes.peak"], stats["num_host_alloc"]), (stats["active_bytes.current"], 0))
+        self.assertEqual(x.sum().item(), host.sum().item())
+
+    def test_limits(self):
+        self.assertEqual(torch.claystone.get_per_process_memory_fraction(), 1.0)
+        torch.claystone.set_per_process_memory_fraction(0.5)
+        self.assertEqual(torch.claystone.get_per_process_memory_fraction(0), 0.5)
+        torch.claystone.set_per_process_memory_fraction(1.0)
+        with self.assertRaises(TypeError):
+            torch.claystone.set_per_process_memory_fraction(1)
+        with self.assertRaises(ValueError):
+            torch.claystone.set_per_process_memory_fraction(1.5)
+
+    def test_observers_of_failed_allocations(self):
+        seen = []
+        torch.claystone.attach_out_of_memory_observer(lambda *event: seen.append(event))
+        total = torch.claystone.mem_get_info()[1]
+        with self.assertRaises(torch.OutOfMemoryError):
+            torch.zeros(64 * total, dtype=torch.uint8, device=DEVICE)
+        torch.claystone.empty_cache()
+        torch.claystone.set_per_process_memory_fraction(1e-9)
+        with self.assertRaises(torch.OutOfMemoryError):
+            torch.ones(1 << 24, device=DEVICE)
+        torch.claystone.set_per_process_memory_fraction(1.0)
+        index, requested, allowed, free = seen[-1]
+        self.assertEqual((index, requested), (0, 4 << 24))
+        self.assertTrue(allowed < requested and free <= total)
+
+    def test_private_pools(self):
+        torch.claystone.empty_cache()
+        pool = torch.claystone.MemPool()
+        self.assertEqual((pool.use_count(), pool.snapshot()), (1, []))
+        with torch.claystone.use_mem_pool(pool):
+            self.assertEqual(pool.use_count(), 2)
+            inside = torch.full((1 << 18,), 2.0, device=DEVICE) + 1
+        outside = torch.ones(1 << 18, device=DEVICE)
+        segments, stats = pool.snapshot(), pool.stats()
+        self.assertEqual({segment["segment_pool_id"] for segment in segments}, {pool.id})
+        states = [block["state"] for segment in segments for block in segment["blocks"]]
+        self.assertEqual((states.count("active_allocated"), stats["allocations"]), (1, 1))
+        self.assertEqual((len(segments), sum(segment["total_size"] for segment in segments)), (stats["segments"], stats["reserved_bytes"]))
+        self.assertEqual(torch.claystone.memory_snapshot((0, 1 << 40)), [])
+        self.assertEqual(pool.use_count(), 1)
+        if hasattr(torch.accelerator, "memory_stats"):
+            self.assertGreaterEqual(torch.accelerator.memory_reserved(), stats["reserved_bytes"])
+        torch.claystone.empty_cache() # keeps the memory in use, and free memory of the pool
+        self.assertEqual(pool.stats()["segments"], len(segments))
+        self.assertEqual((inside.sum().item(), outside.sum().item()), (3 << 18, 1 << 18))
+        del inside
+        pool.empty_cache()
+        self.assertEqual(pool.stats()["segments"], 0)
+        with self.assertRaises(TypeError):
+            torch.claystone.MemPool(allocator=object())
+
+    def test_options_of_private_pools(self):
+        pool = torch.claystone.MemPool(no_split=True)
+        with torch.claystone.use_mem_pool(pool, DEVICE):
+            kept = [torch.ones(100, device=DEVICE) for _ in range(3)]
+        self.assertEqual((pool.stats()["segments"], pool.stats()["allocations"]), (3, 3))
+        spare = torch.claystone.MemPool(use_on_oom=True)
+        with torch.claystone.use_mem_pool(spare):
+            torch.ones(1 << 22, device=DEVICE)
+        torch.claystone.empty_cache()
+        reserved, total = torch.claystone.memory_reserved(), torch.claystone.mem_get_info()[1]
+        torch.claystone.set_per_process_memory_fraction((reserved + (1 << 20)) / total)
+        x = torch.ones(1 << 22, device=DEVICE) # only the pool has room
+        self.assertEqual(spare.stats()["allocations"], 1)
+        torch.claystone.set_per_process_memory_fraction(1.0)
+        del x, kept
+
+    def test_caching_is_disabled(self):
+        torch.claystone.empty_cache()
+        with torch.claystone.caching_allocator_disabled():
+            self.assertEqual(torch.claystone.get_allocator_backend(), "direct")
+            x = torch.ones(1 << 18, device=DEVICE)
+            self.assertEqual(torch.claystone.memory_stats()["segment.all.current"], 1)
+            self.assertEqual(x.sum().item(), 1 << 18)
+            del x
+            torch.claystone.synchronize()
+            self.assertEqual(torch.claystone.memory_reserved(), 0)
+        self.assertEqual(torch.claystone.get_allocator_backend(), "native")
+        self.assertEqual(torch.ones(3, device=DEVICE).sum().item(), 3)
+
+    def test_keys_of_the_configuration(self):
+        # The keys that PyTorch's headers declare, of which some are written in parts.
+        keys = {"large_segment_size_mb", "max_split_size_mb", "max_non_split_rounding_mb", "garbage_collection_threshold",
+                "roundup_power2_divisions", "expandable_segments", "pinned_use_background_threads"}
+        headers = Path(torch.__file__).parent / "include/c10"
+        common = (headers / "core/AllocatorConfig.h").read_text()
+        keys |= {"pinned_" + name + "_mb" for name in re.findall(r"// Parse `(max_\w+)` from environment", common) if not name.endswith("_mb")}
+        self.assertLessEqual(set(re.findall(r"// Parse `(\w+)` from environment", common)),
+                             keys | {key.removeprefix("pinned_").removesuffix("_mb") for key in keys})
+        cuda = headers / "cuda/CUDAAllocatorConfig.h"
+        if cuda.exists():
+            declared = re.search(r"unordered_set<std::string> keys\{(.*?)\};", cuda.read_text(), re.DOTALL)[1]
+            declared = re.sub(r"//[^\n]*", "", declared)
+            keys |= set(re.findall(r'"(\w+)"', re.sub(r'"\s*"', "", declared)))
+        for key in keys:
+            with self.assertRaises(RuntimeError) as caught:
+                claystone_torch._C.check_alloc_conf(f"{key}:no value of this key")
+            self.assertRegex(str(caught.exception), f"{key} (cannot be|has no meaning here, as)", key)
+        claystone_torch._C.check_alloc_conf("pinned_max_cached_size_mb:64,max_split_size_mb:unlimited")
+        with self.assertRaisesRegex(RuntimeError, "unknown key"):
+            claystone_torch._C.check_alloc_conf("no_such_key:1")
+
+    def test_the_readme_lists_the_names_of_cuda(self):
+        readme = (Path(__file__).parents[1] / "README.md").read_text()
+        table = readme.split("| name in `torch.cuda.memory` |")[1].split("\n\n")[0]
+        rows = {}
+        for line in table.splitlines()[2:]:
+            names, has, why = (cell.strip() for cell in line.strip("|").split("|"))
+            self.assertTrue(has in ("has", "has not") and why, line)
+            rows |= {name: has for name in re.findall(r"`(\w+)`", names)}
+        import torch.cuda.memory as cuda
+        known = set(cuda.__all__) if torch.__version__ >= "2.15" else set(cuda.__all__) & set(rows)
+        self.assertEqual(set(rows) & set(cuda.__all__), known)
+        self.assertEqual({name: has for name, has in rows.items() if (has == "has") != hasattr(torch.claystone, name)}, {})
+
     def test_out_of_memory(self):
         total = torch.claystone.mem_get_info()[1]
         with self.assertRaises(torch.OutOfMemoryError):
@@ -120,17 +260,33 @@ class Memory(unittest.TestCase):
         self.assertLess(seen[1][2] - seen[0][2], 1 << 20)
 
     def test_snapshots_are_read_by_pytorch(self):
-        torch.claystone._record_memory_history()
+        torch.claystone._record_memory_history(clear_history=True, skip_actions=["free_requested"])
         program = Program()
+        torch.claystone._set_memory_metadata({"phase": "train"})
         for _ in range(3):
             program.step()
-        segments = torch.claystone.memory_snapshot()
+        self.assertEqual(torch.claystone._get_memory_metadata(), '{"phase":"train"}')
+        torch.claystone._set_memory_metadata("")
+        kept = torch.ones(7, device=DEVICE)
+        segments = torch.claystone.memory_snapshot(include_traces=False)
         self.assertTrue(any(block["state"] == "active_allocated" for segment in segments for block in segment["blocks"]))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "snapshot.pickle"
             torch.claystone._dump_snapshot(path)
             snapshot = pickle.loads(path.read_bytes())
+        self.assertEqual([entry for trace in torch.claystone._snapshot(include_traces=False)["device_traces"] for entry in trace], [])
         torch.claystone._record_memory_history(None)
+        entries = snapshot["device_traces"][0]
+        self.assertEqual({entry["action"] for entry in entries} & {"alloc", "free_requested", "free_completed"}, {"alloc", "free_completed"})
+        phases = [entry["user_metadata"] for entry in entries if entry["action"] == "alloc"]
+        self.assertEqual((phases[0], phases[-1]), ("", ""))
+        self.assertIn('{"phase":"train"}', phases)
+        self.assertEqual(torch.claystone._snapshot()["device_traces"][0], [])
+        self.assertEqual(kept.numel(), 7)
+        with self.assertRaises(NotImplementedError):
+            torch.claystone._record_memory_history(record_pinned_host_memory=True)
+        with self.assertRaises(ValueError):
+            torch.claystone._record_memory_history(stacks="c")
         self.assertIn("aten::linear", {annotation["name"] for annotation in snapshot["external_annotations"]})
         self.assertIn("total_allocated", viewer.segsum(snapshot)) # asserts that every segment's bytes add up
         self.assertIn("entries", viewer.trace(snapshot))
