@@ -8,6 +8,9 @@ use crate::device::{read, write};
 
 static TABLE: RwLock<Vec<(Device, &'static (dyn Any + Send + Sync))>> = RwLock::new(Vec::new());
 
+/// Values that others replaced. References to them may remain, and leak checkers find them here.
+static REPLACED: RwLock<Vec<&'static (dyn Any + Send + Sync)>> = RwLock::new(Vec::new());
+
 /// Returns the device's value of type `T`, or `None` if there is none.
 pub(super) fn get<T: Any>(device: Device) -> Option<&'static T> {
     read(&TABLE).iter().filter(|(of, _)| *of == device).find_map(|(_, value)| value.downcast_ref())
@@ -33,7 +36,7 @@ pub(super) fn insert<T: Any + Send + Sync>(
     }
     let made: &'static T = Box::leak(Box::new(made));
     match known {
-        Some(at) => table[at].1 = made,
+        Some(at) => write(&REPLACED).push(std::mem::replace(&mut table[at].1, made)),
         None => table.push((device, made)),
     }
     publish(made);

@@ -202,6 +202,16 @@ typedef struct ClaystoneStream ClaystoneStream;
 // A handle on a tensor: elements of a storage, addressed by shape, strides and offset.
 typedef struct ClaystoneTensor ClaystoneTensor;
 
+// Functions that allocate host memory. Any thread may call them, several at a time. No function may be left by an exception or a jump.
+typedef struct {
+    // Returns `nbytes` bytes at any address; null if there is no memory.
+    void *(*allocate)(void *data, size_t nbytes);
+    // Frees memory that `allocate` returned for `nbytes` bytes.
+    void (*free)(void *data, void *memory, size_t nbytes);
+    // Passed to the functions. Valid until the process ends.
+    void *data;
+} ClaystoneAllocator;
+
 // The value of an argument.
 typedef union {
     // For BOOL, INT, DTYPE and DEVICE.
@@ -482,6 +492,16 @@ typedef struct {
 extern "C" {
 #endif // __cplusplus
 
+// Enables or disables the caching of a device's freed memory. With `enable` false, every new allocation is one of the driver's, and is
+// returned to the driver when it is freed. Statistics are those of the allocator in use; memory that is live keeps its allocator.
+ClaystoneStatus claystone_memory_enable_caching(int32_t number,
+                                                bool enable);
+
+// Takes the segments of the CPU device from functions of the program from now on. Segments are cached and divided as configured; memory
+// that is live stays with the earlier allocator. An error for OpenCL devices, whose memory is a `cl_mem` and not an address.
+ClaystoneStatus claystone_memory_set_allocator(int32_t number,
+                                               const ClaystoneAllocator *functions);
+
 // Runs an operation.
 //
 // `results` has room for `capacity` handles, which the caller owns; further results are dropped. `result_count` receives the number
@@ -647,11 +667,6 @@ ClaystoneStatus claystone_memory_empty_cache(int32_t number);
 
 // Limits a device's allocator to this fraction, 0 to 1, of the device's memory. Memory already reserved is kept.
 ClaystoneStatus claystone_memory_set_fraction(int32_t number, double fraction);
-
-// Enables or disables the caching of a device's freed memory. With `enable` false, every new allocation is one of the driver's, and is
-// returned to the driver when it is freed. Statistics are those of the allocator in use; memory that is live keeps its allocator.
-ClaystoneStatus claystone_memory_enable_caching(int32_t number,
-                                                bool enable);
 
 // Starts or stops recording the events of a device's allocator.
 ClaystoneStatus claystone_memory_record_history(int32_t number, const ClaystoneHistory *history);

@@ -3,7 +3,7 @@
 //!
 //! There is one file per subject: [`device`] and [`stream`], [`storage`] and [`tensor`], [`call`] for operations by name and their
 //! gradients, [`formula`] for fused elementwise programs, [`multi`] and [`steps`] for operations on lists of tensors, [`recurrent`] for LSTM, GRU and RNN layers, [`hooks`] on the tensors they save, [`profiler`], [`memory`] for
-//! statistics and snapshots, [`pool`] for private pools, [`graph`] for capture and replay, [`dry_run`] for estimates of the memory that a program needs, [`random`] for generators. [`status`] has the parts that every function uses: the statuses, the last
+//! statistics and snapshots, [`allocator`] for allocators that a program plugs in, [`pool`] for private pools, [`graph`] for capture and replay, [`dry_run`] for estimates of the memory that a program needs, [`random`] for generators. [`status`] has the parts that every function uses: the statuses, the last
 //! error of each thread, and the guard that stops panics before they reach C.
 //!
 //! # Safety
@@ -24,6 +24,7 @@
 //! process.
 #![warn(missing_docs)]
 
+pub mod allocator;
 pub mod call;
 pub mod device;
 pub mod dry_run;

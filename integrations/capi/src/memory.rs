@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_void};
 use std::fmt::Write as _;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use claystone::storage::{
-    Allocator, Backend, Config, ContextLevel, DeviceStats, DirectAllocator, HistoryOptions, OutOfMemoryEvent,
-    PeakScope, PoolStats, Recording, Registration, ScopePeak, Stat, allocator, driver, set_allocator, set_context,
+    Config, ContextLevel, DeviceStats, HistoryOptions, OutOfMemoryEvent, PeakScope, PoolStats, Recording, Registration,
+    ScopePeak, Stat, set_context,
 };
 
 use crate::device::{device, number as device_number};
@@ -141,28 +141,6 @@ pub extern "C" fn claystone_memory_empty_cache(number: i32) -> ClaystoneStatus {
 #[unsafe(no_mangle)]
 pub extern "C" fn claystone_memory_set_fraction(number: i32, fraction: f64) -> ClaystoneStatus {
     guard("claystone_memory_set_fraction", || Ok(device(number)?.set_memory_fraction(fraction)?))
-}
-
-/// The allocators of the devices whose caching was switched off once: the device's own, and one that caches nothing.
-static SWITCHED: Mutex<BTreeMap<i32, [Arc<dyn Allocator>; 2]>> = Mutex::new(BTreeMap::new());
-
-/// Enables or disables the caching of a device's freed memory. With `enable` false, every new allocation is one of the driver's, and is
-/// returned to the driver when it is freed. Statistics are those of the allocator in use; memory that is live keeps its allocator.
-#[unsafe(no_mangle)]
-pub extern "C" fn claystone_memory_enable_caching(number: i32, enable: bool) -> ClaystoneStatus {
-    guard("claystone_memory_enable_caching", || {
-        let device = device(number)?;
-        let mut switched = SWITCHED.lock().unwrap_or_else(PoisonError::into_inner);
-        if !switched.contains_key(&number) {
-            if enable {
-                return Ok(());
-            }
-            let config = Config { backend: Backend::Direct, ..Config::from_env()? };
-            let direct = DirectAllocator::new(driver(device)?, config)?;
-            switched.insert(number, [allocator(device)?, Arc::new(direct)]);
-        }
-        Ok(set_allocator(device, Arc::clone(&switched[&number][usize::from(!enable)]))?)
-    })
 }
 
 /// The detail of the history that a device's allocator records.

@@ -496,6 +496,7 @@ int main(int count, char **arguments) {
     graphs();
     observers();
     random_numbers();
+    other_allocator();
     /* Releasing null does nothing. */
     claystone_storage_release(NULL), claystone_tensor_release(NULL);
     claystone_stream_release(NULL), claystone_event_release(NULL);

@@ -77,6 +77,40 @@ static void graphs(void) {
     claystone_graph_release(NULL);
 }
 
+static void *count_up(void *data, size_t nbytes) {
+    ++*(int *)data;
+    return nbytes > (1 << 30) ? NULL : malloc(nbytes);
+}
+
+static void count_down(void *data, void *memory, size_t nbytes) {
+    (void)nbytes;
+    --*(int *)data;
+    free(memory);
+}
+
+/* Runs last: the allocator stays. */
+static void other_allocator(void) {
+    static int pieces;
+    ClaystoneAllocator counting = {count_up, count_down, &pieces};
+    CHECK(claystone_memory_set_allocator(device, &(ClaystoneAllocator){NULL, count_down, NULL}) == CLAYSTONE_STATUS_INVALID);
+    if (device != CLAYSTONE_CPU) {
+        CHECK(claystone_memory_set_allocator(device, &counting) == CLAYSTONE_STATUS_INVALID);
+        CHECK(strstr(claystone_last_error(), "cl_mem"));
+        return;
+    }
+    ClaystoneTensor *before = floats(1, 2, (float[]){1, 2}), *after, *sum;
+    OK(claystone_memory_set_allocator(device, &counting));
+    after = floats(1, 2, (float[]){3, 4});
+    CHECK(pieces == 1 && stat("segment.all.current") == 1);
+    OK(claystone_call(&(ClaystoneCall){"add", TENSORS(before, after), 2, NULL, 0}, &sum, 1, NULL));
+    expect(sum, 2, (float[]){4, 6});
+    claystone_tensor_release(before);
+    claystone_tensor_release(after);
+    claystone_tensor_release(sum);
+    OK(claystone_memory_empty_cache(device));
+    CHECK(pieces == 0);
+}
+
 static void note_failure(void *data, const ClaystoneOutOfMemory *failed) {
     CHECK(failed->device == device && failed->allowed < failed->requested);
     *(size_t *)data += failed->requested;

@@ -2,6 +2,7 @@
 the current device; RuntimeError if there is no such device. A tensor's memory is allocated at its first use."""
 
 import contextlib
+import ctypes
 import json
 import pickle
 import threading
@@ -13,8 +14,8 @@ from . import _C
 from .index import index_of
 
 __all__ = [
-    "MemPool", "PeakMemory", "attach_out_of_memory_observer", "caching_allocator_disabled", "caching_allocator_enable", "empty_cache",
-    "empty_host_cache", "get_allocator_backend", "get_per_process_memory_fraction", "host_memory_stats", "host_memory_stats_as_nested_dict",
+    "CUDAPluggableAllocator", "MemPool", "PeakMemory", "PluggableAllocator", "attach_out_of_memory_observer", "caching_allocator_disabled",
+    "caching_allocator_enable", "change_current_allocator", "empty_cache", "empty_host_cache", "get_allocator_backend", "get_per_process_memory_fraction", "host_memory_stats", "host_memory_stats_as_nested_dict",
     "max_memory_allocated", "max_memory_cached", "max_memory_reserved", "mem_get_info", "memory_allocated", "memory_cached",
     "memory_reserved", "memory_snapshot", "memory_stats", "memory_stats_as_nested_dict", "memory_summary",
     "reset_accumulated_host_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached",
@@ -208,6 +209,30 @@ def caching_allocator_disabled():
         caching_allocator_enable(before)
 
 
+class PluggableAllocator:
+    """An allocator for `change_current_allocator`: two functions of a shared library, with the types that
+    `torch.cuda.memory.CUDAPluggableAllocator` documents. The stream that they get is null. OSError without such a library,
+    AttributeError without such functions.
+    """
+
+    def __init__(self, path_to_so_file, alloc_fn_name, free_fn_name):
+        self._library = ctypes.CDLL(path_to_so_file)
+        self._functions = [ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value for name in (alloc_fn_name, free_fn_name)]
+
+
+CUDAPluggableAllocator = PluggableAllocator
+
+
+def change_current_allocator(allocator):
+    """Takes the memory of claystone's CPU device from a PluggableAllocator from now on. Its memory is cached and divided as configured,
+    and memory in use stays with the earlier allocator. RuntimeError on OpenCL devices, whose memory has no addresses."""
+    _allocators.append(allocator) # the library stays loaded
+    _C.set_allocator(index_of(None), *allocator._functions)
+
+
+_allocators = []
+
+
 def attach_out_of_memory_observer(observer):
     """Calls `observer(device, requested, allowed, free)` when an allocation fails, before torch.OutOfMemoryError is raised: the device's
     index, and bytes. Observers stay as long as the process. The allocating thread calls them; errors they raise are printed."""
@@ -222,12 +247,12 @@ class MemPool:
     of graphs into the pool. When nothing refers to the pool any more, its memory joins the device's; tensors in it stay valid.
 
     With `use_on_oom`, allocations outside take the pool's free memory before they fail. With `no_split`, every allocation gets a segment
-    of its own. TypeError for an `allocator`, which would have to return addresses.
+    of its own. TypeError for an `allocator`: all pools of a device have its allocator.
     """
 
     def __init__(self, allocator=None, use_on_oom=False, no_split=False):
         if allocator is not None:
-            raise TypeError("memory of OpenCL devices has no addresses that another allocator could return")
+            raise TypeError("a pool has the allocator of its device: see change_current_allocator")
         self.device = index_of(None)
         self._pool = _C.Pool(self.device, use_on_oom, no_split)
 
@@ -282,13 +307,11 @@ def _record_memory_history(enabled="all", context="all", stacks="python", max_en
     `enabled` is "state" for the origin of live memory, or "all" for the latest `max_entries` events too. `context` says which entries have
     an origin: None, "state" (live memory), "alloc" (also events that allocate) or "all". An origin is the names of PyTorch's operators and,
     with stacks="all", frames of native code. `clear_history` discards earlier events; stopping does too. Snapshots leave out the
-    events in `skip_actions`. `device` is the device to record, by default all; record_cuda=False records none. Names of operators and
-    annotations are always recorded, whatever `compile_context` and `global_record_annotations` say. NotImplementedError for
-    `record_pinned_host_memory`: pinned memory has statistics but no history.
+    events in `skip_actions`. `device` is the device to record, by default all; record_cuda=False records none.
+    `record_pinned_host_memory` records the memory that pin_memory() allocates, without origins. Names of operators and annotations are
+    always recorded, whatever `compile_context` and `global_record_annotations` say. ValueError for another value of an argument.
     """
     global _skipped
-    if record_pinned_host_memory:
-        raise NotImplementedError("claystone records no history of pinned memory: host_memory_stats() has its statistics")
     recordings, contexts = {None: 0, False: 0, "state": 1, "all": 2, True: 2}, {None: 0, "state": 1, "alloc": 2, "all": 3}
     if enabled not in recordings or context not in contexts or stacks not in ("python", "all"):
         raise ValueError(f"cannot record with enabled={enabled!r}, context={context!r}, stacks={stacks!r}")
@@ -297,6 +320,8 @@ def _record_memory_history(enabled="all", context="all", stacks="python", max_en
     for index in range(_C.device_count()) if device is None else [index_of(device)]:
         _C.memory_record_history(
             index, recording, contexts[context], stacks == "all", clear_history or recording == 0, min(max_entries, 1 << 24))
+    pinned = recordings[enabled] if record_pinned_host_memory else 0
+    _C.record_pinned_history(max_entries if pinned == 2 else pinned, clear_history or pinned == 0)
 
 
 def _set_memory_metadata(metadata):
@@ -305,7 +330,8 @@ def _set_memory_metadata(metadata):
     text = json.dumps(metadata, separators=(",", ":")) if isinstance(metadata, dict) else metadata
     _C.memory_set_context(text)
     _of_thread.metadata = text
-    _metadata.add(text)
+    if text:
+        _metadata.add(text)
 
 
 def _get_memory_metadata():
@@ -318,6 +344,19 @@ def _with_metadata(entry):
     outer = max((text for text in _metadata if names == text or names.startswith(text + "/")), key=len, default="")
     rest = names[len(outer):].lstrip("/") if outer else names
     return {**entry, "user_metadata": outer, "compile_context": rest or "N/A"}
+
+
+def _host_segment(address, nbytes):
+    block = {"address": address, "size": nbytes, "requested_size": nbytes, "state": "active_allocated", "frames": []}
+    sizes = dict.fromkeys(("total_size", "allocated_size", "active_size", "requested_size"), nbytes)
+    return {"device": -1, "address": address, "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": False,
+            "frames": [], "blocks": [block], **sizes}
+
+
+def _host_entries(allocates, address, nbytes, time_us):
+    actions = ("alloc",) if allocates else ("free_requested", "free_completed")
+    return [{"action": action, "addr": address, "size": nbytes, "stream": 0, "time_us": time_us, "frames": [], "compile_context": "N/A",
+             "user_metadata": ""} for action in actions if action not in _skipped]
 
 
 def _snapshot(device=None, augment_with_fx_traces=False, include_traces=True):
@@ -334,6 +373,8 @@ def _snapshot(device=None, augment_with_fx_traces=False, include_traces=True):
         else:
             result["segments"] += one["segments"]
         result["device_traces"][index] = entries
+    result["host_segments"] = [_host_segment(address, nbytes) for address, nbytes in _C.pinned_blocks()]
+    result["host_traces"] = [entry for event in _C.pinned_history() if include_traces for entry in _host_entries(*event)]
     return _augment_memory_snapshot_stack_traces(result) if augment_with_fx_traces else result
 
 

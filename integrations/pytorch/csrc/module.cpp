@@ -56,6 +56,28 @@ void attach_oom_observer(int index, const py::function& observer) {
     check(claystone_memory_observe_oom(claystone_device(index), observe, attached, &registered));
 }
 
+// Takes a device's memory from functions at these addresses, with the types of torch.cuda.memory.CUDAPluggableAllocator's.
+void set_allocator(int index, uintptr_t allocate, uintptr_t free) {
+    struct Plugged {
+        void* (*allocate)(ssize_t nbytes, int index, void* stream);
+        void (*free)(void* memory, ssize_t nbytes, int index, void* stream);
+        int index;
+    };
+    // Used until the process ends.
+    auto* const plugged = new Plugged{reinterpret_cast<decltype(Plugged::allocate)>(allocate), reinterpret_cast<decltype(Plugged::free)>(free), index};
+    const ClaystoneAllocator functions{
+        [](void* data, size_t nbytes) {
+            const auto& plugged = *static_cast<const Plugged*>(data);
+            return plugged.allocate(nbytes, plugged.index, nullptr);
+        },
+        [](void* data, void* memory, size_t nbytes) {
+            const auto& plugged = *static_cast<const Plugged*>(data);
+            plugged.free(memory, nbytes, plugged.index, nullptr);
+        },
+        plugged};
+    check(claystone_memory_set_allocator(claystone_device(index), &functions));
+}
+
 } // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -102,6 +124,10 @@ PYBIND11_MODULE(_C, module) {
     module.def("memory_set_context", [](const std::string& name) { check(claystone_memory_set_context(name.c_str())); });
     module.def("check_alloc_conf", [](const std::string& text) { check(claystone_memory_check_config(text.c_str())); });
     module.def("enable_caching", [](int index, bool enable) { check(claystone_memory_enable_caching(claystone_device(index), enable)); });
+    module.def("set_allocator", &set_allocator);
+    module.def("record_pinned_history", &record_pinned_history);
+    module.def("pinned_blocks", &pinned_blocks);
+    module.def("pinned_history", &pinned_history);
     module.def("attach_oom_observer", &attach_oom_observer);
     module.def("pinned_memory_stats", &pinned_statistics);
     module.def("empty_pinned_cache", &empty_pinned_cache);

@@ -9,7 +9,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <chrono>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 
@@ -29,6 +31,32 @@ std::map<const char*, Pinned*>& all() {
     return *blocks;
 }
 
+// The latest events, and the number to keep; guarded by `mutex`.
+struct History {
+    std::deque<std::tuple<bool, uintptr_t, size_t, int64_t>> events;
+    size_t max_entries = 0;
+
+    void add(bool allocates, const Pinned& pinned) {
+        if (max_entries == 0) {
+            return;
+        }
+        const auto now = std::chrono::system_clock::now().time_since_epoch();
+        events.emplace_back(
+            allocates, reinterpret_cast<uintptr_t>(pinned.start), pinned.nbytes, std::chrono::duration_cast<std::chrono::microseconds>(now).count());
+        shrink();
+    }
+    void shrink() {
+        while (events.size() > max_entries) {
+            events.pop_front();
+        }
+    }
+};
+
+History& history() {
+    static auto* const one = new History; // never destroyed, as `all`
+    return *one;
+}
+
 void delete_pinned(void* context) {
     if (is_forked()) {
         return;
@@ -37,6 +65,7 @@ void delete_pinned(void* context) {
     {
         std::lock_guard lock(mutex);
         all().erase(pinned->start);
+        history().add(false, *pinned);
     }
     delete pinned;
 }
@@ -44,19 +73,49 @@ void delete_pinned(void* context) {
 using c10::CachingAllocator::DurationStat;
 using c10::CachingAllocator::Stat;
 
-void add(Stat& sum, const std::map<std::string, int64_t>& values, const std::string& name) {
-    sum.current += values.at(name + ".current");
-    sum.peak += values.at(name + ".peak");
-    sum.allocated += values.at(name + ".allocated");
-    sum.freed += values.at(name + ".freed");
+template <typename F>
+void each_device(F f) {
+    for (c10::DeviceIndex index = 0; index < device_count(); index++) {
+        check(f(claystone_device(index)));
+    }
 }
 
-void add(DurationStat& sum, const std::map<std::string, int64_t>& values, const std::string& name) {
-    const int64_t count = values.at(name + ".count"), least = values.at(name + ".min");
-    sum.min = sum.count == 0 || (count > 0 && least < sum.min) ? least : sum.min;
-    sum.max = std::max<int64_t>(sum.max, values.at(name + ".max"));
-    sum.total += values.at(name + ".total");
-    sum.count += count;
+// Converts statistics to PyTorch's, whose names PyTorch 2.10 changed.
+template <typename Stats>
+Stats to_host_stats(const std::map<std::string, int64_t>& values) {
+    const auto stat = [&](const std::string& name) {
+        Stat result;
+        result.current = values.at(name + ".current");
+        result.peak = values.at(name + ".peak");
+        result.allocated = values.at(name + ".allocated");
+        result.freed = values.at(name + ".freed");
+        return result;
+    };
+    const auto time = [&](const std::string& name) {
+        DurationStat result;
+        result.total = values.at(name + ".total");
+        result.max = values.at(name + ".max");
+        result.min = values.at(name + ".min");
+        result.count = values.at(name + ".count");
+        return result;
+    };
+    Stats stats;
+    if constexpr (requires { stats.active_requests; }) {
+        stats.active_requests = stat("active_requests");
+        stats.active_bytes = stat("active_bytes");
+        stats.allocations = stat("allocations");
+        stats.allocated_bytes = stat("allocated_bytes");
+    } else {
+        stats.allocation = stat("active_requests");
+        stats.allocated_bytes = stat("active_bytes");
+        stats.segment = stat("allocations");
+        stats.reserved_bytes = stat("allocated_bytes");
+    }
+    stats.host_alloc_time = time("host_alloc_time");
+    stats.host_free_time = time("host_free_time");
+    stats.num_host_alloc = values.at("num_host_alloc");
+    stats.num_host_free = values.at("num_host_free");
+    return stats;
 }
 
 struct Allocator final : at::HostAllocator {
@@ -71,6 +130,7 @@ struct Allocator final : at::HostAllocator {
         auto* pinned = new Pinned{StorageHandle(storage, ReleaseStorage()), static_cast<char*>(data), nbytes};
         std::lock_guard lock(mutex);
         all()[pinned->start] = pinned;
+        history().add(true, *pinned);
         return {data, pinned, &delete_pinned, c10::DeviceType::CPU};
     }
     c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -81,34 +141,7 @@ struct Allocator final : at::HostAllocator {
     void empty_cache() override { each_device(claystone_pinned_memory_empty_cache); }
     void reset_accumulated_stats() override { each_device(claystone_pinned_memory_reset_accumulated); }
     void reset_peak_stats() override { each_device(claystone_pinned_memory_reset_peak); }
-    at::HostStats get_stats() override {
-        at::HostStats sum;
-        each_device([&](int device) {
-            ClaystoneBytes json;
-            const auto status = claystone_pinned_memory_stats(device, &json);
-            if (status == CLAYSTONE_STATUS_OK) {
-                const auto values = numbers(json);
-                add(sum.active_requests, values, "active_requests");
-                add(sum.active_bytes, values, "active_bytes");
-                add(sum.allocations, values, "allocations");
-                add(sum.allocated_bytes, values, "allocated_bytes");
-                add(sum.host_alloc_time, values, "host_alloc_time");
-                add(sum.host_free_time, values, "host_free_time");
-                sum.num_host_alloc += values.at("num_host_alloc");
-                sum.num_host_free += values.at("num_host_free");
-            }
-            return status;
-        });
-        return sum;
-    }
-
-private:
-    template <typename F>
-    static void each_device(F f) {
-        for (c10::DeviceIndex index = 0; index < device_count(); index++) {
-            check(f(claystone_device(index)));
-        }
-    }
+    at::HostStats get_stats() override { return to_host_stats<at::HostStats>(pinned_statistics()); }
 };
 
 } // namespace
@@ -131,6 +164,30 @@ c10::Allocator* pinned_allocator() {
     return &host_allocator();
 }
 
+void record_pinned_history(size_t max_entries, bool clear) {
+    std::lock_guard lock(mutex);
+    history().max_entries = max_entries;
+    if (clear) {
+        history().events.clear();
+    } else if (max_entries > 0) {
+        history().shrink();
+    }
+}
+
+std::vector<std::tuple<bool, uintptr_t, size_t, int64_t>> pinned_history() {
+    std::lock_guard lock(mutex);
+    return {history().events.begin(), history().events.end()};
+}
+
+std::vector<std::pair<uintptr_t, size_t>> pinned_blocks() {
+    std::lock_guard lock(mutex);
+    std::vector<std::pair<uintptr_t, size_t>> blocks;
+    for (const auto& [start, pinned] : all()) {
+        blocks.emplace_back(reinterpret_cast<uintptr_t>(start), pinned->nbytes);
+    }
+    return blocks;
+}
+
 void empty_pinned_cache() {
     host_allocator().empty_cache();
 }
@@ -144,22 +201,30 @@ void reset_accumulated_pinned_statistics() {
 }
 
 std::map<std::string, int64_t> pinned_statistics() {
-    const at::HostStats stats = host_allocator().get_stats();
-    std::map<std::string, int64_t> result{{"num_host_alloc", stats.num_host_alloc}, {"num_host_free", stats.num_host_free}};
-    const auto add = [&](const std::string& name, const c10::CachingAllocator::Stat& stat) {
-        result.insert({{name + ".current", stat.current}, {name + ".peak", stat.peak}, {name + ".allocated", stat.allocated}, {name + ".freed", stat.freed}});
-    };
-    const auto add_time = [&](const std::string& name, const c10::CachingAllocator::DurationStat& time) {
-        const int64_t average = time.count > 0 ? time.total / time.count : 0;
-        result.insert({{name + ".total", time.total}, {name + ".max", time.max}, {name + ".min", time.min}, {name + ".count", time.count}, {name + ".avg", average}});
-    };
-    add("active_requests", stats.active_requests);
-    add("active_bytes", stats.active_bytes);
-    add("allocations", stats.allocations);
-    add("allocated_bytes", stats.allocated_bytes);
-    add_time("host_alloc_time", stats.host_alloc_time);
-    add_time("host_free_time", stats.host_free_time);
-    return result;
+    std::map<std::string, int64_t> sum;
+    each_device([&](int device) {
+        ClaystoneBytes json;
+        const auto status = claystone_pinned_memory_stats(device, &json);
+        if (status != CLAYSTONE_STATUS_OK) {
+            return status;
+        }
+        const auto values = numbers(json);
+        for (const auto& [name, value] : values) {
+            int64_t& total = sum[name];
+            if (name.ends_with(".max")) {
+                total = std::max(total, value);
+            } else if (name.ends_with(".min")) {
+                total = total == 0 || value == 0 ? std::max(total, value) : std::min(total, value);
+            } else {
+                total += value;
+            }
+        }
+        return status;
+    });
+    for (const std::string name : {"host_alloc_time", "host_free_time"}) {
+        sum[name + ".avg"] = sum[name + ".total"] / std::max<int64_t>(1, sum[name + ".count"]);
+    }
+    return sum;
 }
 
 std::pair<StorageHandle, size_t> pinned_storage(const void* address) {

@@ -4,6 +4,8 @@
 #include "storage.h"
 
 #include <map>
+#include <tuple>
+#include <vector>
 
 namespace claystone_torch {
 
@@ -11,7 +13,13 @@ namespace claystone_torch {
 c10::Allocator* pinned_allocator();
 // Returns pinned memory that nothing uses to the driver.
 void empty_pinned_cache();
-// The statistics of PyTorch's host allocators by name, summed over the devices.
+// Starts to record the latest events of pinned memory, or stops with 0. Events recorded before are discarded if `clear`.
+void record_pinned_history(size_t max_entries, bool clear);
+// The recorded events, the oldest first: whether memory was allocated or else released, its address and bytes, and microseconds since 1970.
+std::vector<std::tuple<bool, uintptr_t, size_t, int64_t>> pinned_history();
+// The addresses and sizes of the pinned memory in use.
+std::vector<std::pair<uintptr_t, size_t>> pinned_blocks();
+// The statistics of claystone_pinned_memory_stats, summed over the devices.
 std::map<std::string, int64_t> pinned_statistics();
 void reset_peak_pinned_statistics();
 void reset_accumulated_pinned_statistics();

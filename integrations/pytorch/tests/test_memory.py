@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import unittest
 from pathlib import Path
 
@@ -192,6 +193,50 @@ class Memory(unittest.TestCase):
         torch.claystone.set_per_process_memory_fraction(1.0)
         del x, kept
 
+    def test_history_of_pinned_memory(self):
+        torch.claystone._record_memory_history(record_pinned_host_memory=True, record_cuda=False, max_entries=3, clear_history=True)
+        kept = torch.ones(5000).pin_memory()
+        torch.ones(100).pin_memory()
+        torch.ones(100).pin_memory()
+        snapshot = torch.claystone._snapshot()
+        torch.claystone._record_memory_history(None)
+        self.assertEqual([entry["action"] for entry in snapshot["host_traces"]],
+                         ["free_requested", "free_completed", "alloc", "free_requested", "free_completed"])
+        self.assertEqual(snapshot["device_traces"][0], [])
+        self.assertIn((kept.data_ptr(), 20000), [(segment["address"], segment["total_size"]) for segment in snapshot["host_segments"]])
+        self.assertEqual(torch.claystone._snapshot()["host_traces"], [])
+
+    def test_another_allocator(self):
+        source = """
+            #include <stdlib.h>
+            static long pieces;
+            void *allocate(ssize_t nbytes, int device, void *stream) { pieces++; return stream || device ? 0 : malloc(nbytes); }
+            void release(void *memory, ssize_t nbytes, int device, void *stream) { pieces--; free(memory); }
+            long count(void) { return pieces; }
+        """
+        program = """
+            import ctypes, sys, torch, claystone_torch
+            before = torch.ones(1 << 18, device="claystone")
+            memory = torch.claystone.memory
+            memory.change_current_allocator(memory.CUDAPluggableAllocator(sys.argv[1], "allocate", "release"))
+            count = ctypes.CDLL(sys.argv[1]).count
+            after = torch.full((1 << 18,), 2.0, device="claystone")
+            assert count() == torch.claystone.memory_stats()["segment.all.current"] >= 1
+            assert (before + after).sum().item() == 3 << 18
+            del after
+            torch.claystone.empty_cache()
+            assert count() == 0, count()
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            file, library = Path(folder) / "allocator.c", Path(folder) / "allocator.so"
+            file.write_text(source)
+            subprocess.run(["gcc", "-shared", "-fPIC", "-include", "sys/types.h", "-o", library, file], check=True)
+            if torch.claystone.is_opencl():
+                with self.assertRaisesRegex(RuntimeError, "cl_mem"):
+                    torch.claystone.change_current_allocator(torch.claystone.PluggableAllocator(str(library), "allocate", "release"))
+            else:
+                subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(program), str(library)], check=True)
+
     def test_caching_is_disabled(self):
         torch.claystone.empty_cache()
         with torch.claystone.caching_allocator_disabled():
@@ -283,8 +328,6 @@ class Memory(unittest.TestCase):
         self.assertIn('{"phase":"train"}', phases)
         self.assertEqual(torch.claystone._snapshot()["device_traces"][0], [])
         self.assertEqual(kept.numel(), 7)
-        with self.assertRaises(NotImplementedError):
-            torch.claystone._record_memory_history(record_pinned_host_memory=True)
         with self.assertRaises(ValueError):
             torch.claystone._record_memory_history(stacks="c")
         self.assertIn("aten::linear", {annotation["name"] for annotation in snapshot["external_annotations"]})

@@ -248,6 +248,7 @@ fn configs() -> impl Strategy<Value = Config> {
             expandable_segments: on[0],
             pinned_use_background_threads: on[1],
             pinned_reserve_segment_size: sizes.3,
+            pinned_max_cached_size: sizes.4,
             memory_limit: sizes.4,
             segments: if on[2] { SegmentSizes::PyTorch } else { SegmentSizes::Adaptive },
             cross_stream_reuse: on[3],

@@ -48,6 +48,31 @@ fn allocations_inside_come_from_the_pool_and_nothing_else_does() {
 }
 
 #[test]
+fn entered_pools_are_left_in_any_order() {
+    let (_, allocator) = shared(1 << 30, "");
+    let [a, b, c] = [(); 3].map(|()| MemPool::new(&allocator, MemPoolOptions::default()));
+    let used = || {
+        let block = take(&allocator, 1000);
+        let live = [&a, &b, &c].map(|pool| pool.stats().allocations);
+        allocator.deallocate(block);
+        live
+    };
+    let (first, second) = (a.enter(), b.enter());
+    assert_eq!(used(), [0, 1, 0]);
+    use_mem_pool(&c, || {
+        drop(first);
+        assert_eq!(used(), [0, 0, 1]);
+        drop(second);
+        assert_eq!(used(), [0, 0, 1]);
+    });
+    assert_eq!(used(), [0; 3]);
+    let late = use_mem_pool(&c, || a.enter()); // the end of the call leaves the pool
+    assert_eq!(used(), [0; 3]);
+    drop(late);
+    assert_eq!(used(), [0; 3]);
+}
+
+#[test]
 fn a_panic_leaves_the_pool() {
     let (_, allocator) = shared(1 << 30, "");
     let pool = MemPool::new(&allocator, MemPoolOptions::default());
