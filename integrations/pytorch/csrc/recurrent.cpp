@@ -7,6 +7,7 @@
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -267,6 +268,9 @@ Tensors run_with_dropout(const Call& call, const Tensors& tensors) {
 
 void recurrent(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     try {
+        if (c10::impl::TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/true)) {
+            throw Refused("a dispatch mode, such as the capture of a graph on the CPU, sees the operators of single steps");
+        }
         const auto [call, tensors] = read(op, *stack);
         check_plain(*call, tensors);
         const bool drops = call->train && call->dropout > 0 && call->layers > 1;

@@ -101,6 +101,24 @@ class Graphs(unittest.TestCase):
         for a, b in zip(wanted, found, strict=True):
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
 
+    def test_recurrent_layers(self):
+        lstm = torch.nn.LSTM(8, 16, 2).to(DEVICE)
+        x = torch.randn(5, 3, 8, device=DEVICE)
+
+        def step():
+            lstm.zero_grad(set_to_none=False)
+            loss = lstm(x)[0].square().mean()
+            loss.backward()
+            return loss
+
+        step()
+        graph, loss = self.capture(step)
+        for _ in range(2):
+            x.copy_(torch.randn(5, 3, 8))
+            graph.replay()
+            found = [loss.item(), lstm.weight_hh_l0.grad.cpu()]
+            torch.testing.assert_close(found, [step().item(), lstm.weight_hh_l0.grad.cpu()], rtol=1e-4, atol=1e-6)
+
     def test_random_numbers_differ_between_replays(self):
         x = torch.ones(1000, device=DEVICE)
         graph, y = self.capture(lambda: torch.nn.functional.dropout(x, 0.5))
