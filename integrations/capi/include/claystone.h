@@ -600,6 +600,7 @@ ClaystoneStatus claystone_formula_operations(ClaystoneBytes *operations);
 // Stores the number of launches of this process so far: kernels on OpenCL devices, and operations on the CPU device. Copies, fills,
 // reads and writes are not counted.
 ClaystoneStatus claystone_launch_count(uint64_t *count);
+
 // Records from now on the kernels, fills and copies that this thread submits to its current stream of the pool's device, instead of
 // running them. Allocations come from the pool. Tensors that are made meanwhile have no values before the first replay. Reads, waits,
 // writes from the host, events and work on other streams of the device are errors; the capture continues after them. Other threads and
