@@ -95,7 +95,7 @@ class Run:
         self.update = self.optimiser.step
         if compile:
             torch._dynamo.reset()  # networks that share a loss do not share its limit of compilations
-            self.loss, self.update = torch.compile(loss), torch.compile(self.update)
+            self.loss, self.update = (torch.compile(f, backend="claystone") for f in (loss, self.update))
 
     def step(self):
         self.optimiser.zero_grad()
