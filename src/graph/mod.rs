@@ -300,7 +300,7 @@ impl GraphCapture {
             return fail("the pool lends its free memory to other allocations: make it without use_on_oom".into());
         }
         let Some(claim) = pool.claim_capture() else {
-            return fail("another thread is capturing a graph into the pool: capture one graph at a time".into());
+            return fail("a capture into the pool is in progress: capture one graph at a time".into());
         };
         let reason = "the CPU runs work immediately and has no queue to record: call the closure directly";
         let recorder = Recorder::start(device.opencl("Graph::capture", reason)?)?;

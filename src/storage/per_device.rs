@@ -8,7 +8,7 @@ use crate::device::{read, write};
 
 static TABLE: RwLock<Vec<(Device, &'static (dyn Any + Send + Sync))>> = RwLock::new(Vec::new());
 
-/// Values that others replaced. References to them may remain, and leak checkers find them here.
+/// Replaced values, which are never freed because references to them may remain. Leak checkers find them here.
 static REPLACED: RwLock<Vec<&'static (dyn Any + Send + Sync)>> = RwLock::new(Vec::new());
 
 /// Returns the device's value of type `T`, or `None` if there is none.

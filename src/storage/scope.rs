@@ -45,19 +45,19 @@ pub(super) fn enter<T>(list: &'static LocalKey<ScopeList<T>>, value: T) -> Enter
 
 impl<T> Drop for Entered<T> {
     fn drop(&mut self) {
-        // SAFETY: `enter` made the scope from a box, and only this drop frees it.
-        let scope = unsafe { Box::from_raw(self.1) };
         self.0.with(|list| {
             let mut link = &list.0;
             // A scope that is not in the list was entered inside a `with_innermost` call that has returned.
             // SAFETY: every scope in the list is alive: `with_innermost` and this drop remove theirs first.
             while let Some(next) = unsafe { link.get().as_ref() } {
-                if std::ptr::eq(next, &raw const *scope) {
-                    return link.set(scope.outer.get());
+                if std::ptr::eq(next, self.1) {
+                    return link.set(next.outer.get());
                 }
                 link = &next.outer;
             }
         });
+        // SAFETY: `enter` made the scope from a box, only this drop frees it, and no reference to the scope is left.
+        drop(unsafe { Box::from_raw(self.1) });
     }
 }
 

@@ -153,7 +153,10 @@ pub unsafe extern "C" fn claystone_memory_set_allocator(
             return Err(Fault::Argument("allocate or free is null".into()));
         }
         let plugged = Arc::new(PluggedDriver { functions, own: driver(device)? });
-        SWITCHED.lock().unwrap_or_else(PoisonError::into_inner).remove(&number);
-        Ok(set_allocator(device, build_allocator(plugged, Config::from_env()?)?)?)
+        let allocator = build_allocator(plugged, Config::from_env()?)?;
+        let mut switched = SWITCHED.lock().unwrap_or_else(PoisonError::into_inner);
+        set_allocator(device, allocator)?;
+        switched.remove(&number);
+        Ok(())
     })
 }

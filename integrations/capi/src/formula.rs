@@ -24,7 +24,9 @@ struct Parser {
 
 impl Parser {
     fn operand(&self, word: &str) -> Result<Expr, Fault> {
-        let unknown = || Fault::Argument(format!("{word:?} is no operand of a formula"));
+        let (inputs, scalars) = (self.inputs, self.scalars);
+        let unknown =
+            || Fault::Argument(format!("{word:?} is no operand of a formula of {inputs} inputs and {scalars} scalars"));
         let index = |digits: &str, count: usize| digits.parse().ok().filter(|&i: &usize| i < count).ok_or_else(unknown);
         match word.split_at_checked(1) {
             Some(("x", digits)) => Ok(Expr::input(index(digits, self.inputs)?)),
@@ -45,7 +47,10 @@ impl Parser {
         let (tensors, scalars) = operands.split_at(row.arity.min(operands.len()));
         Ok(match derivative {
             None => row.formula(tensors, scalars)?,
-            Some(of) => row.derivative_formula(of.parse().unwrap_or(usize::MAX), tensors, scalars)?,
+            Some(of) => {
+                let unknown = || Fault::Argument(format!("{word:?}: {of:?} is no number of an operand"));
+                row.derivative_formula(of.parse().map_err(|_| unknown())?, tensors, scalars)?
+            }
         })
     }
 

@@ -118,7 +118,7 @@ struct Block {
     // storages that the capture used, so these stay.
     bool replace(StorageHandle storage) {
         std::lock_guard lock(mutex);
-        if (held && is_captured) {
+        if (held && (is_captured || is_capturing())) {
             return false;
         }
         is_captured = is_capturing();
@@ -351,7 +351,7 @@ void move_storage(const at::Tensor& target, const at::Tensor& source) {
     const auto [block, before] = block_and_offset(target);
     const auto [other, other_before] = block_and_offset(source);
     TORCH_CHECK(before == 0 && other_before == 0 && block.nbytes == other.nbytes, "claystone: the storages have different sizes");
-    block.replace(other.storage());
+    TORCH_CHECK(block.replace(other.storage()), "claystone: a graph uses the storage that is to be replaced");
 }
 
 bool adopt(const at::TensorBase& target, const TensorHandle& result) {

@@ -6,12 +6,15 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
 
 namespace claystone_torch {
 namespace {
@@ -215,15 +218,26 @@ struct Formula final : Instruction {
             add(slots[slot].toTensor());
         }
         const c10::DeviceGuard guard(c10::Device(c10::DeviceType::PrivateUse1, inputs.empty() ? device : slots[inputs[0]].toTensor().device().index()));
+        c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 1> copies; // from, to
         for (const Result& result : outputs) {
             made.push_back(output(result, slots));
-            add(made.back());
+            const auto shares = [&](const at::Tensor& other) { return other.is_alias_of(made.back()); };
+            if (std::any_of(made.begin(), made.end() - 1, shares)) {
+                // A launch cannot write two views of one storage.
+                copies.emplace_back(at::empty_like(made.back(), at::MemoryFormat::Contiguous), made.back());
+                add(copies.back().first);
+            } else {
+                add(made.back());
+            }
         }
         if (made[0].numel() > 0) {
             with_annotation(name, [&] {
                 check(claystone_formula_run(
                     formula.get(), {given.data(), inputs.size()}, numbers.data(), numbers.size(), {given.data() + inputs.size(), outputs.size()}));
             });
+        }
+        for (const auto& [from, to] : copies) {
+            to.copy_(from);
         }
         for (size_t i = 0; i < results.size(); i++) {
             slots[results[i]] = std::move(made[i]);

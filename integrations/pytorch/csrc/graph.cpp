@@ -9,6 +9,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
 #include <fstream>
 #include <utility>
 
@@ -22,8 +23,8 @@ namespace py = pybind11;
 namespace claystone_torch {
 namespace {
 
-// The graph that this thread captures, and whether its backward passes used other threads before.
-thread_local const Graph* capturing = nullptr;
+// The number of the graph that this thread captures, or 0, and whether its backward passes used other threads before.
+thread_local uint64_t capturing = 0;
 thread_local bool was_multithreaded = true;
 
 void wait(const c10::Stream& stream, const c10::Stream& other) {
@@ -35,37 +36,65 @@ void wait(const c10::Stream& stream, const c10::Stream& other) {
 } // namespace
 
 bool is_capturing() {
-    return capturing != nullptr;
+    return capturing != 0;
 }
 
 Graph::~Graph() {
     if (is_forked()) {
         return;
     }
-    if (capturing == this) {
-        end(false);
+    if (capturing == number) {
+        end_here();
+        claystone_graph_capture_abandon(); // a destructor reports no error
     }
-    claystone_graph_release(graph);
+}
+
+uint64_t Graph::next_number() {
+    static std::atomic<uint64_t> count = 0;
+    return ++count;
 }
 
 void Graph::capture_begin(std::optional<c10::MempoolId_t> pool) {
-    TORCH_CHECK(graph == nullptr, "claystone: this graph has a capture: call reset(), or make another graph");
+    TORCH_CHECK(!get(), "claystone: this graph has a capture: call reset(), or make another graph");
     const auto index = current_device();
-    memory = pool ? find_pool(*pool, index) : make_pool(index, false, false);
-    stream = current_stream(index);
-    stream_handle(*stream); // makes the default stream's handle, which replays need
-    check(claystone_graph_capture_begin(memory->handle));
-    capturing = this;
+    auto used = pool ? find_pool(*pool, index) : make_pool(index, false, false);
+    const auto now = current_stream(index);
+    stream_handle(now); // makes the default stream's handle, which replays need
+    check(claystone_graph_capture_begin(used->handle));
+    memory = std::move(used);
+    stream = now;
+    capturing = number;
     auto& autograd = c10::AutogradState::get_tls_state();
     was_multithreaded = autograd.get_multithreading_enabled();
     autograd.set_multithreading_enabled(false);
 }
 
 void Graph::end(bool keep) {
-    TORCH_CHECK(capturing == this, "claystone: this thread is not capturing this graph");
-    capturing = nullptr;
+    TORCH_CHECK(capturing == number, "claystone: this thread is not capturing this graph");
+    end_here();
+    ClaystoneGraph* made = nullptr;
+    check(keep ? claystone_graph_capture_end(&made) : claystone_graph_capture_abandon());
+    set(made);
+}
+
+void Graph::end_here() {
+    capturing = 0;
     c10::AutogradState::get_tls_state().set_multithreading_enabled(was_multithreaded);
-    check(keep ? claystone_graph_capture_end(&graph) : claystone_graph_capture_abandon());
+}
+
+std::shared_ptr<ClaystoneGraph> Graph::get() const {
+    const std::lock_guard lock(mutex);
+    return graph;
+}
+
+void Graph::set(ClaystoneGraph* made) {
+    std::shared_ptr<ClaystoneGraph> old(made, [](ClaystoneGraph* graph) {
+        if (!is_forked()) {
+            claystone_graph_release(graph);
+        }
+    });
+    const std::lock_guard lock(mutex);
+    graph.swap(old);
 }
 
 void Graph::capture_end() {
@@ -78,16 +107,17 @@ void Graph::capture_abandon() {
 }
 
 void Graph::replay() {
-    TORCH_CHECK(graph != nullptr, "claystone: there is no captured graph to replay");
+    const auto own = get(); // another thread may reset the graph meanwhile
+    TORCH_CHECK(own, "claystone: there is no captured graph to replay");
     const auto now = current_stream(stream->device_index());
     wait(*stream, now);
-    check(claystone_graph_replay(graph));
+    check(claystone_graph_replay(own.get()));
     wait(now, *stream);
 }
 
 void Graph::reset() {
-    TORCH_CHECK(capturing != this, "claystone: a graph cannot be reset during its capture");
-    claystone_graph_release(std::exchange(graph, nullptr));
+    TORCH_CHECK(capturing != number, "claystone: a graph cannot be reset during its capture");
+    set(nullptr);
     memory.reset();
 }
 
@@ -97,9 +127,10 @@ c10::MempoolId_t Graph::pool() const {
 }
 
 size_t Graph::commands() const {
-    TORCH_CHECK(graph != nullptr, "claystone: there is no captured graph");
+    const auto own = get();
+    TORCH_CHECK(own, "claystone: there is no captured graph");
     size_t count = 0;
-    check(claystone_graph_commands(graph, &count));
+    check(claystone_graph_commands(own.get(), &count));
     return count;
 }
 

@@ -6,6 +6,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
+#include <memory>
+#include <mutex>
 #include <optional>
 
 struct _object; // a Python object
@@ -41,11 +43,18 @@ public:
     void debug_dump(const std::string& path) const;
 
 private:
+    static uint64_t next_number();
     void end(bool keep);
+    // Ends the capture of this thread, in this library only.
+    static void end_here();
+    std::shared_ptr<ClaystoneGraph> get() const;
+    void set(ClaystoneGraph* made);
 
+    const uint64_t number = next_number(); // an address could be that of an earlier graph
     std::shared_ptr<Pool> memory;
     std::optional<c10::Stream> stream;
-    ClaystoneGraph* graph = nullptr;
+    mutable std::mutex mutex; // of `graph`: replays run without Python's lock
+    std::shared_ptr<ClaystoneGraph> graph;
 };
 
 // Makes this device's graphs those of torch.accelerator.Graph, where PyTorch has it. The device must have its final name. On the CPU

@@ -179,6 +179,34 @@ class Formulas(Base):
         (_, x, y), (_, u, v) = pairs
         torch.testing.assert_close((x.cpu(), y.cpu()), (u.cpu(), v.cpu()))
 
+    def test_views_of_one_buffer_that_are_changed(self):
+        def step(a, b):
+            a.mul_(2).add_(b)
+            b.mul_(3).add_(1)
+
+        buffers = [torch.arange(10.0, device=DEVICE) for _ in range(2)]
+        for run, buffer in zip([step, compiled(step)], buffers):
+            run(buffer[:5], buffer[5:])
+        torch.testing.assert_close(buffers[1].cpu(), buffers[0].cpu())
+
+    def test_constants_are_new_at_each_call(self):
+        fast = compiled(lambda x: (x + 1, torch.tensor([1.0, 2.0])))
+        x = torch.randn(5, device=DEVICE)
+        fast(x)[1].add_(1)
+        self.assertEqual(fast(x)[1].tolist(), [1, 2])
+
+    def test_numbers_are_converted_as_without_compilation(self):
+        halves = torch.tensor([0.1, 0.2, 0.3], dtype=torch.half, device=DEVICE)
+        integers = torch.arange(3, device=DEVICE)
+        for function, x in [
+            (lambda x: x == 0.1, halves), (lambda x: x.bfloat16() <= 0.2, halves), (lambda x: x > float("inf"), halves),
+            (lambda x: torch.empty_like(x).fill_(1.5) * 2 + x, integers),
+            (lambda x: torch.empty_like(x, dtype=torch.bool).fill_(5) + x, integers),
+            (lambda x: torch._foreach_maximum([x, x], [1.0, 0.15])[1], halves.float()),
+            (lambda x: torch._foreach_minimum([x, x], [1.0, 0.15])[1], halves.float()),
+        ]:
+            torch.testing.assert_close(compiled(function)(x).cpu(), function(x).cpu())
+
     def test_values_are_freed_after_their_last_use(self):
         def chain(x):
             for _ in range(8):

@@ -8,7 +8,9 @@ aten = torch.ops.aten
 
 # Arguments that the operators on single tensors take by name only.
 BY_NAME = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}
-RENAMED = {("maximum", "Scalar"): "clamp_min", ("minimum", "Scalar"): "clamp_max", ("clamp_min", "List"): "maximum", ("clamp_max", "List"): "minimum"}
+RENAMED = {
+    ("maximum", "Scalar"): "clamp_min", ("maximum", "ScalarList"): "clamp_min", ("minimum", "Scalar"): "clamp_max",
+    ("minimum", "ScalarList"): "clamp_max", ("clamp_min", "List"): "maximum", ("clamp_max", "List"): "minimum"}
 NOT_ELEMENTWISE = ("norm", "max", "powsum", "copy", "zero")
 
 

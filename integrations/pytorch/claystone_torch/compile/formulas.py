@@ -44,6 +44,7 @@ OF_BOOLS = {
     "bitwise_or.Tensor": "logical_or(self, other)",
     "bitwise_xor.Tensor": "logical_xor(self, other)",
 }
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 GREATEST_EXACT = 2**53
 
 
@@ -235,6 +236,10 @@ class _Evaluation:
         wanted = value_of(self.node).dtype
         if is_tensor(value) and wanted == torch.bool and self._dtype(value) != torch.bool:
             return self._operation("ne_scalar", [value, 0.0])
+        if not is_tensor(value) and not wanted.is_floating_point:
+            if isinstance(value, torch.fx.Node):
+                raise NoFormula
+            return bool(value) if wanted == torch.bool else int(value)
         return value
 
     @staticmethod
@@ -252,11 +257,22 @@ class _Evaluation:
         second = values[1] if len(values) > 1 else None
         if name + "_scalar" in known and second is not None and not isinstance(second, Line) and is_number(second):
             name += "_scalar"
+        if name.removesuffix("_scalar") in COMPARISONS and is_tensor(values[0]) and is_number(second):
+            values[1] = self._rounded(second, self._dtype(values[0]))
         operation = known.get(name)
         if operation is None or len(values) != operation.tensors + operation.scalars:
             raise NoFormula
         self.lines.append((name + suffix, [self._operand(value) for value in values]))
         return Line(len(self.lines) - 1)
+
+    @staticmethod
+    def _rounded(number, dtype):
+        """The number that a comparison with halves uses, rounded to their dtype."""
+        if dtype not in (torch.float16, torch.bfloat16):
+            return number
+        if isinstance(number, torch.fx.Node):
+            raise NoFormula
+        return torch.tensor(number, dtype=dtype).item() if math.isfinite(number) else number
 
     @staticmethod
     def _operand(value):

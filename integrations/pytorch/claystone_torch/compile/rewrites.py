@@ -16,8 +16,8 @@ def apply(graph):
 def remove_aliases(graph):
     """Replaces detach and alias by their operands: within a compiled graph nothing tells them apart."""
     for node in list(graph.nodes):
-        if node.target in (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default) and node.users:
-            if node.target is not aten.lift_fresh_copy.default and any(user.op == "output" for user in node.users):
+        if node.target in (aten.detach.default, aten.alias.default) and node.users:
+            if any(user.op == "output" for user in node.users):
                 continue
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
@@ -39,8 +39,8 @@ def update_running_statistics_in_place(graph):
             copies.append((users[0], update))
         if len(copies) < 2:
             continue
-        for copy, update in copies:
-            copy.replace_all_uses_with(statistics[0])
+        for statistic, (copy, update) in zip(statistics, copies):
+            copy.replace_all_uses_with(statistic)
             graph.erase_node(copy)
             graph.erase_node(update)
         node.target = aten.native_batch_norm.default  # it writes the statistics

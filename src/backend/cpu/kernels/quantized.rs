@@ -19,7 +19,8 @@ const BLOCK: usize = 32;
 /// The number of weight rows that a thread multiplies by at a time.
 const PIECE_ROWS: usize = 32;
 
-/// The distance of a prefetched cache line from the block that is unpacked, in bytes. Processors do not follow two streams of short rows.
+/// The distance of a prefetched cache line from the block that is unpacked, in bytes. The prefetchers of
+/// processors do not recognise two interleaved streams of short rows.
 const PREFETCH_DISTANCE: usize = 1024;
 
 /// Rows of activations, as blocks of 32 integers of 16 bits with a step.
@@ -271,7 +272,7 @@ unsafe fn multiply_block<V: Dot, U: Unpack, const M: usize, const R: usize>(
             let [first_offsets, last_offsets] = V::offsets(offsets[r][m]);
             let offsets = match (U::HAS_OFFSET, U::HAS_HALVES) {
                 (false, _) => 0.0,
-                (true, false) => last_offsets, // the first are the scales
+                (true, false) => last_offsets, // the first sum is of steps times scales
                 (true, true) => first_offsets + last_offsets,
             };
             *out.0.add((first + m) * n + part.first + row + r) = V::total(sums[r][m]) + offsets;
