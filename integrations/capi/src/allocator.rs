@@ -1,6 +1,6 @@
 //! Other allocators in place of a device's own.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, btree_map::Entry};
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
@@ -26,15 +26,16 @@ pub extern "C" fn claystone_memory_enable_caching(number: i32, enable: bool) -> 
     guard("claystone_memory_enable_caching", || {
         let device = device(number)?;
         let mut switched = SWITCHED.lock().unwrap_or_else(PoisonError::into_inner);
-        if !switched.contains_key(&number) {
-            if enable {
-                return Ok(());
+        let both = match switched.entry(number) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(_) if enable => return Ok(()),
+            Entry::Vacant(entry) => {
+                let config = Config { backend: Backend::Direct, ..Config::from_env()? };
+                let direct = DirectAllocator::new(driver(device)?, config)?;
+                entry.insert([allocator(device)?, Arc::new(direct)])
             }
-            let config = Config { backend: Backend::Direct, ..Config::from_env()? };
-            let direct = DirectAllocator::new(driver(device)?, config)?;
-            switched.insert(number, [allocator(device)?, Arc::new(direct)]);
-        }
-        Ok(set_allocator(device, Arc::clone(&switched[&number][usize::from(!enable)]))?)
+        };
+        Ok(set_allocator(device, Arc::clone(&both[usize::from(!enable)]))?)
     })
 }
 
