@@ -11,7 +11,7 @@ from importlib import resources
 
 import torch
 
-from . import _C, compile, device, modules
+from . import _C, compile, composed, device, modules
 from .dry import dry_run
 from .host_graph import HostGraph
 from .table import rows as _rows
@@ -22,6 +22,7 @@ _C.register_graphs(HostGraph) # under the device's final name
 torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True)
 
 modules.install()
+composed.install()
 compile.install()
 if device.device_count() == 1:
     # Backward passes of this thread stay on it. PyTorch's thread for the device costs a change of threads for each pass, and with one
@@ -36,7 +37,10 @@ def _at_exit():
     time.sleep(0.02)
 
 
-_table = _rows(tomllib.loads(resources.files(__name__).joinpath("operators.toml").read_text()))
+_operators = tomllib.loads(resources.files(__name__).joinpath("operators.toml").read_text())
+for _reason, _names in _operators.pop("host").items():
+    _C.add_host_operators(_names, _reason)
+_table = _rows(_operators)
 _unknown = [name for name, alternatives in _table if not _C.add_row(name, alternatives)]  # older PyTorch lacks some operators
 _overloads = sorted(set(_C.register_rows()))
 

@@ -14,6 +14,7 @@ namespace {
 
 std::mutex mutex; // guards `counts`
 std::map<std::string, Fallback> counts;
+std::map<std::string, std::string> host_operators; // reasons by name without overload; written during import only
 
 // Whether the call writes in place into a tensor whose elements share memory, as in `x.expand(3).fill_(1)`.
 bool writes_overlapping(const c10::OperatorHandle& handle, const torch::jit::Stack& stack) {
@@ -67,16 +68,23 @@ std::string name_of(const c10::OperatorHandle& handle) {
     return name.overload_name.empty() ? short_name : short_name + "." + name.overload_name;
 }
 
+void add_host_operators(const std::vector<std::string>& names, const std::string& reason) {
+    for (const auto& name : names) {
+        host_operators[name] = reason;
+    }
+}
+
 void fall_back(const c10::OperatorHandle& handle, torch::jit::Stack* stack, const std::string& reason) {
     const std::string name = name_of(handle);
+    const auto host = host_operators.find(name.substr(0, name.find('.')));
     bool first;
     {
         std::lock_guard lock(mutex);
         Fallback& fallback = counts[name];
         first = fallback.count++ == 0;
-        fallback.reason = reason;
+        fallback.reason = host == host_operators.end() ? reason : "it has no row: " + host->second;
     }
-    if (first) {
+    if (first && host == host_operators.end()) {
         TORCH_WARN("claystone: ", name, " runs on the CPU: ", reason);
     }
     if (writes_overlapping(handle, *stack)) {

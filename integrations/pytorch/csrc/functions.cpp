@@ -7,6 +7,7 @@
 #include <c10/util/accumulate.h>
 
 #include <cmath>
+#include <limits>
 #include <map>
 
 namespace claystone_torch {
@@ -95,6 +96,15 @@ const std::map<std::string, Function> FUNCTIONS = {
              case CLAYSTONE_DTYPE_F16: return double(c10::Half(float(a[0].number())));
              case CLAYSTONE_DTYPE_BF16: return double(c10::BFloat16(float(a[0].number())));
              default: return a[0];
+         }
+     }},
+    // The greatest finite number of a floating-point dtype.
+    {"greatest", [](const Arguments& a) -> Value {
+         switch (dtype(a[0])) {
+             case CLAYSTONE_DTYPE_F16: return double(std::numeric_limits<c10::Half>::max());
+             case CLAYSTONE_DTYPE_BF16: return double(std::numeric_limits<c10::BFloat16>::max());
+             case CLAYSTONE_DTYPE_F32: return double(std::numeric_limits<float>::max());
+             default: return std::numeric_limits<double>::max();
          }
      }},
     // The first value that is not none.

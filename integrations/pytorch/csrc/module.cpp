@@ -89,6 +89,7 @@ PYBIND11_MODULE(_C, module) {
         return add_row(name, texts);
     });
     module.def("register_rows", &register_rows);
+    module.def("add_host_operators", &add_host_operators);
     module.def("fallbacks", [] {
         std::map<std::string, std::pair<int64_t, std::string>> all;
         for (const auto& [name, fallback] : fallbacks()) {

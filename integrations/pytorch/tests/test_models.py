@@ -72,6 +72,11 @@ class Models(unittest.TestCase):
     def test_llama(self):
         self.text(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=1, **SMALL)))
 
+    def test_mixtral(self):
+        for experts in ("eager", "grouped_mm", "batched_mm"):
+            config = transformers.MixtralConfig(num_key_value_heads=1, num_local_experts=4, output_router_logits=True, experts_implementation=experts, **SMALL)
+            self.text(lambda: transformers.MixtralForCausalLM(config))
+
     def test_t5(self):
         config = transformers.T5Config(
             d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=2, vocab_size=50, dropout_rate=0, decoder_start_token_id=0)
