@@ -24,7 +24,7 @@ def _cubic(x):
 
 
 def grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
-    """Samples `input`, of two or three spatial dims, at the coordinates of `grid`: one gather for each tap, of all channels."""
+    """Samples `input`, of two or three spatial dims, at the coordinates of `grid`: each tap selects rows of all channels."""
     batch, channels, *sizes = input.shape
 
     def padded(x, size):
@@ -54,13 +54,14 @@ def grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
             yield torch.where(inside, position, 0).long(), torch.where(inside, weight, 0)
 
     coordinates = _wide(grid).flatten(1, -2).unbind(-1)[::-1]  # the last spatial dim comes first in `grid`
-    values = _wide(input).flatten(2)
+    rows = _wide(input).movedim(1, -1).reshape(batch * math.prod(sizes), channels)
+    first = torch.arange(batch, device=input.device).unsqueeze(1) * math.prod(sizes)
     result = 0
     for corner in itertools.product(*(list(taps(x, size)) for x, size in zip(coordinates, sizes))):
-        index = sum(position * math.prod(sizes[dim + 1 :]) for dim, (position, _) in enumerate(corner))
+        index = sum((position * math.prod(sizes[dim + 1 :]) for dim, (position, _) in enumerate(corner)), first)
         weight = math.prod(weight for _, weight in corner)
-        result = result + values.gather(2, index.unsqueeze(1).expand(-1, channels, -1)) * weight.unsqueeze(1)
-    return result.view(batch, channels, *grid.shape[1:-1]).to(input.dtype)
+        result = result + rows.index_select(0, index.flatten()) * weight.reshape(-1, 1)
+    return result.view(batch, *grid.shape[1:-1], channels).movedim(-1, 1).contiguous().to(input.dtype)
 
 
 def embedding_bag(
