@@ -492,6 +492,8 @@ fn bincount_and_histc() {
         assert_eq!(t.histc(2, 0.0, 0.0).unwrap().to_vec::<f32>().unwrap(), [2.0, 1.0]);
         assert_eq!(Tensor::zeros(0, device).unwrap().histc(3, 0.0, 0.0).unwrap().to_vec::<f32>().unwrap(), [0.0; 3]);
         assert!(matches!(t.histc(2, 3.0, 1.0), Err(Error::Invalid { .. })));
+        let edges = Tensor::from_slice(&(0..41).map(|i| i as f32).collect::<Vec<_>>(), 41, device).unwrap();
+        assert_eq!(edges.histc(41, 0.0, 41.0).unwrap().to_vec::<f32>().unwrap(), [1.0; 41], "on {device}");
     });
 }
 

@@ -95,7 +95,7 @@ operations! {
         }
         invalid!(op if bins == 0 || !(low < high && (high - low).is_finite()), "{low} to {high} cannot be divided into {bins} bins");
         let (x, [low_, high_, parts]) = (Expr::input(0), [0, 1, 2].map(Expr::scalar));
-        let part = ((&x - &low_) / (&high_ - &low_) * &parts).floor().min(&parts - 1.0);
+        let part = ((&x - &low_) * &parts / (&high_ - &low_)).floor().min(&parts - 1.0);
         let part = [(x.ge(&low_) * x.le(&high_)).select(part, &parts)];
         let scalars = [Scalar::Float(low), Scalar::Float(high), Scalar::Float(bins as f64)];
         let params = Params::from_scalars(&scalars);
