@@ -37,6 +37,23 @@ fn check_outputs(op: &'static str, inputs: &[&Tensor], outputs: &[&Tensor]) -> R
     Ok(())
 }
 
+/// Builds formulas with `f`, which may read only the given numbers of inputs and scalars, and compiles them.
+fn compile(
+    op: &'static str,
+    inputs: usize,
+    scalars: usize,
+    f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
+) -> Result<(Vec<Expr>, Arc<Program>)> {
+    let leaves: Vec<Expr> = (0..inputs).map(Expr::input).collect();
+    let numbers: Vec<Expr> = (0..scalars).map(Expr::scalar).collect();
+    let exprs = f(&leaves, &numbers);
+    invalid!(op if exprs.is_empty(), "it needs at least one formula");
+    let program = Program::shared(&exprs).into_owned();
+    invalid!(op if program.inputs() > inputs || program.caller_scalars() > scalars || program.seeds() > 0,
+        "a formula reads more than the {inputs} inputs and {scalars} scalars given");
+    Ok((exprs, program))
+}
+
 /// Formulas and the program compiled from them.
 struct CompiledFormulas {
     op: &'static str,
@@ -56,13 +73,8 @@ impl CompiledFormulas {
         f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
     ) -> Result<CompiledFormulas> {
         check_outputs(op, inputs, outputs)?;
-        let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
-        let numbers: Vec<Expr> = (0..scalars).map(Expr::scalar).collect();
-        let exprs = f(&leaves, &numbers);
+        let (exprs, program) = compile(op, inputs.len(), scalars, f)?;
         invalid!(op if exprs.len() != outputs.len(), "{} formulas for {} outputs", exprs.len(), outputs.len());
-        let program = Program::shared(&exprs).into_owned();
-        invalid!(op if program.inputs() > inputs.len() || program.caller_scalars() > scalars || program.seeds() > 0,
-            "a formula reads more than the inputs and scalars given");
         let needs_integers = compute_type(&program, inputs, outputs) == Compute::I64;
         Ok(CompiledFormulas { op, exprs, program, needs_integers })
     }
@@ -257,13 +269,7 @@ impl PreparedMap {
         scalars: usize,
         f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
     ) -> Result<PreparedMap> {
-        let leaves: Vec<Expr> = (0..inputs).map(Expr::input).collect();
-        let numbers: Vec<Expr> = (0..scalars).map(Expr::scalar).collect();
-        let exprs = f(&leaves, &numbers);
-        invalid!(op if exprs.is_empty(), "it needs at least one formula");
-        let program = Program::shared(&exprs).into_owned();
-        invalid!(op if program.inputs() > inputs || program.caller_scalars() > scalars || program.seeds() > 0,
-            "a formula reads more than the {inputs} inputs and {scalars} scalars");
+        let (exprs, program) = compile(op, inputs, scalars, f)?;
         Ok(PreparedMap { op, inputs, scalars, exprs, program })
     }
 
