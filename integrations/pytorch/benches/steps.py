@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Times training steps and forward passes of networks on claystone and on PyTorch's CPU or CUDA, in turns.
 
-    python benches/steps.py [--rounds 9] [--only resnet18,lstm] [--beside cuda] [--compile]
+    python benches/steps.py [--rounds 9] [--only resnet18,lstm] [--beside cuda] [--compile [MODE]] [--beside-compiled]
 
-With `--compile`, torch.compile compiles the network with its loss, and the optimiser's step, on claystone; PyTorch's own device stays eager.
+With `--compile`, torch.compile compiles the network with its loss, and the optimiser's step, on claystone, in mode MODE. PyTorch's own device
+stays eager, except with `--beside-compiled`.
 
 Times are medians in milliseconds: wall time, and in parentheses the processor time of all threads. PyTorch's own device runs in a separate
 process, because CUDA has no backward while another device is registered (github.com/pytorch/pytorch/issues/161129)."""
@@ -88,14 +89,15 @@ CASES = {
 
 
 class Run:
-    def __init__(self, device, make, data, loss, optimiser, compile=False):
+    def __init__(self, device, make, data, loss, optimiser, mode=None):
         torch.manual_seed(0)
         self.model, self.x, self.loss = make().to(device), data().to(device), loss
         self.optimiser = optimiser(self.model.parameters())
         self.update = self.optimiser.step
-        if compile:
+        if mode:
             torch._dynamo.reset()  # networks that share a loss do not share its limit of compilations
-            self.loss, self.update = (torch.compile(f, backend="claystone") for f in (loss, self.update))
+            backend = "claystone" if device == "claystone" else "inductor"
+            self.loss, self.update = (torch.compile(f, backend=backend, mode=mode) for f in (loss, self.update))
 
     def step(self):
         self.optimiser.zero_grad()
@@ -119,8 +121,8 @@ class Run:
 class Elsewhere:
     """A run in a process without claystone, which reads commands as lines of its input."""
 
-    def __init__(self, device, name):
-        command = [sys.executable, __file__, "--serve", device, name]
+    def __init__(self, device, name, mode):
+        command = [sys.executable, __file__, "--serve", device, name, mode or ""]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def timed(self, what):
@@ -132,8 +134,8 @@ class Elsewhere:
         self.process.wait()
 
 
-def serve(device, name):
-    run = Run(device, *CASES[name])
+def serve(device, name, mode):
+    run = Run(device, *CASES[name], mode)
     for line in sys.stdin:
         print(*run.timed(line.strip()), flush=True)
 
@@ -143,8 +145,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--beside", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--compile", metavar="MODE", nargs="?", const="default")
+    parser.add_argument("--beside-compiled", action="store_true")
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         return serve(*arguments.serve)
@@ -154,7 +157,7 @@ def main():
     print(f"claystone:0 is {torch.claystone.get_device_name(0)}, {torch.get_num_threads()} threads of PyTorch")
     print(f"| network | step: claystone | {beside} | ratio | forward: claystone | {beside} | ratio |\n|---|---|---|---|---|---|---|", flush=True)
     for name in arguments.only.split(","):
-        runs = {"claystone": Run("claystone", *CASES[name], arguments.compile), beside: Elsewhere(beside, name)}
+        runs = {"claystone": Run("claystone", *CASES[name], arguments.compile), beside: Elsewhere(beside, name, arguments.compile if arguments.beside_compiled else None)}
         cells = []
         for what in ("step", "forward"):
             times = {device: [] for device in runs}

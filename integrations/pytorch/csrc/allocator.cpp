@@ -87,6 +87,13 @@ Addresses& addresses() {
     return *all;
 }
 
+StorageHandle new_storage(int device, size_t nbytes) {
+    ClaystoneStorage* made = nullptr;
+    const size_t rounded = (std::max(nbytes, size_t(1)) + STORAGE_MULTIPLE_BYTES - 1) / STORAGE_MULTIPLE_BYTES * STORAGE_MULTIPLE_BYTES;
+    check(claystone_storage_new(device, rounded, &made));
+    return StorageHandle(made, ReleaseStorage());
+}
+
 // The memory that a data pointer stands for.
 struct Block {
     Block(int device, size_t nbytes) : device(device), nbytes(nbytes), range(addresses().take(nbytes, this)), address(range->first) {}
@@ -103,10 +110,7 @@ struct Block {
         if (held) {
             record_locked(now);
         } else {
-            ClaystoneStorage* made = nullptr;
-            const size_t rounded = (std::max(nbytes, size_t(1)) + STORAGE_MULTIPLE_BYTES - 1) / STORAGE_MULTIPLE_BYTES * STORAGE_MULTIPLE_BYTES;
-            check(claystone_storage_new(device, rounded, &made));
-            held = StorageHandle(made, ReleaseStorage());
+            held = new_storage(device, nbytes);
             stream = recorded = now.id();
             report(nbytes);
         }
@@ -128,6 +132,23 @@ struct Block {
         }
         stream = recorded = current_stream(index()).id();
         return true;
+    }
+
+    // Replaces the storage, also if a graph's commands refer to it.
+    void move(StorageHandle storage, bool captured) {
+        std::lock_guard lock(mutex);
+        if (!held) {
+            report(nbytes);
+        }
+        held.swap(storage);
+        stream = recorded = current_stream(index()).id();
+        is_captured = captured;
+    }
+
+    // The storage, which is null before its first use, and whether a graph's commands refer to it.
+    std::pair<StorageHandle, bool> peek() {
+        std::lock_guard lock(mutex);
+        return {held, is_captured};
     }
 
     // Declares that the memory is used on this stream.
@@ -193,11 +214,10 @@ std::pair<Block&, size_t> block_and_offset(const at::TensorBase& tensor) {
     return {*block, before};
 }
 
-// Makes a u8 tensor of `length` bytes of a block.
-TensorHandle bytes_of(Block& block, size_t offset, size_t length) {
+// Makes a u8 tensor of `length` bytes of a storage.
+TensorHandle bytes_of(const StorageHandle& storage, size_t offset, size_t length) {
     ClaystoneTensor* made = nullptr;
     const int64_t size = length, stride = 1;
-    const auto storage = block.storage();
     check(claystone_tensor_new(storage.get(), CLAYSTONE_DTYPE_U8, &size, &stride, 1, offset, &made));
     return own(made);
 }
@@ -206,7 +226,7 @@ TensorHandle bytes_at(const void* address, size_t length) {
     Block* const block = addresses().owner(address);
     const size_t before = block ? static_cast<const char*>(address) - static_cast<const char*>(block->address) : 0;
     TORCH_CHECK(block && before + length <= block->nbytes, "claystone: an address does not belong to this device");
-    return bytes_of(*block, before, length);
+    return bytes_of(block->storage(), before, length);
 }
 
 // Converts claystone's statistics to PyTorch's. PyTorch versions differ in their members.
@@ -283,6 +303,10 @@ struct Allocator final : c10::DeviceAllocator {
     std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) { return memory_info(index); }
 };
 
+c10::Storage storage_over(Block* block) {
+    return {c10::Storage::use_byte_size_t(), block->nbytes, data_pointer(block), allocator(), /*resizable=*/true};
+}
+
 StorageHandle storage_of(const TensorHandle& tensor) {
     ClaystoneStorage* storage = nullptr;
     check(claystone_tensor_storage(tensor.get(), &storage));
@@ -327,7 +351,7 @@ TensorHandle handle(const at::TensorBase& tensor) {
 
 TensorHandle bytes(const at::TensorBase& tensor, size_t offset, size_t length) {
     const auto [block, before] = block_and_offset(tensor);
-    return bytes_of(block, before + offset, length);
+    return bytes_of(block.storage(), before + offset, length);
 }
 
 at::Tensor wrap(const TensorHandle& tensor) {
@@ -336,15 +360,38 @@ at::Tensor wrap(const TensorHandle& tensor) {
 
 at::Tensor wrap(const TensorHandle& tensor, const Info& known) {
     const auto& [what, sizes, strides] = known;
-    const size_t nbytes = what.storage_nbytes;
-    auto* block = new Block(what.device, nbytes);
+    auto* block = new Block(what.device, what.storage_nbytes);
     block->replace(storage_of(tensor));
-    auto data = data_pointer(block);
-    c10::Storage held(c10::Storage::use_byte_size_t(), nbytes, std::move(data), allocator(), /*resizable=*/true);
+    return tensor_of(storage_over(block), torch_dtype(what.dtype), sizes, strides, what.offset);
+}
+
+at::Tensor tensor_of(c10::Storage storage, at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset) {
     auto result = at::detail::make_tensor<c10::TensorImpl>(
-        std::move(held), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(torch_dtype(what.dtype)));
-    result.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, what.offset);
+        std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(dtype));
+    result.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
     return result;
+}
+
+GraphMemory graph_memory(const at::TensorBase& tensor) {
+    const auto [block, before] = block_and_offset(tensor);
+    auto [held, is_captured] = block.peek();
+    return {std::move(held), block.device, block.nbytes, before == 0 && is_captured};
+}
+
+c10::Storage storage_of_graph(const GraphMemory& memory) {
+    auto* block = new Block(memory.device, memory.nbytes);
+    block->move(memory.storage, true);
+    return storage_over(block);
+}
+
+void leave_graph(const c10::StorageImpl& storage) {
+    Block& block = *block_of(storage.data_ptr());
+    const auto held = block.peek().first;
+    auto fresh = new_storage(block.device, block.nbytes);
+    if (block.nbytes > 0) {
+        check(claystone_tensor_copy(bytes_of(fresh, 0, block.nbytes).get(), bytes_of(held, 0, block.nbytes).get()));
+    }
+    block.move(std::move(fresh), false);
 }
 
 void move_storage(const at::Tensor& target, const at::Tensor& source) {

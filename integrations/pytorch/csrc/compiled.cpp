@@ -2,10 +2,12 @@
 // formula in one launch, or calls Python. claystone_torch/compile builds the list and says after which instruction a slot is emptied.
 #include "compiled.h"
 #include "annotate.h"
+#include "capture.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
@@ -20,7 +22,7 @@ namespace claystone_torch {
 namespace {
 
 namespace py = pybind11;
-using Slots = std::vector<c10::IValue>;
+using Slots = Values;
 
 // An argument: a constant, the value of a slot, or a list of such entries.
 struct Argument {
@@ -152,7 +154,9 @@ struct OperatorCall final : Instruction {
     std::vector<Argument> arguments;
     std::vector<std::optional<Numbers>> strides; // of the results; none for views and for results that are no tensors
 
-    explicit OperatorCall(c10::OperatorHandle op) : op(std::move(op)) {}
+    bool is_random;
+
+    explicit OperatorCall(c10::OperatorHandle op) : op(std::move(op)), is_random(this->op.hasTag(at::Tag::nondeterministic_seeded)) {}
 
     void run(Slots& slots) const override {
         torch::jit::Stack stack;
@@ -161,6 +165,9 @@ struct OperatorCall final : Instruction {
             stack.push_back(value_of(argument, slots));
         }
         op.callBoxed(stack);
+        TORCH_CHECK(
+            !is_random || !is_capturing() || stack.empty() || !stack[0].isTensor() || is_ours(stack[0].toTensor()),
+            op.schema().name(), " on the CPU: not while a graph is captured, because each replay would use the same random numbers");
         if (op.schema().returns().size() == 1 && stack[0].isTensorList()) {
             const auto list = stack[0].toTensorVector();
             stack.assign(list.begin(), list.end());
@@ -272,6 +279,7 @@ struct PythonCall final : Instruction {
     }
 
     void run(Slots& slots) const override {
+        TORCH_CHECK(arguments.empty() || !is_capturing(), "a Python function: not while a graph is captured");
         const py::gil_scoped_acquire gil;
         py::tuple given(arguments.size());
         for (size_t i = 0; i < arguments.size(); i++) {
@@ -291,7 +299,12 @@ struct PythonCall final : Instruction {
 
 class CompiledGraph {
 public:
-    CompiledGraph(size_t slots, size_t inputs) : slots(slots), inputs(inputs) {}
+    // Captures its runs unless `written`, the indices of the inputs that the graph changes, is nothing.
+    CompiledGraph(size_t slots, size_t inputs, std::optional<std::vector<size_t>> written) : slots(slots), inputs(inputs) {
+        if (written) {
+            capture = std::make_unique<Capture>(std::move(*written));
+        }
+    }
 
     void add_operator(
         const std::string& name, const std::string& overload, const py::sequence& arguments, const py::sequence& strides, std::vector<size_t> results,
@@ -346,30 +359,42 @@ public:
     // Runs the graph. Empties the list of arguments, so that their memory is freed after their last use.
     py::list run(const py::list& arguments) const {
         TORCH_CHECK(arguments.size() == inputs, "the compiled graph takes ", inputs, " arguments");
-        Slots values(slots);
-        for (size_t i = 0; i < inputs; i++) {
-            values[i] = PythonCall::value(arguments[i]);
+        Values values;
+        for (const auto& argument : arguments) {
+            values.push_back(PythonCall::value(argument));
         }
         arguments.attr("clear")();
         {
             const py::gil_scoped_release released;
             const c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset |
                 c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView));
-            for (const auto& instruction : instructions) {
-                instruction->run(values);
-                for (const size_t slot : instruction->last_uses) {
-                    values[slot] = {};
-                }
-            }
+            const auto execute = [this](Values given) { return executed(std::move(given)); };
+            values = capture ? capture->run(std::move(values), execute) : executed(std::move(values));
         }
         py::list results;
-        for (const Argument& output : outputs) {
-            results.append(torch::jit::toPyObject(value_of(output, values)));
+        for (const auto& value : values) {
+            results.append(torch::jit::toPyObject(value));
         }
         return results;
     }
 
 private:
+    // Runs instruction by instruction.
+    Values executed(Values values) const {
+        values.resize(slots);
+        for (const auto& instruction : instructions) {
+            instruction->run(values);
+            for (const size_t slot : instruction->last_uses) {
+                values[slot] = {};
+            }
+        }
+        Values results;
+        for (const Argument& output : outputs) {
+            results.push_back(value_of(output, values));
+        }
+        return results;
+    }
+
     void add(std::unique_ptr<Instruction> instruction, std::vector<size_t> results, std::vector<size_t> last_uses) {
         instruction->results = std::move(results);
         instruction->last_uses = std::move(last_uses);
@@ -382,13 +407,14 @@ private:
     const size_t slots, inputs;
     std::vector<std::unique_ptr<Instruction>> instructions;
     std::vector<Argument> outputs;
+    std::unique_ptr<Capture> capture;
 };
 
 } // namespace
 
 void define_compiled(py::module_& module) {
     py::class_<CompiledGraph>(module, "CompiledGraph")
-        .def(py::init<size_t, size_t>())
+        .def(py::init<size_t, size_t, std::optional<std::vector<size_t>>>())
         .def("add_operator", &CompiledGraph::add_operator)
         .def("add_formula", &CompiledGraph::add_formula)
         .def("add_python", &CompiledGraph::add_python)
@@ -399,6 +425,7 @@ void define_compiled(py::module_& module) {
         check(claystone_formula_operations(&lines));
         return take(lines);
     });
+    module.def("replay_count", &replay_count);
     module.def("launch_count", [] {
         uint64_t count = 0;
         check(claystone_launch_count(&count));

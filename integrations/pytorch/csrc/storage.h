@@ -61,6 +61,21 @@ Info info(const TensorHandle& tensor);
 // Makes a PyTorch tensor of a claystone tensor; the second form takes the tensor's `info` if that is already known.
 at::Tensor wrap(const TensorHandle& tensor);
 at::Tensor wrap(const TensorHandle& tensor, const Info& known);
+at::Tensor tensor_of(c10::Storage storage, at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset);
+
+// The memory behind a tensor. `is_captured` says that a graph's commands refer to it. The storage is null before its first use.
+struct GraphMemory {
+    StorageHandle storage;
+    int device;
+    size_t nbytes;
+    bool is_captured;
+};
+GraphMemory graph_memory(const at::TensorBase& tensor);
+// Makes a PyTorch storage of memory that a graph writes.
+c10::Storage storage_of_graph(const GraphMemory& memory);
+// Moves a PyTorch storage's contents out of the memory that a graph writes, before a replay writes it again.
+void leave_graph(const c10::StorageImpl& storage);
+
 bool share_storage(const TensorHandle& a, const TensorHandle& b);
 
 std::string take(ClaystoneBytes bytes);

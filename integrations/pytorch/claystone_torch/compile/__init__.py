@@ -5,11 +5,14 @@ AOTAutograd traces forward and backward graphs of aten operators. Chains of elem
 value after its last use. Graphs without tensors of this device go to Inductor.
 """
 
+import functools
+
 import torch
 
 from .emission import emit
 
-MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+CAPTURED = ("reduce-overhead", "max-autotune")
+MODES = (None, "default", *CAPTURED, "max-autotune-no-cudagraphs")
 
 
 def _devices(gm, example_inputs):
@@ -18,9 +21,9 @@ def _devices(gm, example_inputs):
     return {x.device.type for x in [*tensors, *values] if isinstance(x, torch.Tensor)}
 
 
-def compile_graph(gm, example_inputs):
+def compile_graph(gm, example_inputs, capture=False):
     """Compiles a graph of aten operators; the result takes its arguments as one list, which it empties."""
-    run = emit(gm)
+    run = emit(gm, capture)
 
     def compiled(arguments):
         return run(arguments)
@@ -32,7 +35,7 @@ def compile_graph(gm, example_inputs):
 def backend(gm, example_inputs, *, mode=None, options=None, name=None):
     """The backend "claystone" of torch.compile.
 
-    All modes compile alike. Raises ValueError for another mode, and for options, because there are none. A graph without tensors of this
+    "reduce-overhead" and "max-autotune" replay the commands of each graph on OpenCL devices; all other modes compile alike. Raises ValueError for another mode, and for options, because there are none. A graph without tensors of this
     device is compiled by Inductor, with this mode and these options.
     """
     if "claystone" not in _devices(gm, example_inputs):
@@ -46,8 +49,9 @@ def backend(gm, example_inputs, *, mode=None, options=None, name=None):
 
     from .decompositions import table
 
+    capture = mode in CAPTURED and torch.claystone.is_opencl()
     trace = aot_autograd(
-        fw_compiler=compile_graph, partition_fn=min_cut_rematerialization_partition, decompositions=table(), keep_inference_input_mutations=True)
+        fw_compiler=functools.partial(compile_graph, capture=capture), partition_fn=min_cut_rematerialization_partition, decompositions=table(), keep_inference_input_mutations=True)
     return trace(gm, example_inputs)
 
 
@@ -73,5 +77,34 @@ def _register():
 
     if "claystone" not in registry._COMPILER_FNS:
         registry.register_backend(backend, name="claystone")
+        keep_step_counts_on_device()
         if hasattr(registry, "set_default_backend") and registry.get_default_backend() == "inductor":
             registry.set_default_backend("claystone")
+
+
+def keep_step_counts_on_device():
+    """Makes Dynamo treat the step counts of new optimisers as it does for CUDA: as tensors of the device, which a captured graph can read.
+
+    Claystone's CPU device captures nothing, so step counts stay numbers there, which are arguments of formulas.
+    """
+    from torch._dynamo.variables.optimizer import OptimizerVariable
+
+    def is_new(optimiser, group):
+        parameters = group.get("params", [])
+        return "capturable" in group and all(p.device.type == "claystone" and p not in optimiser.state for p in parameters)
+
+    if not torch.claystone.is_opencl():
+        return
+    if hasattr(OptimizerVariable, "_safe_to_set_capturable"):
+        safe = OptimizerVariable._safe_to_set_capturable
+        OptimizerVariable._safe_to_set_capturable = lambda self, group: safe(self, group) or is_new(self.value, group)
+        return
+    set_capturable = OptimizerVariable._set_capturable  # PyTorch before 2.15 changes the optimiser's own groups
+
+    def set_for_all(self, tx):
+        for group in self.value.param_groups:
+            if is_new(self.value, group):
+                group["capturable"] = True
+        set_capturable(self, tx)
+
+    OptimizerVariable._set_capturable = set_for_all

@@ -7,13 +7,16 @@ import torch
 from .. import _C
 from . import rewrites
 from .formulas import is_tensor, value_of
-from .fusion import Fusion, may_alias, mutated_inputs, program_of, shape_key, stride_key
+from .fusion import Fusion, may_alias, mutated_inputs, program_of, shape_key, stride_key, written_inputs
 
 
-def emit(gm):
-    """Compiles a graph. Returns a function of a list of arguments, which it empties."""
+def emit(gm, capture=False):
+    """Compiles a graph. Returns a function of a list of arguments, which it empties.
+
+    With `capture`, OpenCL devices capture the graph's commands at the second call and replay them from then on.
+    """
     rewrites.apply(gm.graph)
-    return _Emission(gm).emit()
+    return _Emission(gm).emit(capture)
 
 
 class _Emission:
@@ -24,7 +27,7 @@ class _Emission:
         self.instructions = []  # (method, arguments, results, uses)
         self.sizes = {}  # from expressions of dynamic shapes to slots
 
-    def emit(self):
+    def emit(self, capture):
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         for node in placeholders:
             self.slot(node)
@@ -37,7 +40,8 @@ class _Emission:
             self.unit(unit, fusion)
         results = [self.entry(value) for value in output.args[0]]
         kept = {slot for kind, slot in results if kind == "slot"}
-        compiled = _C.CompiledGraph(len(self.slots), len(placeholders))
+        written = [i for i, node in enumerate(placeholders) if node in written_inputs(self.graph)] if capture else None
+        compiled = _C.CompiledGraph(len(self.slots), len(placeholders), written)
         for (method, arguments, written, _), freed in zip(self.instructions, self.last_uses(kept, len(placeholders))):
             getattr(compiled, method)(*arguments, written, freed)
         compiled.set_outputs(results)

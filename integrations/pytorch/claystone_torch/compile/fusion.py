@@ -31,7 +31,7 @@ def mutated_inputs(node):
     """The arguments that the node's operator writes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    written = []
+    written = list(node.args[3:5]) if node.target is aten.native_batch_norm.default else []  # its schema does not name its statistics
     for i, parameter in enumerate(node.target._schema.arguments):
         if parameter.alias_info is not None and parameter.alias_info.is_write:
             argument = node.args[i] if i < len(node.args) else node.kwargs.get(parameter.name)
@@ -70,20 +70,34 @@ class Unit:
         return value.device, shape_key(value)
 
 
+def roots_of(graph):
+    """A dict from inputs and views to the input or result that each is a view of."""
+    roots = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            roots[node] = node
+        elif node.op == "call_function" and may_alias(node) and node.all_input_nodes:
+            roots[node] = roots.get(node.all_input_nodes[0], node.all_input_nodes[0])
+    return roots
+
+
+def written_inputs(graph):
+    """The inputs and results that the graph's operators write after they were made."""
+    roots = roots_of(graph)
+    return {roots.get(operand, operand) for node in graph.nodes for operand in mutated_inputs(node)}
+
+
 def dependencies(graph):
     """A dict from node to the nodes that must run before it: operands, and readers of memory that the node overwrites."""
     before = {}
-    roots = {}  # the input that a view is a view of
+    roots = roots_of(graph)
     last_random = None
     readers = {}
     writers = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            roots[node] = node
             continue
         needed = {operand for operand in node.all_input_nodes}
-        if node.op == "call_function" and may_alias(node) and node.all_input_nodes:
-            roots[node] = roots.get(node.all_input_nodes[0], node.all_input_nodes[0])
         written = {roots.get(operand, operand) for operand in mutated_inputs(node)}
         read = {roots.get(operand, operand) for operand in node.all_input_nodes}
         for memory in written:
@@ -142,13 +156,15 @@ class Fusion:
                     if other in self.unit_of and self.unit_of[other].recipes and self.unit_of[other].position < self.unit_of[node].position:
                         self.try_merge(self.unit_of[other], self.unit_of[node])
 
-        self.merge_updates()
+        self.merge_independent()
 
-    def merge_updates(self):
-        """Merges formulas that only change inputs of the graph, such as an optimiser's steps for parameters of one shape."""
+    def merge_independent(self):
+        """Merges formulas that read nothing of each other: those that only change inputs of the graph, such as an optimiser's steps for
+        parameters of one shape, and those of tensors without dims, such as its step counts.
+        """
         open_units = {}  # from device, shape and kind
         for unit in list({id(unit): unit for unit in self.unit_of.values()}.values()):
-            if unit.recipes and all(mutated_inputs(node) or not self.is_output(node, set(unit.nodes)) for node in unit.nodes):
+            if unit.recipes and (unit.place[1] == () or all(mutated_inputs(node) or not self.is_output(node, set(unit.nodes)) for node in unit.nodes)):
                 key = unit.place, unit.kind
                 if key in open_units:
                     self.try_merge(open_units[key], unit)

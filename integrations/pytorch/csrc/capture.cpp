@@ -1,0 +1,215 @@
+#include "capture.h"
+#include "streams.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace claystone_torch {
+namespace {
+
+// Arguments of more bytes than this are copied only if at least as many bytes stay where they are.
+constexpr size_t CHEAP_COPY_BYTES = 16 << 20;
+
+// The value of a tensor of the host with one element.
+std::array<char, 16> value_of(const at::Tensor& tensor) {
+    std::array<char, 16> value{};
+    std::memcpy(value.data(), tensor.const_data_ptr(), tensor.itemsize());
+    return value;
+}
+
+std::atomic<uint64_t> replayed = 0;
+
+} // namespace
+
+uint64_t replay_count() {
+    return replayed;
+}
+
+Capture::Place::Place(const at::Tensor& tensor)
+    : storage(is_ours(tensor) ? graph_memory(tensor).storage : nullptr), owner(tensor.storage().getWeakStorageImpl()), sizes(tensor.sizes().vec()),
+      strides(tensor.strides().vec()), offset(tensor.storage_offset()) {
+    if (!is_ours(tensor)) {
+        value = value_of(tensor);
+    }
+}
+
+bool Capture::Place::is_same_memory(const at::Tensor& tensor) const {
+    if (!is_ours(tensor)) {
+        return !storage && value == value_of(tensor);
+    }
+    return storage && storage == graph_memory(tensor).storage && offset == tensor.storage_offset();
+}
+
+bool Capture::Place::is_same_layout(const at::Tensor& tensor) const {
+    return tensor.sizes() == sizes && tensor.strides() == strides;
+}
+
+bool Capture::takes(const Values& inputs) const {
+    const auto is_taken = [](const c10::IValue& input) {
+        return input.isTensor() && (is_ours(input.toTensor()) || (input.toTensor().is_cpu() && input.toTensor().numel() == 1));
+    };
+    return std::all_of(inputs.begin(), inputs.end(), is_taken) &&
+        std::all_of(written.begin(), written.end(), [&](size_t i) { return is_ours(inputs[i].toTensor()); });
+}
+
+void Capture::remember(const Values& inputs) {
+    last.clear();
+    for (const auto& input : inputs) {
+        last.emplace_back(input.toTensor());
+    }
+}
+
+bool Capture::fits(const Values& inputs) {
+    if (current_stream(stream->device_index()) != *stream) {
+        return false;
+    }
+    bool fits = true;
+    for (size_t i = 0; i < inputs.size(); i++) {
+        const at::Tensor& tensor = inputs[i].toTensor();
+        if (!moving.count(i) && !last[i].is_same_memory(tensor)) {
+            moving.insert(i);
+            clear();
+        }
+        fits = fits && last[i].is_same_layout(tensor);
+    }
+    return fits && graph;
+}
+
+Values Capture::run(Values inputs, const Execute& execute) {
+    const std::unique_lock lock(mutex, std::try_to_lock);
+    if (!lock || captures_left == 0 || is_capturing() || !takes(inputs)) {
+        return execute(std::move(inputs));
+    }
+    if (last.empty()) {
+        remember(inputs);
+    } else if (!graph) {
+        return capture(std::move(inputs), execute);
+    } else if (fits(inputs)) {
+        return replay(inputs);
+    } else if (!graph) {
+        remember(inputs);
+    }
+    return execute(std::move(inputs));
+}
+
+Values Capture::capture(Values inputs, const Execute& execute) {
+    captures_left--;
+    size_t copied = 0, kept = 0;
+    for (size_t i = 0; i < inputs.size(); i++) {
+        const at::Tensor& tensor = inputs[i].toTensor();
+        if (is_ours(tensor) && last[i].owner != tensor.storage().getWeakStorageImpl() && !graph_memory(tensor).is_captured) {
+            moving.insert(i);
+        }
+        (moving.count(i) ? copied : kept) += tensor.nbytes();
+    }
+    remember(inputs);
+    const auto can_move = [&](size_t i) { return last[i].storage && std::count(written.begin(), written.end(), i) == 0; };
+    if (copied > std::max(kept, CHEAP_COPY_BYTES) || !std::all_of(moving.begin(), moving.end(), can_move)) {
+        return execute(std::move(inputs));
+    }
+    auto given = inputs;
+    buffers.assign(inputs.size(), {});
+    for (const size_t i : moving) {
+        const at::Tensor& tensor = inputs[i].toTensor();
+        buffers[i] = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+        buffers[i].copy_(tensor);
+        given[i] = buffers[i];
+    }
+    stream = current_stream(current_device());
+    graph = std::make_unique<Graph>();
+    try {
+        graph->capture_begin(std::nullopt);
+        const auto values = execute(given);
+        graph->capture_end();
+        for (const auto& value : values) {
+            results.push_back(described(value, given));
+        }
+    } catch (const std::exception&) {
+        // The graph needs the host between its commands, or there is too little memory for a pool. Nothing has run.
+        if (is_capturing()) {
+            graph->capture_abandon();
+        }
+        clear();
+        captures_left = 0;
+        given.clear();
+        return execute(std::move(inputs));
+    }
+    return replay(inputs);
+}
+
+Capture::Result Capture::described(const c10::IValue& value, const Values& inputs) {
+    if (!value.isTensor() || !is_ours(value.toTensor()) || value.toTensor().numel() == 0) {
+        // Numbers, tensors of the host that stand for values without readers, and tensors without elements are the same in each replay.
+        return Result{Result::Value, value};
+    }
+    const at::Tensor& tensor = value.toTensor();
+    Result result{Result::OfGraph, {}, 0, tensor.scalar_type(), tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset()};
+    for (size_t i = 0; i < inputs.size(); i++) {
+        const at::Tensor& input = inputs[i].toTensor();
+        if (tensor.is_same(input)) {
+            return Result{Result::Input, {}, i};
+        }
+        if (is_ours(input) && tensor.is_alias_of(input)) {
+            result.kind = Result::OfInput;
+            result.index = i;
+            result.offset -= input.storage_offset();
+            return result;
+        }
+    }
+    const auto user = tensor.storage().getWeakStorageImpl();
+    result.index = std::find(users.begin(), users.end(), user) - users.begin();
+    if (result.index == users.size()) {
+        memory.push_back(graph_memory(tensor));
+        users.push_back(user);
+    }
+    TORCH_CHECK(memory[result.index].is_captured, "a result of the graph has no memory of the graph");
+    return result;
+}
+
+Values Capture::replay(const Values& inputs) {
+    for (const auto& user : users) {
+        if (const auto storage = user.lock()) {
+            leave_graph(*storage);
+        }
+    }
+    for (const size_t i : moving) {
+        buffers[i].copy_(inputs[i].toTensor());
+    }
+    graph->replay();
+    replayed++;
+    std::vector<c10::Storage> storages;
+    for (size_t i = 0; i < memory.size(); i++) {
+        storages.push_back(storage_of_graph(memory[i]));
+        users[i] = storages.back().getWeakStorageImpl();
+    }
+    Values values;
+    for (const Result& result : results) {
+        switch (result.kind) {
+            case Result::Value: values.push_back(result.value); break;
+            case Result::Input: values.push_back(inputs[result.index]); break;
+            case Result::OfInput:
+                values.push_back(tensor_of(
+                    inputs[result.index].toTensor().storage(), result.dtype, result.sizes, result.strides,
+                    inputs[result.index].toTensor().storage_offset() + result.offset));
+                break;
+            case Result::OfGraph:
+                values.push_back(tensor_of(storages[result.index], result.dtype, result.sizes, result.strides, result.offset));
+                break;
+        }
+    }
+    return values;
+}
+
+void Capture::clear() {
+    graph.reset();
+    buffers.clear();
+    memory.clear();
+    users.clear();
+    results.clear();
+}
+
+} // namespace claystone_torch
