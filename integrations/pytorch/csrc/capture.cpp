@@ -30,18 +30,18 @@ uint64_t replay_count() {
 }
 
 Capture::Place::Place(const at::Tensor& tensor)
-    : storage(is_ours(tensor) ? graph_memory(tensor).storage : nullptr), owner(tensor.storage().getWeakStorageImpl()), sizes(tensor.sizes().vec()),
+    : owner(tensor.storage().getWeakStorageImpl()), is_ours(claystone_torch::is_ours(tensor)), sizes(tensor.sizes().vec()),
       strides(tensor.strides().vec()), offset(tensor.storage_offset()) {
-    if (!is_ours(tensor)) {
+    if (!is_ours) {
         value = value_of(tensor);
     }
 }
 
 bool Capture::Place::is_same_memory(const at::Tensor& tensor) const {
-    if (!is_ours(tensor)) {
-        return !storage && value == value_of(tensor);
+    if (!claystone_torch::is_ours(tensor)) {
+        return !is_ours && value == value_of(tensor);
     }
-    return storage && storage == graph_memory(tensor).storage && offset == tensor.storage_offset();
+    return storage == graph_memory(tensor).storage && offset == tensor.storage_offset();
 }
 
 bool Capture::Place::is_same_layout(const at::Tensor& tensor) const {
@@ -107,7 +107,7 @@ Values Capture::capture(Values inputs, const Execute& execute) {
         (moving.count(i) ? copied : kept) += tensor.nbytes();
     }
     remember(inputs);
-    const auto can_move = [&](size_t i) { return last[i].storage && std::count(written.begin(), written.end(), i) == 0; };
+    const auto can_move = [&](size_t i) { return last[i].is_ours && std::count(written.begin(), written.end(), i) == 0; };
     if (copied > std::max(kept, CHEAP_COPY_BYTES) || !std::all_of(moving.begin(), moving.end(), can_move)) {
         return execute(std::move(inputs));
     }
@@ -125,6 +125,11 @@ Values Capture::capture(Values inputs, const Execute& execute) {
         graph->capture_begin(std::nullopt);
         const auto values = execute(given);
         graph->capture_end();
+        for (size_t i = 0; i < given.size(); i++) {
+            if (last[i].is_ours && !moving.count(i)) {
+                last[i].storage = graph_memory(given[i].toTensor()).storage;
+            }
+        }
         for (const auto& value : values) {
             results.push_back(described(value, given));
         }

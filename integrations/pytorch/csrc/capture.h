@@ -38,8 +38,9 @@ public:
 private:
     // An input's memory and layout, for comparisons between calls. Numbers of the host are part of the commands, so their value counts.
     struct Place {
-        StorageHandle storage; // null for tensors of the host
+        StorageHandle storage; // of arguments that the graph reads in place
         c10::weak_intrusive_ptr<c10::StorageImpl> owner;
+        bool is_ours;
         std::array<char, 16> value{}; // of a tensor of the host
         std::vector<int64_t> sizes, strides;
         int64_t offset = 0;
@@ -56,11 +57,12 @@ private:
         size_t index = 0; // of the input, or of `memory`
         at::ScalarType dtype{};
         std::vector<int64_t> sizes, strides;
-        int64_t offset = 0; // for tensors on an input's memory, from the input's own offset
+        int64_t offset = 0; // on an input's memory: from the input's own offset
     };
 
     // Whether commands can read the inputs: tensors of the device, and tensors of the host with one element that the graph does not change.
     bool takes(const Values& inputs) const;
+    // Sets `last`, without keeping memory alive.
     void remember(const Values& inputs);
     // Whether the graph can be replayed on the inputs. Drops the graph if arguments that it reads in place have moved.
     bool fits(const Values& inputs);

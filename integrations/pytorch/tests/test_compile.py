@@ -274,6 +274,121 @@ class Operators(unittest.TestCase):
         self.assertGreater(fused, 100 if torch.claystone.is_opencl() else 800)
 
 
+class Captures(Base):
+    """Mode reduce-overhead: OpenCL devices replay a graph's commands from the second call on."""
+
+    def compiled(self, function, **options):
+        return compiled(function, mode="reduce-overhead", **options)
+
+    def replays(self, function, *arguments):
+        before = claystone_torch._C.replay_count()
+        result = function(*arguments)
+        return claystone_torch._C.replay_count() - before, result
+
+    def check_replays(self, function, *arguments, expected=1):
+        count, result = self.replays(function, *arguments)
+        self.assertEqual(count, expected if torch.claystone.is_opencl() else 0)
+        return result
+
+    def test_results_keep_their_values(self):
+        weight = torch.randn(5, 5, device=DEVICE)
+        chain = lambda x: ((x @ weight).relu(), x * 2, x[1:], x)
+        fast, found, expected = self.compiled(chain), [], []
+        for i in range(6):
+            x = torch.full((3, 5), float(i), device=DEVICE)
+            found.append(self.check_replays(fast, x, expected=i > 0))
+            expected.append(chain(x))
+        torch.testing.assert_close(found, expected)
+        found[-1][0].add_(1)  # a result is as writable as any tensor, also while later replays run
+        fast(x)
+        torch.testing.assert_close(found[-1][0], expected[-1][0] + 1)
+
+    def test_results_become_inputs(self):
+        step = lambda h, x: (h * 0.5 + x).tanh()
+        fast = self.compiled(step)
+        h = expected = torch.zeros(4, 3, device=DEVICE)
+        for i in range(6):
+            x = torch.full((4, 3), i / 4, device=DEVICE)
+            h, expected = self.check_replays(fast, h, x, expected=i > 0), step(expected, x)
+            torch.testing.assert_close(h, expected)
+
+    def test_backward_passes_in_any_order(self):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(DEVICE)
+        other = copy.deepcopy(model)
+        fast = self.compiled(model)
+        batches = torch.randn(4, 6, 4, device=DEVICE)
+        for order in [(0,), (0,), (0,), (0, 1), (1, 0), (1, 0, 2), (0, 2, 1), (0,), (0,)]:
+            for network, run in ((model, fast), (other, other)):
+                losses = [run(batches[i]).square().sum() for i in sorted(order)]
+                for i in order:
+                    losses[sorted(order).index(i)].backward()  # gradients accumulate
+            for a, b in zip(model.parameters(), other.parameters()):
+                torch.testing.assert_close(a.grad, b.grad)
+            torch.testing.assert_close([*model.buffers()], [*other.buffers()])
+        model.zero_grad(), other.zero_grad()
+        self.assertGreater(self.replays(lambda: fast(batches[0]).sum().backward())[0], 1 if torch.claystone.is_opencl() else -1)
+
+    def test_arguments_that_move(self):
+        model = nn.Linear(4, 3).to(DEVICE)
+        fast = self.compiled(model)
+        with torch.no_grad():
+            for i in range(8):
+                if i in (3, 5):
+                    model.weight.data = torch.randn(3, 4, device=DEVICE)
+                x = torch.randn(8, 4, device=DEVICE)
+                torch.testing.assert_close(fast(x), model(x))
+        buffer = torch.randn(20, device=DEVICE)
+        view = self.compiled(lambda x: x * 2)
+        for offset in (0, 0, 0, 5, 10):
+            torch.testing.assert_close(view(buffer[offset:offset + 5]), buffer[offset:offset + 5] * 2)
+
+    def test_inputs_that_are_changed(self):
+        total, fast = torch.zeros(3, device=DEVICE), self.compiled(lambda total, x: total.add_(x))
+        other = torch.zeros(3, device=DEVICE)
+        for i in range(5):
+            fast(total, torch.ones(3, device=DEVICE))
+            fast(other, torch.ones(3, device=DEVICE)) if i % 2 else None
+        self.assertEqual((total.tolist(), other.tolist()), ([5.0] * 3, [2.0] * 3))
+
+    def test_random_numbers(self):
+        x, fast = torch.ones(1000, device=DEVICE), self.compiled(lambda x: F.dropout(x, 0.5))
+        masks = [fast(x) for _ in range(4)]
+        for i in range(1, 4):
+            self.assertGreater((masks[i] != masks[i - 1]).sum().item(), 300)
+
+    def test_numbers_of_the_host(self):
+        x, fast = torch.randn(5, device=DEVICE), self.compiled(lambda x, s: x * s + 1)
+        for value in (2.0, 2.0, 2.0, 3.0, 4.0):
+            torch.testing.assert_close(fast(x, torch.tensor(value)), x * value + 1)
+        noisy = self.compiled(lambda x: x * torch.rand(()))
+        self.assertGreater(len({noisy(x)[0].item() for _ in range(4)}), 2)
+        back = self.compiled(lambda x: (x * 2).cpu().sum())  # needs the host between its commands
+        for _ in range(3):
+            torch.testing.assert_close(back(x), (x * 2).cpu().sum())
+
+    def test_within_another_capture(self):
+        x, fast = torch.randn(5, device=DEVICE), self.compiled(lambda x: (x * 2).exp() @ x)
+        for _ in range(3):
+            fast(x)
+        graph = torch.claystone.Graph()
+        with torch.claystone.graph(graph):
+            y = fast(x)
+        x.fill_(0.5)
+        graph.replay()
+        self.assertAlmostEqual(y.item(), 5 * 0.5 * 2.718281828, places=4)
+
+    def test_training(self):
+        for name in ("mlp", "lstm"):
+            torch._dynamo.reset()
+            make, data, loss, _ = steps.CASES[name]
+            plain, fast = (steps.Run(DEVICE, make, data, loss, lambda p: torch.optim.AdamW(p, lr=1e-3)) for _ in range(2))
+            fast.loss, fast.update = self.compiled(fast.loss), self.compiled(fast.update)
+            for i in range(6):
+                expected, (count, found) = plain.step(), self.replays(fast.step)
+                self.assertLessEqual(abs(expected - found), 1e-4 * expected)
+            self.assertGreaterEqual(count, 3 if torch.claystone.is_opencl() else 0)
+
+
 class Networks(Base):
     def train(self, name, run, count=20):
         torch.manual_seed(1)

@@ -12,6 +12,7 @@ import torch
 from .emission import emit
 
 CAPTURED = ("reduce-overhead", "max-autotune")
+_libraries = []  # keeps registrations
 MODES = (None, "default", *CAPTURED, "max-autotune-no-cudagraphs")
 
 
@@ -78,6 +79,7 @@ def _register():
     if "claystone" not in registry._COMPILER_FNS:
         registry.register_backend(backend, name="claystone")
         keep_step_counts_on_device()
+        describe_attention()
         if hasattr(registry, "set_default_backend") and registry.get_default_backend() == "inductor":
             registry.set_default_backend("claystone")
 
@@ -108,3 +110,17 @@ def keep_step_counts_on_device():
         set_capturable(self, tx)
 
     OptimizerVariable._set_capturable = set_for_all
+
+
+def describe_attention():
+    """Tells tracing the results of attention's backward, as PyTorch does itself from 2.15 on."""
+    name = "_scaled_dot_product_fused_attention_overrideable_backward"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+        return
+
+    def gradients(gradient, query, key, value, bias, wanted, *rest, scale=None):
+        return tuple(None if given is None else torch.empty_like(given) for given in (query, key, value, bias))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(name, gradients, "Meta")
+    _libraries.append(library)
