@@ -274,6 +274,27 @@ fn gradients_of_overlapping_windows_add_up() {
     });
 }
 
+/// The gradient from stored indices is that of autograd, for overlapping windows, in both memory formats, from strided gradients.
+#[test]
+fn gradients_from_indices() {
+    each_device(|device| {
+        let options = MaxPoolOptions { stride: Some([2, 1]), padding: [1, 0].into(), ..MaxPoolOptions::default() };
+        let x = Tensor::rand(&[2, 3, 7, 5], device).unwrap();
+        let last = x.to_memory_format(claystone::MemoryFormat::ChannelsLast).unwrap();
+        for x in [x.shallow_clone(), last, x.transpose(2, 3).unwrap(), x.select(0, 1).unwrap()] {
+            let x = x.detach().requires_grad_(true).unwrap();
+            let (y, at) = x.max_pool2d_with_indices([3, 2], options).unwrap();
+            let wide = Tensor::rand(y.shape().dims().iter().map(|&n| 2 * n).collect::<Vec<_>>(), device).unwrap();
+            let grad = (0..y.rank()).fold(wide, |t, d| t.slice(d as isize, 1, None, 2).unwrap());
+            y.mul(&grad).unwrap().sum((), false).unwrap().backward().unwrap();
+            let made = grad.max_pool2d_backward(&x.detach(), &at, [3, 2], options).unwrap();
+            assert_eq!(f64s(&made), f64s(&x.grad().unwrap()));
+            let message = grad.max_pool2d_backward(&x, &at, [2, 2], options).unwrap_err().to_string();
+            assert!(message.contains("max_pool2d_backward") && message.contains("the maxima have the shape"), "{message}");
+        }
+    });
+}
+
 #[test]
 fn errors_of_pools_name_the_mismatch() {
     let x = Tensor::zeros(&[1, 3, 4, 4], Device::Cpu).unwrap();

@@ -267,7 +267,9 @@ class Operators(unittest.TestCase):
                     except (RuntimeError, NotImplementedError):
                         continue  # PyTorch refuses the call or cannot trace it
                     fused += any(formulas.recipe(node) is not None for node in graph.graph.nodes)
-                    for a, b in zip(expected, emission.emit(graph)(inputs)):
+                    found = emission.emit(graph)(inputs)
+                    torch.claystone.synchronize()  # copies to the CPU with non_blocking=True
+                    for a, b in zip(expected, found):
                         self.assertEqual((a.dtype, a.shape), (b.dtype, b.shape), (op.name, dtype))
                         close = TOLERANCES.get(a.dtype, 0) * 2
                         torch.testing.assert_close(a.cpu(), b.cpu(), rtol=close, atol=close, equal_nan=True, msg=f"{op.name} of {dtype}")

@@ -306,7 +306,9 @@ impl Pooling<'_> {
                         })
                     }
                     PoolTask::MaxBackward => plane.iter().zip(&indices[plane_i * windows..]).for_each(|(g, &at)| {
-                        result[at as usize] = result[at as usize].add(*g);
+                        if let Some(y) = result.get_mut(at as usize) {
+                            *y = y.add(*g);
+                        }
                     }),
                     PoolTask::Max => unreachable!("has two results"),
                 }

@@ -254,6 +254,44 @@ pools! {
     adaptive_max_pool3d_with_indices(size: [usize; 3]) -> (Tensor, Tensor): max_pool_with_indices(size);
 }
 
+impl Tensor {
+    /// Computes the gradient of x from that of [`Tensor::max_pool2d_with_indices`]'s maxima, which is this tensor, and from the indices
+    /// (PyTorch's `max_pool2d_with_indices_backward`). Returns a tensor of x's shape. Floats, one launch. Not recorded for autograd: for callers
+    /// that store the indices themselves. Fails with [`Error::ShapeMismatch`] if the gradient and the indices do not have the shape of the
+    /// maxima, and as [`Tensor::max_pool2d`] does.
+    ///
+    /// ```
+    /// use claystone::{Device, MaxPoolOptions, Tensor};
+    /// let x = Tensor::arange(0, 16, 1, Device::Cpu)?.reshape([1, 4, 4])?;
+    /// let (y, at) = x.max_pool2d_with_indices([4, 4], MaxPoolOptions::default())?;
+    /// let grad = y.ones_like()?.max_pool2d_backward(&x, &at, [4, 4], MaxPoolOptions::default())?;
+    /// assert_eq!(grad.to_vec::<f32>()?[14..], [0.0, 1.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn max_pool2d_backward(
+        &self,
+        x: &Tensor,
+        indices: &Tensor,
+        kernel: [usize; 2],
+        options: MaxPoolOptions<2>,
+    ) -> Result<Tensor> {
+        let op = "max_pool2d_backward";
+        x.dtype.check_float(op)?;
+        same_dtype(op, &[x, self])?;
+        same_device(op, &[x, self, indices])?;
+        unsupported!(op if indices.dtype != DType::I64, indices.dtype, "indices of i64");
+        let images = as_images(op, x, 2)?;
+        let windows = (kernel, options).windows(op, &images)?;
+        let (grad, at) = (as_images(op, self, 2)?, as_images(op, indices, 2)?);
+        let maxima = [images.shape().dims()[..2].to_vec(), windows.grid.to_vec()].concat();
+        for t in [&grad, &at] {
+            mismatch!(op if t.shape().dims() != maxima, x, t, "the maxima have the shape {maxima:?}");
+        }
+        restore_rank(&no_grad(|| windows.max_backward(&grad, &at, &images))?, x, 2)
+    }
+}
+
 impl<const D: usize> MaxPoolOptions<D> {
     fn from_args(a: &Args) -> Result<Self> {
         let (stride, padding, dilation) =
@@ -284,7 +322,7 @@ fn read_sizes<const D: usize>(a: &Args, i: usize) -> Result<[usize; D]> {
     a.spatial_sizes(i)
 }
 
-/// Generates the catalogue entries of the pools over one, two and three dims.
+/// Generates the catalogue entries of the pools.
 macro_rules! pool_operations {
     ($($read:ident: $max:ident $indices:ident $avg:ident $adaptive_avg:ident $adaptive_max:ident $adaptive_indices:ident;)*) => {
         operations! {
@@ -301,6 +339,9 @@ macro_rules! pool_operations {
             $($adaptive_avg(input: x, output_size: sizes @$read) functional: NeuralNetwork, Floats -> Same, differentiable;)*
             $($adaptive_max(input: x, output_size: sizes @$read) functional: NeuralNetwork, Numbers -> Same, differentiable;)*
             $($adaptive_indices(input: x, output_size: sizes @$read) functional: NeuralNetwork, Numbers -> Same, differentiable;)*
+            max_pool2d_backward(grad: x, input: x, indices: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
+                "max_pool2d_with_indices_backward": NeuralNetwork, Floats -> Same
+                => |a| a.tensor(0)?.max_pool2d_backward(a.tensor(1)?, a.tensor(2)?, read_sizes(a, 0)?, MaxPoolOptions::from_args(a)?);
         }
     };
 }

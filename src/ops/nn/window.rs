@@ -208,6 +208,12 @@ impl Windows {
         Ok((out, index))
     }
 
+    /// Computes the gradient of x from that of [`Windows::max`], and from the index of each maximum. Not recorded.
+    pub(crate) fn max_backward(&self, grad: &Tensor, index: &Tensor, x: &Tensor) -> Result<Tensor> {
+        let format = x.memory_format();
+        self.run_task(PoolTask::MaxBackward, grad, &index.to_memory_format(format)?, x.shape().clone(), format)
+    }
+
     /// Computes the mean of each window of planes `[N, C, image]`.
     fn mean_of_planes(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
         let (shape, format) = (x.shape().clone(), x.memory_format());
