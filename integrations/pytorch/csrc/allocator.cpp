@@ -384,14 +384,14 @@ c10::Storage storage_of_graph(const GraphMemory& memory) {
     return storage_over(block);
 }
 
-void leave_graph(const c10::StorageImpl& storage) {
-    Block& block = *block_of(storage.data_ptr());
-    const auto held = block.peek().first;
-    auto fresh = new_storage(block.device, block.nbytes);
-    if (block.nbytes > 0) {
-        check(claystone_tensor_copy(bytes_of(fresh, 0, block.nbytes).get(), bytes_of(held, 0, block.nbytes).get()));
+void leave_graph(const c10::StorageImpl& storage, const GraphMemory& memory) {
+    Block* const block = block_of(storage.data_ptr());
+    if (!block || memory.storage == nullptr || block->peek().first != memory.storage) {
+        return; // the PyTorch storage was resized
     }
-    block.move(std::move(fresh), false);
+    auto fresh = new_storage(block->device, block->nbytes);
+    check(claystone_tensor_copy(bytes_of(fresh, 0, block->nbytes).get(), bytes_of(memory.storage, 0, block->nbytes).get()));
+    block->move(std::move(fresh), false);
 }
 
 void move_storage(const at::Tensor& target, const at::Tensor& source) {

@@ -67,36 +67,41 @@ bool Capture::fits(const Values& inputs) {
     if (current_stream(stream->device_index()) != *stream) {
         return false;
     }
-    bool fits = true;
+    const size_t moved_before = moving.size();
+    bool is_alike = true;
     for (size_t i = 0; i < inputs.size(); i++) {
         const at::Tensor& tensor = inputs[i].toTensor();
+        is_alike = is_alike && last[i].is_same_layout(tensor);
         if (!moving.count(i) && !last[i].is_same_memory(tensor)) {
             moving.insert(i);
-            clear();
         }
-        fits = fits && last[i].is_same_layout(tensor);
     }
-    return fits && graph;
+    if (moving.size() > moved_before) {
+        clear();
+        last.clear(); // this call counts as the first
+        return false;
+    }
+    return is_alike;
 }
 
 Values Capture::run(Values inputs, const Execute& execute) {
-    const std::unique_lock lock(mutex, std::try_to_lock);
-    if (!lock || captures_left == 0 || is_capturing() || !takes(inputs)) {
-        return execute(std::move(inputs));
+    if (!is_capturing() && takes(inputs)) {
+        const std::unique_lock lock(mutex, std::try_to_lock);
+        if (lock && graph && fits(inputs)) {
+            return replay(inputs);
+        }
+        if (lock && !graph && captures_left > 0) {
+            if (last.empty()) {
+                remember(inputs);
+            } else if (capture(inputs, execute)) {
+                return replay(inputs);
+            }
+        }
     }
-    if (last.empty()) {
-        remember(inputs);
-    } else if (!graph) {
-        return capture(std::move(inputs), execute);
-    } else if (fits(inputs)) {
-        return replay(inputs);
-    } else if (!graph) {
-        remember(inputs);
-    }
-    return execute(std::move(inputs));
+    return execute(std::move(inputs)); // without the lock, because a Python function may call the graph again
 }
 
-Values Capture::capture(Values inputs, const Execute& execute) {
+bool Capture::capture(const Values& inputs, const Execute& execute) {
     captures_left--;
     size_t copied = 0, kept = 0;
     for (size_t i = 0; i < inputs.size(); i++) {
@@ -109,7 +114,7 @@ Values Capture::capture(Values inputs, const Execute& execute) {
     remember(inputs);
     const auto can_move = [&](size_t i) { return last[i].is_ours && std::count(written.begin(), written.end(), i) == 0; };
     if (copied > std::max(kept, CHEAP_COPY_BYTES) || !std::all_of(moving.begin(), moving.end(), can_move)) {
-        return execute(std::move(inputs));
+        return false;
     }
     auto given = inputs;
     buffers.assign(inputs.size(), {});
@@ -140,10 +145,8 @@ Values Capture::capture(Values inputs, const Execute& execute) {
         }
         clear();
         captures_left = 0;
-        given.clear();
-        return execute(std::move(inputs));
     }
-    return replay(inputs);
+    return graph != nullptr;
 }
 
 Capture::Result Capture::described(const c10::IValue& value, const Values& inputs) {
@@ -176,9 +179,9 @@ Capture::Result Capture::described(const c10::IValue& value, const Values& input
 }
 
 Values Capture::replay(const Values& inputs) {
-    for (const auto& user : users) {
-        if (const auto storage = user.lock()) {
-            leave_graph(*storage);
+    for (size_t i = 0; i < users.size(); i++) {
+        if (const auto storage = users[i].lock()) {
+            leave_graph(*storage, memory[i]);
         }
     }
     for (const size_t i : moving) {

@@ -66,7 +66,8 @@ private:
     void remember(const Values& inputs);
     // Whether the graph can be replayed on the inputs. Drops the graph if arguments that it reads in place have moved.
     bool fits(const Values& inputs);
-    Values capture(Values inputs, const Execute& execute);
+    // Captures the graph. Returns whether it did.
+    bool capture(const Values& inputs, const Execute& execute);
     Result described(const c10::IValue& value, const Values& inputs);
     Values replay(const Values& inputs);
     void clear();

@@ -74,7 +74,7 @@ GraphMemory graph_memory(const at::TensorBase& tensor);
 // Makes a PyTorch storage of memory that a graph writes.
 c10::Storage storage_of_graph(const GraphMemory& memory);
 // Moves a PyTorch storage's contents out of the memory that a graph writes, before a replay writes it again.
-void leave_graph(const c10::StorageImpl& storage);
+void leave_graph(const c10::StorageImpl& storage, const GraphMemory& memory);
 
 bool share_storage(const TensorHandle& a, const TensorHandle& b);
 
