@@ -83,11 +83,13 @@ class HostGraph:
         self._recorder = _Recorder()
         self._recorder.__enter__()
         _of_thread.graph = self
+        _C.capture_current_stream(True)
 
     def _end(self):
         if getattr(_of_thread, "graph", None) is not self:
             raise RuntimeError("claystone: this thread is not capturing this graph")
         _of_thread.graph = None
+        _C.capture_current_stream(False)
         recorder, self._recorder = self._recorder, None
         recorder.__exit__(None, None, None)
         torch._C._set_multithreading_enabled(self._threads)

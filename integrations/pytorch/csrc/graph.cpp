@@ -62,7 +62,7 @@ void Graph::capture_begin(std::optional<c10::MempoolId_t> pool) {
     stream_handle(now); // makes the default stream's handle, which replays need
     check(claystone_graph_capture_begin(used->handle));
     memory = std::move(used);
-    stream = now;
+    captured_stream() = stream = now;
     capturing = number;
     auto& autograd = c10::AutogradState::get_tls_state();
     was_multithreaded = autograd.get_multithreading_enabled();
@@ -79,6 +79,7 @@ void Graph::end(bool keep) {
 
 void Graph::end_here() {
     capturing = 0;
+    captured_stream().reset();
     c10::AutogradState::get_tls_state().set_multithreading_enabled(was_multithreaded);
 }
 

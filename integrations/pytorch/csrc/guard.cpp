@@ -46,11 +46,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     // No `override`: PyTorch 2.9 does not have this method.
     void* getStreamNativeHandle(const c10::Stream stream) const { return stream_handle(stream); }
     // No `override`: PyTorch 2.9 does not have these methods.
-    bool isStreamCapturing(const c10::Stream& stream) const {
-        bool capturing = false;
-        check(claystone_graph_is_capturing(claystone_device(stream.device_index()), &capturing));
-        return capturing && stream == current_stream(stream.device_index());
-    }
+    bool isStreamCapturing(const c10::Stream& stream) const { return captured_stream() == stream; }
 #if __has_include(<c10/core/DeviceCapability.h>)
     c10::DeviceCapability getDeviceCapability(c10::Device) const {
         static_assert(c10::kIndex_BFloat16 == int(at::kBFloat16), "the bits have the numbers of the dtypes");

@@ -6,6 +6,7 @@
 #include "graph.h"
 #include "pinned.h"
 #include "storage.h"
+#include "streams.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -152,6 +153,9 @@ PYBIND11_MODULE(_C, module) {
     module.def("register_graphs", [](const py::object& make_host_graph) { register_graphs(make_host_graph.ptr()); });
     module.def("move_storage", &move_storage);
     module.def("is_capturing", &is_capturing);
+    module.def("capture_current_stream", [](bool capture) {
+        captured_stream() = capture ? std::optional(current_stream(current_device())) : std::nullopt;
+    });
     const py::call_guard<py::gil_scoped_release> without_gil;
     py::class_<Graph>(module, "Graph")
         .def(py::init<>())

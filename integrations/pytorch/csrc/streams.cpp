@@ -72,6 +72,11 @@ c10::Stream exchange_stream(const c10::Stream& stream) {
     return before;
 }
 
+std::optional<c10::Stream>& captured_stream() {
+    thread_local std::optional<c10::Stream> captured;
+    return captured;
+}
+
 c10::Stream new_stream(c10::DeviceIndex index, int priority) {
     std::lock_guard lock(mutex);
     auto& streams = streams_of(index);

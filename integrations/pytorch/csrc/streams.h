@@ -13,6 +13,8 @@ ClaystoneStream* stream_handle(const c10::Stream& stream);
 c10::Stream current_stream(c10::DeviceIndex index);
 // Sets this thread's current stream and returns the previous one.
 c10::Stream exchange_stream(const c10::Stream& stream);
+// The stream whose work this thread is capturing as a graph, if any.
+std::optional<c10::Stream>& captured_stream();
 // Returns a stream from the pool. A priority below 0 is more urgent, above 0 less.
 c10::Stream new_stream(c10::DeviceIndex index, int priority);
 // Declares that the memory of a data pointer is used on the stream, so that it is reused only after the work submitted there.

@@ -145,7 +145,12 @@ class Graphs(unittest.TestCase):
             del y
         with torch.claystone.graph(graph): # the same object captures after failures
             self.assertTrue(torch.claystone.is_current_stream_capturing())
+            captured, other = torch.accelerator.current_stream(), torch.Stream()
+            if hasattr(other, "is_capturing"):
+                with other: # the captured stream stays the one of the capture's beginning
+                    self.assertEqual((captured.is_capturing(), other.is_capturing()), (True, False))
             y = x * 2
+        self.assertFalse(hasattr(other, "is_capturing") and captured.is_capturing())
         with self.assertRaisesRegex(RuntimeError, "has a capture"):
             graph.capture_begin()
         graph.replay()
