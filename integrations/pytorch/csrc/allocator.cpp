@@ -105,12 +105,18 @@ struct Block {
     }
 
     StorageHandle storage() {
-        std::lock_guard lock(mutex);
+        StorageHandle made; // released after the lock if another thread's storage was first
+        std::unique_lock lock(mutex);
+        if (!held) {
+            lock.unlock(); // observers of a failed allocation may use this block
+            made = new_storage(device, nbytes);
+            lock.lock();
+        }
         const auto now = current_stream(index());
         if (held) {
             record_locked(now);
         } else {
-            held = new_storage(device, nbytes);
+            held.swap(made);
             stream = recorded = now.id();
             report(nbytes);
         }
@@ -231,16 +237,9 @@ TensorHandle bytes_at(const void* address, size_t length) {
 
 // Converts claystone's statistics to PyTorch's. PyTorch versions differ in their members.
 template <typename Stats>
-Stats to_device_stats(std::map<std::string, int64_t> values, c10::DeviceIndex index) {
+Stats to_device_stats(const std::map<std::string, int64_t>& values, c10::DeviceIndex index) {
     Stats stats;
-    const auto stat = [&](const std::string& name) {
-        c10::CachingAllocator::Stat result;
-        result.current = values[name + ".current"];
-        result.peak = values[name + ".peak"];
-        result.allocated = values[name + ".allocated"];
-        result.freed = values[name + ".freed"];
-        return result;
-    };
+    const auto stat = [&](const std::string& name) { return to_stat(values, name); };
     const auto by_pool = [&](const std::string& name) {
         return c10::CachingAllocator::StatArray{stat(name + ".all"), stat(name + ".small_pool"), stat(name + ".large_pool")};
     };
@@ -255,12 +254,12 @@ Stats to_device_stats(std::map<std::string, int64_t> values, c10::DeviceIndex in
     stats.requested_bytes = by_pool("requested_bytes");
     stats.oversize_allocations = stat("oversize_allocations");
     stats.oversize_segments = stat("oversize_segments");
-    stats.num_alloc_retries = values["num_alloc_retries"];
-    stats.num_ooms = values["num_ooms"];
-    stats.num_sync_all_streams = values["num_sync_all_streams"];
-    stats.num_device_alloc = values["num_device_alloc"];
-    stats.num_device_free = values["num_device_free"];
-    stats.max_split_size = values["max_split_size"];
+    stats.num_alloc_retries = values.at("num_alloc_retries");
+    stats.num_ooms = values.at("num_ooms");
+    stats.num_sync_all_streams = values.at("num_sync_all_streams");
+    stats.num_device_alloc = values.at("num_device_alloc");
+    stats.num_device_free = values.at("num_device_free");
+    stats.max_split_size = values.at("max_split_size");
     if constexpr (requires { stats.reserved_bytes_by_private_pools; }) {
         for (const auto& pool : pools_of(index)) {
             auto& reserved = stats.reserved_bytes_by_private_pools[pool->id()][0];

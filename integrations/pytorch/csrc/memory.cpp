@@ -11,7 +11,7 @@
 namespace claystone_torch {
 namespace {
 
-// The live pools by their ids. Ids that `reserve_pool_id` returned are negative as signed numbers, claystone's are small.
+// The live pools by their ids. Ids that `reserve_pool_id` returned, of which `reserved` counts, follow RESERVED; claystone's are small.
 struct Pools {
     std::mutex mutex;
     std::map<c10::MempoolId_t, std::weak_ptr<Pool>> by_id;
@@ -27,7 +27,7 @@ constexpr c10::CaptureId_t RESERVED = c10::CaptureId_t(1) << 63;
 
 std::shared_ptr<Pool> add(Pools& all, std::optional<c10::MempoolId_t> id, c10::DeviceIndex index, bool use_on_oom, bool no_split) {
     auto made = std::make_shared<Pool>(index, use_on_oom, no_split);
-    std::erase_if(all.by_id, [](const auto& entry) { return entry.second.expired() && entry.first.second < RESERVED; });
+    std::erase_if(all.by_id, [](const auto& entry) { return entry.second.expired(); });
     all.by_id[made->id()] = made;
     if (id) {
         all.by_id[*id] = made;
@@ -46,6 +46,15 @@ std::map<std::string, int64_t> numbers(ClaystoneBytes json) {
         start = text.find('"', end + 1);
     }
     return result;
+}
+
+c10::CachingAllocator::Stat to_stat(const std::map<std::string, int64_t>& values, const std::string& name) {
+    c10::CachingAllocator::Stat stat;
+    stat.current = values.at(name + ".current");
+    stat.peak = values.at(name + ".peak");
+    stat.allocated = values.at(name + ".allocated");
+    stat.freed = values.at(name + ".freed");
+    return stat;
 }
 
 std::pair<size_t, size_t> memory_info(c10::DeviceIndex index) {
@@ -83,9 +92,7 @@ ClaystonePoolStats Pool::stats() const {
 c10::MempoolId_t reserve_pool_id() {
     auto& all = pools();
     std::lock_guard lock(all.mutex);
-    const c10::MempoolId_t id{0, RESERVED + ++all.reserved};
-    all.by_id[id] = {};
-    return id;
+    return {0, RESERVED + ++all.reserved};
 }
 
 std::shared_ptr<Pool> find_pool(c10::MempoolId_t id, c10::DeviceIndex index) {
@@ -93,7 +100,7 @@ std::shared_ptr<Pool> find_pool(c10::MempoolId_t id, c10::DeviceIndex index) {
     std::lock_guard lock(all.mutex);
     const auto found = all.by_id.find(id);
     auto pool = found == all.by_id.end() ? nullptr : found->second.lock();
-    if (!pool && found != all.by_id.end() && id.second >= RESERVED) {
+    if (!pool && id.first == 0 && id.second > RESERVED && id.second <= RESERVED + all.reserved) {
         pool = add(all, id, index, false, false);
     }
     TORCH_CHECK(pool, "claystone: there is no memory pool (", id.first, ", ", id.second, ")");

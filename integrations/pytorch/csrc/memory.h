@@ -12,6 +12,8 @@ namespace claystone_torch {
 
 // Parses a JSON object of integers, such as claystone's statistics.
 std::map<std::string, int64_t> numbers(ClaystoneBytes json);
+// Returns the statistic that is four of these numbers: `name` with ".current", ".peak", ".allocated" and ".freed".
+c10::CachingAllocator::Stat to_stat(const std::map<std::string, int64_t>& values, const std::string& name);
 // The free and the total bytes of a device. OpenCL does not report free memory, so memory that this process has not reserved counts as free.
 std::pair<size_t, size_t> memory_info(c10::DeviceIndex index);
 

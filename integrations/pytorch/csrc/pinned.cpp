@@ -71,7 +71,6 @@ void delete_pinned(void* context) {
 }
 
 using c10::CachingAllocator::DurationStat;
-using c10::CachingAllocator::Stat;
 
 template <typename F>
 void each_device(F f) {
@@ -83,14 +82,7 @@ void each_device(F f) {
 // Converts statistics to PyTorch's, whose names PyTorch 2.10 changed.
 template <typename Stats>
 Stats to_host_stats(const std::map<std::string, int64_t>& values) {
-    const auto stat = [&](const std::string& name) {
-        Stat result;
-        result.current = values.at(name + ".current");
-        result.peak = values.at(name + ".peak");
-        result.allocated = values.at(name + ".allocated");
-        result.freed = values.at(name + ".freed");
-        return result;
-    };
+    const auto stat = [&](const std::string& name) { return to_stat(values, name); };
     const auto time = [&](const std::string& name) {
         DurationStat result;
         result.total = values.at(name + ".total");

@@ -151,6 +151,21 @@ class Memory(unittest.TestCase):
         self.assertEqual((index, requested), (0, 4 << 24))
         self.assertTrue(allowed < requested and free <= total)
 
+    def test_observers_may_use_the_tensor_whose_allocation_failed(self):
+        x = torch.empty(64 * torch.claystone.mem_get_info()[1], dtype=torch.uint8, device=DEVICE) # takes no memory yet
+        seen = []
+
+        def observe(*event):
+            try:
+                print(x)
+            except torch.OutOfMemoryError as error:
+                seen.append(error)
+
+        torch.claystone.attach_out_of_memory_observer(observe)
+        with self.assertRaises(torch.OutOfMemoryError):
+            x + 1
+        self.assertEqual(len(seen), 1)
+
     def test_private_pools(self):
         torch.claystone.empty_cache()
         pool = torch.claystone.MemPool()
