@@ -3,6 +3,7 @@ installed torch. It does not import torch, because pip builds in an isolated env
 interpreter's site-packages instead."""
 
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -48,6 +49,7 @@ class BuildExt(build_ext):
         package = here if self.inplace else Path(self.build_lib)
         (package / "claystone_torch").mkdir(parents=True, exist_ok=True)
         shutil.copy2(built, package / "claystone_torch")
+        (package / "claystone_torch/_built_with.py").write_text(f'TORCH = "{minor}"\n')
         self.extensions[0].library_dirs.append(str(built.parent))
         super().run()
 
@@ -69,6 +71,7 @@ class BuildExt(build_ext):
 
 
 torch = torch_folder()
+minor = re.search(r"__version__ = ['\"](\d+\.\d+)", (torch / "version.py").read_text())[1]
 extension = Extension(
     "claystone_torch._C",
     sources=sorted(str(path.relative_to(here)) for path in here.glob("csrc/*.cpp")),
@@ -80,4 +83,11 @@ extension = Extension(
     extra_compile_args=["-std=c++20", os.environ.get("CLAYSTONE_TORCH_OPT", "-O2"), "-g0", "-Wall", "-Wno-sign-compare"],
     language="c++",
 )
-setup(ext_modules=[extension], cmdclass={"build_ext": BuildExt})
+# The C++ interfaces of torch change with its minor version, so that a wheel and compiled files belong to one.
+setup(
+    version=f"0.1.0+torch{minor}",
+    install_requires=[f"torch=={minor}.*"],
+    options={"build": {"build_base": f"build/torch{minor}"}},
+    ext_modules=[extension],
+    cmdclass={"build_ext": BuildExt},
+)

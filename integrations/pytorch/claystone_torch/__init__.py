@@ -11,6 +11,13 @@ from importlib import resources
 
 import torch
 
+from ._built_with import TORCH as _built_with
+
+if torch.__version__.split(".")[:2] != _built_with.split("."):
+    raise ImportError(
+        f"this claystone_torch was built with torch {_built_with}, and torch {torch.__version__} is installed: "
+        f"install the wheel for that torch, or build claystone_torch again")
+
 from . import _C, compile, composed, device, modules
 from .dry import dry_run
 from .host_graph import HostGraph
