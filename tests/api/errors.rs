@@ -69,6 +69,8 @@ fn mismatched_and_unsupported_dtypes() {
         refused(d, &["add", "i64", "f32"], || ints.add_(&a).map(|_| ()));
         refused(d, &["mul_scalar", "i64", "f32"], || ints.mul_scalar_(0.5).map(|_| ()));
         refused(d, &["add_scalar", "bool", "i64"], || ints.eq_scalar(1)?.add_scalar_(1).map(|_| ()));
+        let bits = ints.eq_scalar(1).unwrap();
+        refused(d, &["addr", "bool", "numbers"], || bits.addr(&bits, &bits, 1, 1));
         refused(d, &["bitwise_and", "f32"], || a.bitwise_and(&ints));
         refused(d, &["masked_fill", "0.5", "i64"], || ints.masked_fill(&ints, 0.5));
         refused(d, &["mean", "i64"], || ints.mean((), false));

@@ -48,6 +48,7 @@ pub(crate) fn scaled_product_into(
     alpha: Scalar,
 ) -> Result<Tensor> {
     let dtype = same_dtype(op, &[a, b])?;
+    unsupported!(op if dtype == DType::Bool, dtype, "numbers");
     same_device(op, &[a, b])?;
     let shape = product_shape(op, a, b)?;
     let scalars = [alpha, input.map_or(Scalar::Int(0), |(_, beta)| beta)];
