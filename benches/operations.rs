@@ -9,10 +9,11 @@ use std::error::Error;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+use claystone::nn::{Gru, Lstm, Module, RnnOptions};
 use claystone::ops::Attention;
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::tune::{self, Level};
-use claystone::{BatchNormOptions, ConvOptions, DType, Device, Interpolation, PadMode, Result, Tensor};
+use claystone::{BatchNormOptions, ConvOptions, DType, Device, Interpolation, PadMode, Result, Tensor, no_grad};
 
 /// The time for which each case is measured.
 const BUDGET: Duration = Duration::from_millis(150);
@@ -334,6 +335,33 @@ impl Suite {
         )
     }
 
+    /// Times two recurrent layers of `hidden` features over `n` sequences of `length` elements of `width` features.
+    fn recurrent(&self, [n, length, width, hidden]: [usize; 4]) -> Result<()> {
+        let options = RnnOptions { num_layers: 2, batch_first: true, ..RnnOptions::default() };
+        let x = Tensor::randn(&[n, length, width], self.device)?;
+        let half = x.to_dtype(DType::F16)?;
+        let lstm = Lstm::new(width, hidden, options, self.device)?;
+        let lstm_f16 = Lstm::new(width, hidden, options, (DType::F16, self.device))?;
+        let gru = Gru::new(width, hidden, options, self.device)?;
+        let backward = |layer: &dyn Module, x: &Tensor| -> Result<()> {
+            let y = layer.forward(x)?;
+            y.backward_with(&y.ones_like()?)?;
+            layer.parameters().into_iter().for_each(Tensor::zero_grad);
+            Ok(())
+        };
+        self.run(
+            &format!("{n}x{length}x{width}x{hidden}"),
+            cases! {
+                "lstm" => no_grad(|| lstm.forward(&x));
+                "lstm, backward" => backward(&lstm, &x);
+                "lstm, f16" => no_grad(|| lstm_f16.forward(&half));
+                "lstm, f16, backward" => backward(&lstm_f16, &half);
+                "gru" => no_grad(|| gru.forward(&x));
+                "gru, backward" => backward(&gru, &x);
+            },
+        )
+    }
+
     fn optimisers(&self, rows: usize, columns: usize) -> Result<()> {
         let leaf = || -> Result<Tensor> { Tensor::randn(&[rows, columns], self.device)?.requires_grad_(true) };
         let (mut a, mut b) = (leaf()?, leaf()?);
@@ -370,6 +398,8 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     }
     suite.images([8, 16, 32, 32])?;
     suite.images([32, 64, 28, 28])?;
+    suite.recurrent([16, 32, 64, 128])?;
+    suite.recurrent([64, 50, 64, 64])?;
     suite.sequences([4, 8, 128, 64])?;
     suite.sequences([16, 12, 256, 64])?;
     suite.sequences([1, 8, 2048, 64])?;

@@ -136,6 +136,18 @@ def sequences(n, h, s, e):
             "attention, bf16, backward": backward(lambda: attention(tb, tb, tb, is_causal=True), tb)}
 
 
+def recurrent(n, length, width, hidden):
+    x = torch.randn(n, length, width, device=dev)
+    x16 = x.half()
+    made = lambda kind: kind(width, hidden, num_layers=2, batch_first=True, device=dev)
+    lstm, half, gru = made(torch.nn.LSTM), made(torch.nn.LSTM).half(), made(torch.nn.GRU)
+    cases = {}
+    for name, layer, given in (("lstm", lstm, x), ("lstm, f16", half, x16), ("gru", gru, x)):
+        cases[name] = torch.no_grad()(lambda layer=layer, given=given: layer(given)[0])
+        cases[name + ", backward"] = backward(lambda layer=layer, given=given: layer(given)[0], *layer.parameters())
+    return cases
+
+
 def measure(f):
     for _ in range(3):
         f()
@@ -153,7 +165,7 @@ cases, rows = {}, []
 for line in map(json.loads, open(sys.argv[1])):
     size = tuple(map(int, line["size"].split("x")))
     if size not in cases:
-        kinds = [sequences if "bmm" in line["case"] or "attention" in line["case"] else images] if len(size) == 4 else [matrices, optimisers, labels] if size[0] % 16 == 0 and size[1] % 16 == 0 else [labels]
+        kinds = [recurrent if line["case"].startswith(("lstm", "gru")) else sequences if "bmm" in line["case"] or "attention" in line["case"] else images] if len(size) == 4 else [matrices, optimisers, labels] if size[0] % 16 == 0 and size[1] % 16 == 0 else [labels]
         cases = {size: {name: f for kind in kinds for name, f in kind(*size).items()}}
     theirs = measure(cases[size][line["case"]])
     rows.append((line["median_us"] / theirs, line["case"], line["size"], line["median_us"], theirs))

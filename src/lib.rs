@@ -97,10 +97,12 @@ pub mod quantized {
 /// public interface.
 #[doc(hidden)]
 pub mod internal {
+    pub use crate::backend::problem::recurrence::{CellKind, KeptStates, Pass, Recurrence};
     pub use crate::error::{Excerpt, for_each_part, in_steps};
     pub use crate::io::state::join_names;
     pub use crate::nn::part::field_name;
     pub use crate::ops::dispatch::checks::{same_device, same_dtype};
+    pub use crate::ops::nn::recurrence::recurrence;
     pub use crate::sync::lock;
 }
 

@@ -142,6 +142,8 @@ recorded_backend! {
     /// Stores new keys and values in a cache, and computes attention over the cache.
     fn cached_attention(&self, a: &CachedAttention) -> Result<()> =
         describe(a.op, a.rows.into_iter().chain(a.cache.map(|rows| &rows.tensor)).chain(a.attend.into_iter().flatten()));
+    /// Computes all time steps of one direction of a recurrent layer, forward or backward. Returns false if products step by step are faster.
+    fn recurrence(&self, pass: &Recurrence) -> Result<bool> => describe_recurrence(pass);
     /// Returns the block sizes for the scores of attention. `memory` is the device's memory in bytes; `cheap` is true if blocks take no extra time.
     fn attention_blocking(&self, memory: usize, cheap: bool) -> Blocking;
 }

@@ -67,6 +67,12 @@ pub(super) fn describe_attention<'t>(
     describe_flops(name, [a.q, a.k, a.v].into_iter().chain(a.mask).chain(others), flops)
 }
 
+/// Describes all time steps of one direction of a recurrent layer. Each row is multiplied by the whole weight.
+pub(super) fn describe_recurrence(pass: &Recurrence) -> Operation {
+    let name = ["rnn_tanh", "rnn_relu", "lstm", "gru"][pass.cell as usize];
+    describe_flops(name, pass.tensors(), 2 * pass.rows()[1] * pass.weight.numel())
+}
+
 /// Describes a convolution, in which the whole weight is multiplied once for every window.
 pub(crate) fn describe_convolution(name: &'static str, w: &Windows, x: &Tensor, weight: &Tensor) -> Operation {
     let windows: usize = w.grid.iter().product();

@@ -13,6 +13,7 @@ mod indices;
 mod kernels;
 mod products;
 mod quantized;
+mod recurrent;
 mod reductions;
 mod rows;
 mod softmax;

@@ -146,16 +146,7 @@ pub unsafe extern "C" fn claystone_recurrent(
         let is_recorded = wanted.contains(&true);
         let (made, kept) = if is_recorded {
             let recorded = Recorded::new(&tensors, &wanted, |tensors| run_cell(cell, options, batch_sizes, tensors))?;
-            let mut made = recorded.results();
-            // Backward reads the output of cells other than LSTM, so the caller gets a copy that it may overwrite.
-            if cell != ClaystoneCell::Lstm {
-                made[0] = no_grad(|| {
-                    let rows = if given.batch_first { made[0].transpose(0, 1)? } else { made[0].shallow_clone() };
-                    let copied = rows.empty_like()?.copy_(&rows)?.shallow_clone();
-                    if given.batch_first { copied.transpose(0, 1) } else { Ok(copied) }
-                })?;
-            }
-            (made, handle(ClaystoneRecording(recorded)))
+            (recorded.results(), handle(ClaystoneRecording(recorded)))
         } else {
             (no_grad(|| run_cell(cell, options, batch_sizes, &tensors))?, std::ptr::null_mut())
         };

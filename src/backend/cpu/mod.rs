@@ -36,8 +36,8 @@ use crate::backend::mark_written;
 use crate::backend::problem::{
     AttentionBackward, Blocking, CachedAttention, Channels, Conv2d, Convolution, Dequantize, Formulas, FusedAttention,
     Gemm, Im2col, IndexTerm, Indexed, Interpolate, LabelEntropy, NormForward, Normalisation, Pooling, QuantizedGemm,
-    RankedElement, Reduction, RunningReduction, Scatter, Search, Selected, Sequence, Softmax, Sorting, TopK, Variance,
-    Windows,
+    RankedElement, Recurrence, Reduction, RunningReduction, Scatter, Search, Selected, Sequence, Softmax, Sorting,
+    TopK, Variance, Windows,
 };
 use crate::backend::profiled::{describe, describe_flops};
 use crate::device::count_launch;
@@ -112,6 +112,7 @@ impl Backend for Cpu {
         attention_backward(_: &FusedAttention, _: &AttentionBackward) -> Result<()> =
             unreachable!("`has_attention` is false");
         cached_attention(a: &CachedAttention) -> Result<()> = counted(cached::attend(a));
+        recurrence(_: &Recurrence) -> Result<bool> = Ok(false);
     }
 
     fn convolution(&self, conv: &Conv2d) -> Option<Box<dyn Convolution>> {

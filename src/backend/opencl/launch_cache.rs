@@ -41,6 +41,7 @@ pub(crate) enum OpKind {
     Attention,
     AttentionBackward,
     CachedAttention,
+    Recurrence,
     Join,
     Dequantize,
     Quantized,

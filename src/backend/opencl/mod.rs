@@ -26,6 +26,7 @@ mod norm_channels;
 mod prelude;
 pub(crate) mod quantized;
 mod radix_select;
+mod recurrence;
 pub(crate) mod reduce;
 pub(crate) mod scan;
 pub(crate) mod scatter;
@@ -103,6 +104,7 @@ impl Backend for OpenCl {
             attention::forward(a, out, logsumexp);
         attention_backward(a: &FusedAttention, of: &AttentionBackward) -> Result<()> = attention::backward(a, of);
         cached_attention(a: &CachedAttention) -> Result<()> = cached::attend(a);
+        recurrence(pass: &Recurrence) -> Result<bool> = recurrence::run(pass);
         attention_blocking(memory: usize, _: bool) -> Blocking = {
             let unblocked_bytes = Blocking::memory_fraction(memory);
             Blocking { unblocked_bytes, block_bytes: unblocked_bytes / 4, min_queries: 256 }

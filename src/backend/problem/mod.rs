@@ -13,6 +13,7 @@ pub(crate) mod norm;
 pub(crate) mod operand;
 pub(crate) mod precision;
 pub(crate) mod quantized;
+pub(crate) mod recurrence;
 pub(crate) mod reduction;
 pub(crate) mod scan;
 pub(crate) mod select;
@@ -22,7 +23,7 @@ pub(crate) mod windows;
 
 pub(crate) use self::{
     attention::*, cached::*, conv::*, cross_entropy::*, gemm::*, index::*, interpolation::*, lines::*, map::*, norm::*,
-    operand::*, quantized::*, reduction::*, scan::*, select::*, sequence::*, softmax::*, windows::*,
+    operand::*, quantized::*, recurrence::*, reduction::*, scan::*, select::*, sequence::*, softmax::*, windows::*,
 };
 use crate::Tensor;
 

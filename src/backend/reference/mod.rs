@@ -9,6 +9,7 @@ mod formula;
 mod images;
 mod moves;
 mod quantized;
+mod recurrence;
 mod reductions;
 mod rows;
 mod sorts;
@@ -67,6 +68,7 @@ impl Backend for Reference {
             attention::forward(a, out, logsumexp);
         attention_backward(a: &FusedAttention, of: &AttentionBackward) -> Result<()> = attention::backward(a, of);
         cached_attention(a: &CachedAttention) -> Result<()> = cached::attend(a);
+        recurrence(pass: &Recurrence) -> Result<bool> = recurrence::run(pass).map(|()| true);
         attention_blocking(memory: usize, _: bool) -> Blocking = Blocking { unblocked_bytes: memory, block_bytes: memory, min_queries: 1 };
     }
 }

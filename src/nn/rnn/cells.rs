@@ -1,6 +1,7 @@
 //! Recurrent cells, which compute one time step of a recurrent layer.
 
-use super::step::{Cell, CellKind, Sizes};
+use super::step::{Cell, Sizes};
+use crate::internal::CellKind;
 use crate::nn::Module;
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;

@@ -8,11 +8,11 @@ mod stack;
 mod step;
 
 use super::Module;
+use crate::internal::CellKind;
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
 use stack::Stack;
-use step::CellKind;
 
 pub use cells::{GruCell, LstmCell, RnnCell};
 pub use packed::{

@@ -1,14 +1,14 @@
 //! One direction of a recurrent layer over all time steps, computed as one operation with its own gradient.
 //!
-//! A forward step is two launches: a matrix product with the hidden state, and one launch for the formulas of all gates. A backward step
-//! is also two launches. The gradient of a gate's input sum is the gradient of a state times a factor that depends only on the forward
+//! On GPUs, a pass of a small layer takes one launch: see [`recurrence`]. Otherwise a forward step is two launches: a matrix product with
+//! the hidden state, and one launch for the formulas of all gates. A backward step is also two launches. The gradient of a gate's input sum is the gradient of a state times a factor that depends only on the forward
 //! pass, so the factors of all steps are computed first. Each backward step is then one formula for all gates and for the gradient of
 //! the previous step's state, and one matrix product. The gradients of the weights are one product over all steps.
 
 use super::schedule::{RowSchedule, TimeStep};
-use super::step::{Cell, CellKind, gru_formulas, lstm_cell, lstm_gates};
+use super::step::{Cell, gru_formulas, lstm_cell, lstm_gates};
 use crate::autograd::{CustomOp, GradOptions, OpContext, grad_with_options};
-use crate::internal::{same_device, same_dtype};
+use crate::internal::{CellKind, KeptStates, Pass, Recurrence, recurrence, same_device, same_dtype};
 use crate::{Expr, Result, Tensor, is_grad_enabled};
 
 /// One direction of a layer as a custom operation.
@@ -105,6 +105,31 @@ impl LayerPass {
         }
     }
 
+    /// Computes a pass in one launch. Returns false if the pass must be computed step by step.
+    fn run_fused(&self, weight: &Tensor, kept: Option<&States>, pass: Pass) -> Result<bool> {
+        let starts = self.schedule.packed_starts(weight.device())?;
+        let kept = kept.map(|t| KeptStates { hidden: &t.hidden, cells: t.cell.as_ref(), gates: &t.gates });
+        let (cell, reverse, starts) = (self.step, self.schedule.reverse, starts.as_ref());
+        recurrence(&Recurrence { cell, reverse, starts, weight: &weight.contiguous()?, kept, pass })
+    }
+
+    /// Computes the result in one launch, and the states that are to be kept. Returns None if they must be computed step by step.
+    fn fused_forward(&self, inputs: &Inputs<Tensor>, kept: Option<&States>) -> Result<Option<Tensor>> {
+        if self.projected {
+            return Ok(None);
+        }
+        let (total, n, x) = (self.schedule.total_rows(), self.schedule.sequences(), &inputs.gates);
+        let size = inputs.weight_hh.shape().dims()[1];
+        let result = match self.step {
+            CellKind::Lstm => Tensor::empty((total + n) * size, x)?,
+            _ => rows_like(x, total, size)?,
+        };
+        let initial = inputs.states.iter().map(Tensor::contiguous).collect::<Result<Vec<_>>>()?;
+        let (x, bias) = (x.contiguous()?, inputs.bias_hh.as_ref().map(Tensor::contiguous).transpose()?);
+        let pass = Pass::Forward { x: &x, bias: bias.as_ref(), initial: &initial, result: &result };
+        Ok(self.run_fused(&inputs.weight_hh, kept, pass)?.then_some(result))
+    }
+
     /// Concatenates the results into one tensor, because an operation has one result: the hidden states of all rows, then LSTM's cell states.
     fn pack_result(hidden: Tensor, cell: Option<Tensor>) -> Result<Tensor> {
         match cell {
@@ -113,26 +138,25 @@ impl LayerPass {
         }
     }
 
-    /// Computes the states of all rows. Keeps the gates if `keep` is true.
-    fn compute_states(&self, inputs: &Inputs<Tensor>, keep: bool) -> Result<States> {
-        let LayerPass { step, schedule, .. } = self;
-        let (n, total) = (schedule.sequences(), schedule.total_rows());
-        let with_initial = |start: &Tensor| -> Result<Tensor> {
-            let all = rows_like(start, n + total, start.shape().dims()[1])?;
-            all.narrow(0, schedule.initial_start(), n)?.copy_(start)?;
-            Ok(all)
-        };
-        let h = inputs.weight_hh.shape().dims()[0] / step.gates();
-        let states = States {
+    /// Allocates the states of all rows, with gates if `keep` is true.
+    fn alloc_states(&self, inputs: &Inputs<Tensor>, keep: bool) -> Result<States> {
+        let (n, total) = (self.schedule.sequences(), self.schedule.total_rows());
+        let with_initial = |start: &Tensor| rows_like(start, n + total, start.shape().dims()[1]);
+        let h = inputs.weight_hh.shape().dims()[0] / self.step.gates();
+        let gates = if keep && self.step.gates() > 1 { 4 } else { 0 };
+        Ok(States {
             hidden: with_initial(&inputs.states[0])?,
             cell: inputs.states.get(1).map(with_initial).transpose()?,
-            gates: match step {
-                CellKind::Lstm | CellKind::Gru if keep => {
-                    (0..4).map(|_| rows_like(&inputs.gates, total, h)).collect::<Result<_>>()?
-                }
-                _ => Vec::new(),
-            },
-        };
+            gates: (0..gates).map(|_| rows_like(&inputs.gates, total, h)).collect::<Result<_>>()?,
+        })
+    }
+
+    /// Computes the states of all rows step by step.
+    fn compute_states(&self, inputs: &Inputs<Tensor>, states: &States) -> Result<()> {
+        let LayerPass { step, schedule, .. } = self;
+        for (all, start) in [&states.hidden].into_iter().chain(&states.cell).zip(&inputs.states) {
+            all.narrow(0, schedule.initial_start(), schedule.sequences())?.copy_(start)?;
+        }
         let weight = inputs.weight_hh.t()?;
         let mut before = 0;
         for at in schedule.steps() {
@@ -178,7 +202,7 @@ impl LayerPass {
             }
             before = at.start;
         }
-        Ok(states)
+        Ok(())
     }
 
     /// Returns the states before a time step, taken from the states of all rows. `before` is the first row of the previous step.
@@ -240,22 +264,39 @@ impl LayerPass {
         }
     }
 
-    fn gradients(
+    /// Computes the gradients of the gates' input sums, `[rows, sums, H]`, and of the initial states, in one launch. Returns None if they
+    /// must be computed step by step.
+    fn fused_backward(
+        &self,
+        inputs: &Inputs<Tensor>,
+        states: &States,
+        grad: &Tensor,
+    ) -> Result<Option<(Tensor, Vec<Tensor>)>> {
+        if self.projected {
+            return Ok(None);
+        }
+        let (size, grad) = (inputs.weight_hh.shape().dims()[1], grad.contiguous()?);
+        let sums = Tensor::empty([self.schedule.total_rows(), self.step.sums(), size], &grad)?;
+        let initial = inputs.states.iter().map(|t| Tensor::empty(t.shape(), t)).collect::<Result<Vec<_>>>()?;
+        let pass = Pass::Backward { grad: &grad, sums: &sums, initial: &initial };
+        Ok(self.run_fused(&inputs.weight_hh, Some(states), pass)?.then_some((sums, initial)))
+    }
+
+    /// Computes the gradients of the gates' input sums and of the initial states step by step, and the gradients of projected states.
+    fn step_backward(
         &self,
         inputs: &Inputs<Tensor>,
         states: &States,
         grad: &Tensor,
         grad_cell: Option<&Tensor>,
-    ) -> Result<Inputs<Tensor>> {
+    ) -> Result<(Tensor, Vec<Tensor>, Option<Tensor>)> {
         let LayerPass { step, schedule, .. } = self;
         let (n, total) = (schedule.sequences(), schedule.total_rows());
         let factors = self.backward_factors(states)?;
         let [_, count, size] = *factors.shape().dims() else { unreachable!("factors have three dimensions") };
         let is_lstm = *step == CellKind::Lstm;
         let count = if is_lstm { count - 1 } else { count };
-        let gates = step.gates();
         let sums = Tensor::empty([total, count, size], grad)?;
-        let flat_gate_sums = |rows: &Tensor| rows.narrow(1, 0, gates)?.reshape([-1, (gates * size) as isize]);
         // The gradients of the projected hidden states. The gradient of the projection's weight is computed from them.
         let projected = inputs.weight_hr.as_ref().map(|_| Tensor::empty(grad.shape(), grad)).transpose()?;
         // LSTM's last gate (output) gets the gradient of the hidden state. The other gates get the gradient of the cell state.
@@ -300,7 +341,7 @@ impl LayerPass {
                 _ => Tensor::map_into(&[&factor, &own, &h], &[], &[&out], |e, _| vec![&e[0] * (&e[1] + &e[2])])?,
             }
             let direct = out.select(1, count as isize - 1)?;
-            let through = flat_gate_sums(&out)?;
+            let through = self.flat_gate_sums(&out)?;
             let mut before = match step {
                 CellKind::Lstm => vec![through.mm(&inputs.weight_hh)?, direct],
                 CellKind::Gru => vec![direct.addmm(&through, &inputs.weight_hh, 1, 1)?],
@@ -314,20 +355,44 @@ impl LayerPass {
             }
             after = before;
         }
-        let through = flat_gate_sums(&sums)?;
-        let weight_hh = through.t()?.mm(&schedule.previous(&states.hidden)?)?;
-        let input_gates = match step {
-            CellKind::Gru => {
-                let parts = [sums.narrow(1, 0, 2)?, sums.narrow(1, 3, 1)?];
-                Tensor::cat(&parts, 1)?.reshape([total, gates * size])?
-            }
-            _ => through.shallow_clone(),
-        };
+        debug_assert!(initial_grads.iter().all(|parts| parts.iter().map(|t| t.shape().dims()[0]).sum::<usize>() == n));
         let join_steps = |mut parts: Vec<Tensor>| -> Result<Tensor> {
             parts.reverse();
             if parts.len() == 1 { Ok(parts.remove(0)) } else { Tensor::cat(&parts, 0) }
         };
-        debug_assert!(initial_grads.iter().all(|parts| parts.iter().map(|t| t.shape().dims()[0]).sum::<usize>() == n));
+        Ok((sums, initial_grads.into_iter().map(join_steps).collect::<Result<_>>()?, projected))
+    }
+
+    /// Returns the sums of the gates that depend on the hidden state, as a matrix `[rows, gates * H]`.
+    fn flat_gate_sums(&self, sums: &Tensor) -> Result<Tensor> {
+        let (gates, size) = (self.step.gates(), sums.shape().dims()[2]);
+        sums.narrow(1, 0, gates)?.reshape([-1, (gates * size) as isize])
+    }
+
+    fn gradients(&self, inputs: &Inputs<Tensor>, states: &States, grad: &Tensor) -> Result<Inputs<Tensor>> {
+        let LayerPass { step, schedule, .. } = self;
+        let (n, total) = (schedule.sequences(), schedule.total_rows());
+        let (sums, initial, projected) = match self.fused_backward(inputs, states, grad)? {
+            Some((sums, initial)) => (sums, initial, None),
+            None => match &inputs.states[..] {
+                [h, c] => {
+                    let [output, size] = [h, c].map(|t| t.shape().dims()[1]);
+                    let hidden = grad.narrow(0, 0, total * output)?.reshape([total, output])?;
+                    let cell = grad.narrow(0, total * output, n * size)?.reshape([n, size])?;
+                    self.step_backward(inputs, states, &hidden, Some(&cell))?
+                }
+                _ => self.step_backward(inputs, states, grad, None)?,
+            },
+        };
+        let through = self.flat_gate_sums(&sums)?;
+        let weight_hh = through.t()?.mm(&schedule.previous(&states.hidden)?)?;
+        let input_gates = match step {
+            CellKind::Gru => {
+                let parts = [sums.narrow(1, 0, 2)?, sums.narrow(1, 3, 1)?];
+                Tensor::cat(&parts, 1)?.reshape(through.shape())?
+            }
+            _ => through.shallow_clone(),
+        };
         let weight_hr = match (&projected, &states.gates[..], &states.cell) {
             (Some(all), [_, _, _, o], Some(cell)) => {
                 let cell = cell.narrow(0, schedule.states_start(), total)?;
@@ -338,7 +403,7 @@ impl LayerPass {
         Ok(Inputs {
             gates: input_gates,
             weight_hh,
-            states: initial_grads.into_iter().map(join_steps).collect::<Result<_>>()?,
+            states: initial,
             bias_hh: inputs.bias_hh.as_ref().map(|_| through.sum(0, false)).transpose()?,
             weight_hr,
         })
@@ -379,15 +444,30 @@ impl CustomOp for LayerPass {
 
     fn forward(&self, ctx: &mut OpContext, inputs: &[&Tensor]) -> Result<Tensor> {
         let tracked = (0..inputs.len()).any(|i| ctx.needs_input_grad(i));
-        let given: Vec<Tensor> = inputs.iter().map(|t| t.shallow_clone()).collect();
-        let states = self.compute_states(&self.unpack_inputs(&given), tracked)?;
-        let own = |t: &Tensor| t.narrow(0, self.schedule.states_start(), self.schedule.total_rows());
-        if tracked {
+        let given = self.unpack_inputs(&inputs.iter().map(|t| t.shallow_clone()).collect::<Vec<_>>());
+        let kept = tracked.then(|| self.alloc_states(&given, true)).transpose()?;
+        let result = match self.fused_forward(&given, kept.as_ref())? {
+            Some(result) => result,
+            None => {
+                let made = if tracked { None } else { Some(self.alloc_states(&given, false)?) };
+                let states = kept.as_ref().or(made.as_ref()).expect("one of both was allocated");
+                self.compute_states(&given, states)?;
+                let own = |t: &Tensor| t.narrow(0, self.schedule.states_start(), self.schedule.total_rows());
+                let cell = states.cell.as_ref().map(|t| self.schedule.final_states(&own(t)?)).transpose()?;
+                let hidden = own(&states.hidden)?;
+                // The caller may overwrite the result, but not the states that the backward pass reads.
+                let hidden = match &cell {
+                    None if tracked => hidden.empty_like()?.copy_(&hidden)?.shallow_clone(),
+                    _ => hidden,
+                };
+                LayerPass::pack_result(hidden, cell)?
+            }
+        };
+        if let Some(states) = &kept {
             let kept = [&states.hidden].into_iter().chain(&states.cell).chain(&states.gates);
             ctx.save_for_backward(&inputs.iter().copied().chain(kept).collect::<Vec<_>>());
         }
-        let cell = states.cell.as_ref().map(|t| self.schedule.final_states(&own(t)?)).transpose()?;
-        LayerPass::pack_result(own(&states.hidden)?, cell)
+        Ok(result)
     }
 
     fn backward(&self, ctx: &OpContext, grad: &Tensor) -> Result<Vec<Option<Tensor>>> {
@@ -404,16 +484,7 @@ impl CustomOp for LayerPass {
             cell: kept[1..1 + cells].first().map(Tensor::shallow_clone),
             gates: kept[1 + cells..].iter().map(Tensor::shallow_clone).collect(),
         };
-        let (total, n) = (self.schedule.total_rows(), self.schedule.sequences());
-        let gradients = match &inputs.states[..] {
-            [h, c] => {
-                let [output, size] = [h, c].map(|t| t.shape().dims()[1]);
-                let hidden = grad.narrow(0, 0, total * output)?.reshape([total, output])?;
-                let cell = grad.narrow(0, total * output, n * size)?.reshape([n, size])?;
-                self.gradients(&inputs, &states, &hidden, Some(&cell))?
-            }
-            _ => self.gradients(&inputs, &states, grad, None)?,
-        };
+        let gradients = self.gradients(&inputs, &states, grad)?;
         Ok(gradients.into_list().into_iter().map(Some).collect())
     }
 

@@ -1,7 +1,7 @@
 //! The rows of packed sequences that each time step processes.
 
 use super::packed::index_tensor;
-use crate::{Result, Tensor};
+use crate::{Device, Result, Tensor};
 
 /// The time steps of one direction of a layer. Step t has `batch_sizes[t]` rows, one for each sequence longer than t.
 #[derive(Debug, Clone)]
@@ -58,6 +58,11 @@ impl RowSchedule {
     /// True if all sequences have the same length.
     fn is_dense(&self) -> bool {
         self.batch_sizes.first() == self.batch_sizes.last()
+    }
+
+    /// Returns the first row of each step, and then the total number of rows, as a tensor. None if all sequences have the same length.
+    pub(super) fn packed_starts(&self, device: Device) -> Result<Option<Tensor>> {
+        if self.is_dense() { Ok(None) } else { index_tensor(&self.starts, device).map(Some) }
     }
 
     /// Returns the first row of the initial states in a tensor with initial states and the states of all rows. Initial states come first,

@@ -4,7 +4,8 @@ use super::RnnOptions;
 use super::packed::PackedSequence;
 use super::pass::LayerPass;
 use super::schedule::RowSchedule;
-use super::step::{Cell, CellKind, Sizes};
+use super::step::{Cell, Sizes};
+use crate::internal::CellKind;
 use crate::nn::{Mode, Part, Role};
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Shape, Tensor};
@@ -180,20 +181,23 @@ impl Stack {
     ) -> Result<(Tensor, Vec<Tensor>)> {
         let PackedInput { data: mut below, batch_sizes } = steps;
         let directions = self.layers[0].len();
+        let initial = initial.map_or_else(
+            || {
+                let zeros = |&size: &usize| {
+                    Tensor::zeros([self.state_count(), batch_sizes[0], size], &self.layers[0][0].weight_hh)
+                };
+                [self.sizes.output, self.sizes.hidden][..self.step.states()].iter().map(zeros).collect()
+            },
+            Ok,
+        )?;
         let mut last: Vec<Vec<Tensor>> = (0..self.step.states()).map(|_| Vec::new()).collect();
         for (l, cells) in self.layers.iter().enumerate() {
             let mut outputs = Vec::with_capacity(directions);
             for (d, cell) in cells.iter().enumerate() {
                 let gates = cell.input_gates(self.step, &below)?;
                 let gates = gates.reshape([batch_sizes.iter().sum(), self.step.gates() * self.sizes.hidden])?;
-                let start = |s: usize| match &initial {
-                    Some(states) => states[s].select(0, (l * directions + d) as isize),
-                    None => {
-                        let size = if s == 0 { self.sizes.output } else { self.sizes.hidden };
-                        Tensor::zeros([batch_sizes[0], size], &gates)
-                    }
-                };
-                let start = (0..self.step.states()).map(start).collect::<Result<Vec<_>>>()?;
+                let start = initial.iter().map(|states| states.select(0, (l * directions + d) as isize));
+                let start = start.collect::<Result<Vec<_>>>()?;
                 let (output, states) =
                     LayerPass::run(op, self.step, cell, RowSchedule::new(batch_sizes, d == 1), &gates, &start)?;
                 outputs.push(output);

@@ -1,33 +1,11 @@
 //! The formulas and the parameters of one time step of a recurrent cell.
 
-use crate::internal::join_names;
+use crate::internal::{CellKind, join_names};
 use crate::nn::{Part, Role, init};
 use crate::tensor::TensorOptions;
 use crate::{Expr, Result, Tensor};
 
-/// The kind of a recurrent cell: a plain RNN with tanh or ReLU, LSTM, or GRU.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum CellKind {
-    Tanh,
-    Relu,
-    Lstm,
-    Gru,
-}
-
 impl CellKind {
-    pub(super) fn gates(self) -> usize {
-        match self {
-            CellKind::Tanh | CellKind::Relu => 1,
-            CellKind::Lstm => 4,
-            CellKind::Gru => 3,
-        }
-    }
-
-    /// Returns the number of state tensors: 2 for LSTM (hidden state and cell state), otherwise 1.
-    pub(super) fn states(self) -> usize {
-        if self == CellKind::Lstm { 2 } else { 1 }
-    }
-
     /// Computes the next states from the states, `[N, H]`, and `x`: the input multiplied by the gates' weights, `[N, gates * H]`.
     pub(super) fn next_states(self, x: &Tensor, cell: &Cell, states: &[Tensor]) -> Result<Vec<Tensor>> {
         let h = &states[0];

@@ -8,5 +8,6 @@ pub(crate) mod loss;
 pub(crate) mod norm;
 pub(crate) mod padding;
 pub(crate) mod pool;
+pub(crate) mod recurrence;
 pub(crate) mod softmax;
 pub(crate) mod window;

@@ -11,6 +11,7 @@ mod images;
 mod lines;
 mod matrices;
 mod moves;
+mod recurrence;
 mod rows;
 
 use std::fmt::Display;
@@ -44,6 +45,7 @@ cases! {
     matrices: gemm, quantized_gemm + dequantize, reduce, tril_triu, join;
     lines: scan, sort, searchsorted, topk, kth;
     moves: gather, scatter, linear_index, one_hot, nonzero, masked_select;
+    recurrence: recurrence;
     rows: softmax, cross_entropy, norm + norm_forward + alloc_column_sums, normalise_channels, variance + has_variance;
     images: convolution, forward_convolution, im2col, col2im, pool, interpolate;
 }
