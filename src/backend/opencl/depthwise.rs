@@ -1,5 +1,6 @@
 //! Depthwise convolutions (with one input channel per group) without im2col: `kernels/depthwise.cl`.
 
+use crate::backend::opencl::depthwise_last::{self, LastOutput};
 use crate::backend::opencl::prelude::*;
 use crate::backend::opencl::window;
 use crate::backend::profiled::{describe, describe_convolution};
@@ -140,6 +141,24 @@ impl Depthwise {
     }
 }
 
+impl Depthwise {
+    /// Adds up partial sums `[parts, channels, taps]` of the weight's gradient.
+    fn add_parts(&self, sums: &Tensor, slot: Option<Tensor>, x: &Tensor) -> Result<Tensor> {
+        let (dims, Windows { kernel: [kh, kw], .. }) = (sums.shape().dims(), self.windows);
+        let (parts, channels) = (dims[0], dims[1]);
+        let out = match slot {
+            Some(slot) => slot,
+            None => Tensor::empty_with_shape([channels, 1, kh, kw], x.dtype, x.device())?,
+        };
+        let row = RowAccess { per_item: 1, at_once: 1, skip: 0 };
+        let kernel = self.kernel(out.cl_device()?, DepthwiseOutput::Sum, row, &out, false)?;
+        let (from, to) = (sums.device_view()?, out.device_view()?);
+        launch_tuned(out.cl_device()?, &kernel, &args![from, to; out.numel(), parts], out.numel())?;
+        drop((from, to));
+        Ok(mark_written(out))
+    }
+}
+
 fn is_channels_last(t: &Tensor) -> bool {
     t.memory_format() == MemoryFormat::ChannelsLast
 }
@@ -156,26 +175,43 @@ fn with_row_major(t: &Tensor, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Resu
 impl Convolution for Depthwise {
     fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| describe_convolution("conv2d", &self.windows, x, weight));
-        with_row_major(x, |x| self.gather(DepthwiseOutput::Windows, x, weight, bias))
+        match depthwise_last::gather(&self.windows, LastOutput::Windows, x, weight, bias)? {
+            Some(made) => Ok(made),
+            None => with_row_major(x, |x| self.gather(DepthwiseOutput::Windows, x, weight, bias)),
+        }
     }
 
     fn transposed(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| describe_convolution("conv_transpose2d", &self.windows, y, weight));
-        with_row_major(y, |y| self.gather(DepthwiseOutput::Images, y, weight, bias))
+        match depthwise_last::gather(&self.windows, LastOutput::Images, y, weight, bias)? {
+            Some(made) => Ok(made),
+            None => with_row_major(y, |y| self.gather(DepthwiseOutput::Images, y, weight, bias)),
+        }
+    }
+
+    fn image_gradient(&self, y: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        let Windows { kernel, padding, stride, dilation, .. } = self.windows;
+        let has_taps = |d: usize| padding[d] <= dilation[d] * (kernel[d] - 1);
+        if stride == [1, 1] && has_taps(0) && has_taps(1) {
+            let _recorded = operation(|| describe_convolution("conv2d image gradient", &self.windows, y, weight));
+            if let Some(made) = depthwise_last::gather(&self.windows, LastOutput::Flipped, y, weight, None)? {
+                return Ok(made);
+            }
+        }
+        self.transposed(y, weight, None)
     }
 
     fn weight_gradient(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| describe("conv2d weight gradient", [x, y]));
+        if let Some(sums) = depthwise_last::weight_sums(&self.windows, x, y)? {
+            return self.add_parts(&sums, slot, x);
+        }
         if [x, y].into_iter().any(is_channels_last) {
             return self.weight_gradient(&x.detach().contiguous()?, &y.detach().contiguous()?, slot);
         }
         let ([n, ..], [_, channels, rows, columns]) = (sizes_4d(x), sizes_4d(y));
         let Windows { kernel: [kh, kw], .. } = self.windows;
         let device = x.cl_device()?;
-        let out = match slot {
-            Some(slot) => slot,
-            None => Tensor::empty_with_shape([channels, 1, kh, kw], x.dtype, x.device())?,
-        };
         // On a CPU, a single work-item computes each partial sum of a channel.
         let group = if device.info().kind == DeviceKind::Cpu { 1 } else { default_group_size(device) };
         let row = self.choose_row_access(device, DepthwiseOutput::Weight { group }, &[x, y]);
@@ -187,16 +223,12 @@ impl Convolution for Depthwise {
         let dtype = x.dtype.compute().dtype();
         let sums = Tensor::empty_with_shape([parts, channels, kh * kw], dtype, x.device())?;
         let wide = needs_64_bit([count + each + group, channels * parts]);
-        let words = self.words(channels, x, y, &out);
+        let words = self.words(channels, x, y, x); // the kernel does not read the strides of the weight
         let (from_x, from_y, to) = (x.device_view()?, y.device_view()?, sums.device_view()?);
         let args = args![from_x, from_y, to; &words[..], count, each];
         let kernel = self.kernel(device, DepthwiseOutput::Weight { group }, row, x, wide)?;
         device.launch(&kernel, &args, &[channels * parts * group], &[group])?;
-        let row = RowAccess { per_item: 1, at_once: 1, skip: 0 };
-        let kernel = self.kernel(device, DepthwiseOutput::Sum, row, &out, false)?;
-        let result = out.device_view()?;
-        launch_tuned(device, &kernel, &args![to, result; out.numel(), parts], out.numel())?;
-        drop(result);
-        Ok(mark_written(out))
+        drop(to);
+        self.add_parts(&sums, slot, x)
     }
 }

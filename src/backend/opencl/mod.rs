@@ -6,6 +6,7 @@ mod cached;
 pub(crate) mod checked_indices;
 pub(crate) mod cross_entropy;
 mod depthwise;
+mod depthwise_last;
 pub(crate) mod gather;
 pub(crate) mod gemm;
 pub(crate) mod gemm_mma;

@@ -26,8 +26,8 @@ pub(crate) trait Convolution: Send + Sync {
     fn has_transposed(&self, _biased: bool) -> bool {
         true
     }
-    /// Computes the gradient of images. Unlike [`transposed`](Self::transposed), this may spread an infinity or NaN of `y` to image
-    /// elements that the window does not read.
+    /// Computes the gradient of images. Unlike [`transposed`](Self::transposed), this may spread an infinity or NaN to image elements
+    /// that the window does not read.
     fn image_gradient(&self, y: &Tensor, weight: &Tensor) -> Result<Tensor> {
         self.transposed(y, weight, None)
     }
