@@ -11,6 +11,7 @@ pub(crate) mod tests;
 
 use std::slice;
 
+use crate::backend::opencl::conv_small;
 use crate::backend::opencl::gemm::{ChosenKernel, GemmKernel};
 use crate::backend::opencl::gemm_mma::{Mma, WINDOW_PARAMETERS, WindowsOperand, planes};
 use crate::backend::opencl::implicit_gemm::blocks::Blocks;
@@ -305,6 +306,9 @@ impl Convolution for ImplicitGemm {
         let _recorded = operation(|| describe_convolution("conv2d", &self.windows, x, weight));
         let ([n, ..], [o, ..], [rows, columns]) = (sizes_4d(x), sizes_4d(weight), self.windows.grid);
         let last = self.nhwc[0] || is_channels_last(x);
+        if let Some(made) = conv_small::forward(&self.windows, x, weight, bias, last)? {
+            return Ok(made);
+        }
         let out = empty_result([n, o, rows, columns], last, false, x)?;
         let matrix = match self.whole_rows {
             Some(rows) => rows.matrix(weight)?,

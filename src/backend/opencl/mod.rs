@@ -4,6 +4,7 @@ pub(crate) mod attention;
 mod attention_tile;
 mod cached;
 pub(crate) mod checked_indices;
+mod conv_small;
 pub(crate) mod cross_entropy;
 mod depthwise;
 mod depthwise_last;
@@ -93,7 +94,11 @@ impl Backend for OpenCl {
             } else {
                 implicit_gemm::ImplicitGemm::new(conv).map(|made| Box::new(made) as _)
             };
-        forward_convolution(conv: &Conv2d) -> Result<Option<Tensor>> = image::convolution(conv);
+        forward_convolution(conv: &Conv2d) -> Result<Option<Tensor>> =
+            match image::convolution(conv)? {
+                None => conv_small::forward(&conv.windows, conv.x, conv.weight, conv.bias, false),
+                made => Ok(made),
+            };
         to_image(x: &Tensor) -> Result<Option<Image>> = image::to_image(x);
         read_image(image: &Image, out: &Tensor) -> Result<()> = image::from_image(image, out);
         im2col(im2col: &Im2col) -> Result<()> = window::unfold(im2col);

@@ -2,6 +2,7 @@
 
 use super::{Reference, Suite, VIEWS, View, numbers, specials};
 use crate::backend::Backend;
+use crate::backend::opencl::gemm::tests::PRETEND_GPU;
 use crate::backend::problem::conv::Conv2d;
 use crate::backend::problem::interpolation::{Interpolate, Interpolation, Resize, Samples};
 use crate::backend::problem::windows::{Divisor, Im2col, PoolTask, Pooling, Windows};
@@ -65,9 +66,14 @@ pub(super) fn convolution(suite: &mut Suite) -> Result<()> {
 }
 
 pub(super) fn forward_convolution(suite: &mut Suite) -> Result<()> {
-    for (dtype, groups, [inner, outer]) in
-        [(DType::F32, 1, [3, 5]), (DType::F32, 5, [1, 1]), (DType::BF16, 1, [4, 4]), (DType::F16, 1, [17, 6])]
-    {
+    for (dtype, groups, [inner, outer], mode) in [
+        (DType::F32, 1, [3, 5], MemoryMode::Image),
+        (DType::F32, 5, [1, 1], MemoryMode::Image),
+        (DType::BF16, 1, [4, 4], MemoryMode::Image),
+        (DType::F16, 1, [17, 6], MemoryMode::Image),
+        (DType::F32, 1, [3, 5], MemoryMode::Buffer), // on a GPU
+    ] {
+        PRETEND_GPU.set(mode == MemoryMode::Buffer);
         for (w, view) in all_windows().into_iter().zip([View::Plain, View::Gapped, View::Odd, View::Plain, View::Odd]) {
             let ([h, v], [kh, kw]) = (w.image, w.kernel);
             let x = suite.tensor(view, &[2, groups * inner, h, v], dtype, numbers)?;
@@ -78,10 +84,11 @@ pub(super) fn forward_convolution(suite: &mut Suite) -> Result<()> {
                 let (x, weight, bias) = (side.upload(&x)?, side.upload(&weight)?, side.upload(&bias)?);
                 let conv = Conv2d { windows: w, x: &x, weight: &weight, bias: Some(&bias), groups, single: false };
                 let convolve = || side.backend.forward_convolution(&conv);
-                Ok(with_memory_mode(MemoryMode::Image, convolve)?.map(|out| vec![out]))
+                Ok(with_memory_mode(mode, convolve)?.map(|out| vec![out]))
             })?;
         }
     }
+    PRETEND_GPU.set(false);
     Ok(())
 }
 
