@@ -22,6 +22,8 @@ pub(crate) mod nonzero;
 pub(crate) mod norm;
 pub(crate) mod partition;
 pub(crate) mod quantized;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod recurrence;
 pub(crate) mod reduce;
 pub(crate) mod scalar;
 pub(crate) mod scan;
@@ -112,7 +114,6 @@ impl Backend for Cpu {
         attention_backward(_: &FusedAttention, _: &AttentionBackward) -> Result<()> =
             unreachable!("`has_attention` is false");
         cached_attention(a: &CachedAttention) -> Result<()> = counted(cached::attend(a));
-        recurrence(_: &Recurrence) -> Result<bool> = Ok(false);
     }
 
     fn convolution(&self, conv: &Conv2d) -> Option<Box<dyn Convolution>> {
@@ -128,6 +129,13 @@ impl Backend for Cpu {
         }
         _ = single;
         None
+    }
+
+    fn recurrence(&self, _pass: &Recurrence) -> Result<bool> {
+        #[cfg(target_arch = "x86_64")]
+        return counted_if(recurrence::run(_pass), |done| *done);
+        #[cfg(not(target_arch = "x86_64"))]
+        Ok(false)
     }
 
     fn attention_blocking(&self, memory: usize, cheap: bool) -> Blocking {

@@ -22,8 +22,7 @@ pub(crate) fn run(pass: &Recurrence) -> Result<bool> {
     let (device, dtype) = (pass.weight.cl_device()?, pass.weight.dtype);
     let ([n, total], h, sums) = (pass.rows(), pass.hidden(), pass.weight.shape().dims()[0]);
     let fits = dtype != DType::F64 && sums * h * dtype.size() <= MAX_WEIGHT_BYTES && h <= max_group_size(device);
-    if uses_cpu_kernels(device) || !fits || needs_64_bit([(n + total) * 4 * h])
-    {
+    if uses_cpu_kernels(device) || !fits || needs_64_bit([(n + total) * 4 * h]) {
         return Ok(false);
     }
     let tensors = pass.tensors();

@@ -49,10 +49,10 @@ fn compare_case(
     }
     suite.compare(format!("{what}, backward"), dtype, 4 * h, |side: &Side| {
         let starts = if dense { None } else { Some(starts(side)?) };
-        let [grad, weight, hidden, cells] =
-            [&grad, &weight, &hidden, &cells].map(|t| side.upload(t));
+        let [grad, weight, hidden, cells] = [&grad, &weight, &hidden, &cells].map(|t| side.upload(t));
         let (grad, weight, hidden, cells) = (grad?, weight?, hidden?, cells?);
-        let of_gates = of_gates.iter().take(if gates > 1 { 4 } else { 0 }).map(|t| side.upload(t)).collect::<Result<Vec<_>>>()?;
+        let of_gates =
+            of_gates.iter().take(if gates > 1 { 4 } else { 0 }).map(|t| side.upload(t)).collect::<Result<Vec<_>>>()?;
         let sums = side.alloc_output([total, cell.sums(), h], dtype)?;
         let initial = initial.iter().map(|_| side.alloc_output([n, h], dtype)).collect::<Result<Vec<_>>>()?;
         let cells = Some(&cells).filter(|_| lstm);
