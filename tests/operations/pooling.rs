@@ -155,6 +155,19 @@ pub fn cases() -> Vec<Case> {
             }
         }
     }
+    // A window that covers the image may have its maximum anywhere.
+    for x in [[2, 3, 4, 5], [1, 1, 1, 1], [0, 2, 3, 3]] {
+        let windows = [x[0], x[1], 1, 1];
+        let made = case("max_pool2d_backward").input(&windows).input(&x).index(&windows, x[2] * x[3]).arg(&x[2..]);
+        cases.push(made.with_reference(move |given| {
+            let mut grad = ArrayD::zeros(x.to_vec());
+            for (plane, (&g, &at)) in given[0].iter().zip(&given[2]).enumerate() {
+                let at = at as usize;
+                grad[[plane / x[1], plane % x[1], at / x[3], at % x[3]].as_slice()] = g;
+            }
+            vec![grad]
+        }));
+    }
     // The stride defaults to the window's size.
     let beside = pool([2, 3], [2, 3], [0, 0], one, false);
     let made = case("max_pool2d").distinct(&[1, 2, 4, 7]).arg(&[2, 3]);
