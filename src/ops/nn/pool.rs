@@ -281,6 +281,7 @@ impl Tensor {
         same_dtype(op, &[x, self])?;
         same_device(op, &[x, self, indices])?;
         unsupported!(op if indices.dtype != DType::I64, indices.dtype, "indices of i64");
+        return_replacement!(op, [self, x, indices]; || (kernel, options).arguments());
         let images = as_images(op, x, 2)?;
         let windows = (kernel, options).windows(op, &images)?;
         let (grad, at) = (as_images(op, self, 2)?, as_images(op, indices, 2)?);
