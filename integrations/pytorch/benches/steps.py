@@ -60,13 +60,22 @@ def vit():
     return torchvision.models.VisionTransformer(32, 4, 12, 3, 192, 768, num_classes=10)
 
 
-def gpt2():
+def gpt2(**sizes):
     import transformers
 
-    config = transformers.GPT2Config(n_layer=4, vocab_size=8192, n_positions=128, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-                                     bos_token_id=0, eos_token_id=0)
-    model = transformers.GPT2LMHeadModel(config)
-    return model
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0, **sizes))
+
+
+def resnet50():
+    import torchvision
+
+    return torchvision.models.resnet50()
+
+
+def bert_base():
+    import transformers
+
+    return transformers.BertForMaskedLM(transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0))
 
 
 def classes(model, x):
@@ -77,14 +86,30 @@ def sentences(model, x):
     return model(input_ids=x, labels=x).loss
 
 
+def launches(function, *arguments):
+    """The number of launches of a call."""
+    before = torch.claystone.launch_count()
+    function(*arguments)
+    torch.claystone.synchronize()
+    return torch.claystone.launch_count() - before
+
+
 # Name, network, input, loss, optimizer.
 CASES = {
     "mlp": (mlp, lambda: torch.randn(64, 784), classes, lambda p: torch.optim.SGD(p, lr=0.01)),
     "mnist": (Mnist, lambda: torch.randn(64, 1, 8, 8), classes, lambda p: torch.optim.Adadelta(p, lr=1.0)),
     "resnet18": (resnet18, lambda: torch.randn(16, 3, 32, 32), classes, lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)),
     "vit": (vit, lambda: torch.randn(8, 3, 32, 32), classes, lambda p: torch.optim.AdamW(p, lr=1e-3)),
-    "gpt2": (gpt2, lambda: torch.randint(8192, (2, 128)), sentences, lambda p: torch.optim.AdamW(p, lr=1e-3)),
+    "gpt2": (lambda: gpt2(n_layer=4, vocab_size=8192, n_positions=128), lambda: torch.randint(8192, (2, 128)), sentences, lambda p: torch.optim.AdamW(p, lr=1e-3)),
     "lstm": (Recurrent, lambda: torch.randn(16, 32, 64), classes, lambda p: torch.optim.Adam(p, lr=1e-3)),
+}
+
+
+# Networks of their published sizes, with small batches.
+FULL_SIZE = {
+    "gpt2-small": (gpt2, lambda: torch.randint(50257, (1, 128)), sentences, lambda p: torch.optim.AdamW(p, lr=1e-4)),
+    "resnet50": (resnet50, lambda: torch.randn(4, 3, 64, 64), classes, lambda p: torch.optim.SGD(p, lr=1e-3)),
+    "bert-base": (bert_base, lambda: torch.randint(30522, (1, 128)), sentences, lambda p: torch.optim.AdamW(p, lr=1e-4)),
 }
 
 
