@@ -31,7 +31,7 @@ def forget():
 def train(case, steps, compile):
     """Returns the losses, the launches of a step, and the peaks of the whole run and of later steps."""
     forget()
-    run = Run("claystone", *case, compile)
+    run = Run("claystone", *case, "default" if compile else None)
     torch.manual_seed(1)
     losses = [run.step() for _ in range(steps)]
     whole = peaks()
