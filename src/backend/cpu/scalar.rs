@@ -142,9 +142,10 @@ macro_rules! float_arithmetic {
             mul(self, b) -> Self = self * b;
             div(self, b) -> Self = self / b;
             rem(self, b) -> Self = self % b;
-            // A comparison with NaN is false, so these selections return `b` if `b` is NaN.
-            max(self, b) -> Self = if self > b || self.is_nan() { self } else { b };
-            min(self, b) -> Self = if self < b || self.is_nan() { self } else { b };
+            // A comparison with NaN is false, so these selections return `b` if `b` is NaN. `self + b` is NaN too; with `self` in its
+            // place, updates in place would become masked stores, which take six times as long on AMD's processors.
+            max(self, b) -> Self = if self.is_nan() { self + b } else if self > b { self } else { b };
+            min(self, b) -> Self = if self.is_nan() { self + b } else if self < b { self } else { b };
             floor(self) -> Self = $t::floor(self);
             ceil(self) -> Self = $t::ceil(self);
             round(self) -> Self = $t::round_ties_even(self);

@@ -422,7 +422,7 @@ fn strided_row<'a, C: Number>(row: &'a [C], stride: usize, gathered: &'a mut [C]
 #[inline(always)]
 fn update_max<C: Number>(best: &mut C, at: &mut i64, x: C, place: i64) {
     let greater = x > *best || is_nan(x);
-    *best = if greater { x } else { *best };
+    *best = x.max(*best);
     *at = if greater { place } else { *at };
 }
 
