@@ -11,11 +11,12 @@ use crate::harness::Case;
 type Described = Vec<(Vec<usize>, DType)>;
 
 /// Operations whose results' sizes depend on values. In a dry run the results have the largest possible sizes.
-const SIZES_OF_VALUES: [&str; 8] = [
+const SIZES_OF_VALUES: [&str; 9] = [
     "argwhere",
     "index",
     "masked_select",
     "nonzero",
+    "unique",
     "unique_all",
     "unique_consecutive",
     "unique_counts",
