@@ -11,7 +11,7 @@ use crate::backend::cpu::kernels::math::{Sigmoid, Tanh, map_in_place, map_into};
 use crate::backend::problem::recurrence::{CellKind, KeptStates, Pass, Recurrence};
 use crate::device::cpu::blocks::Block;
 use crate::device::cpu::{parallel, threads};
-use crate::storage::{Storage, with_host};
+use crate::storage::with_host;
 use crate::{DType, Result, Tensor};
 
 /// The maximum number of elements of a weight for fewer sequences than threads. A larger weight is read faster by all threads.
@@ -50,9 +50,8 @@ fn floats_mut<'a>(bytes: &'a mut [u8], t: &Tensor) -> &'a mut [f32] {
 
 /// Calls `f` with the elements of all tensors; `written` must have storages of their own.
 fn with_floats(read: &[&Tensor], written: &[&Tensor], f: impl FnOnce(&[&[f32]], &mut [&mut [f32]])) -> Result<()> {
-    let storages = |tensors: &[&Tensor]| -> Vec<Storage> { tensors.iter().map(|t| t.storage.clone()).collect() };
-    let (from, to) = (storages(read), storages(written));
-    with_host(&from.iter().collect::<Vec<_>>(), &to.iter().collect::<Vec<_>>(), |reads, writes| {
+    let [from, to] = [read, written].map(|tensors| tensors.iter().map(|t| &t.storage).collect::<Vec<_>>());
+    with_host(&from, &to, |reads, writes| {
         let from: Vec<&[f32]> = reads.iter().zip(read).map(|(bytes, t)| floats(bytes, t)).collect();
         let mut to: Vec<&mut [f32]> = writes.iter_mut().zip(written).map(|(bytes, t)| floats_mut(bytes, t)).collect();
         f(&from, &mut to);

@@ -12,8 +12,8 @@ import torch
 from .emission import emit
 
 CAPTURED = ("reduce-overhead", "max-autotune")
-_libraries = []  # keeps registrations
 MODES = (None, "default", *CAPTURED, "max-autotune-no-cudagraphs")
+_libraries = []  # keeps registrations
 
 
 def _devices(gm, example_inputs):
@@ -36,8 +36,9 @@ def compile_graph(gm, example_inputs, capture=False):
 def backend(gm, example_inputs, *, mode=None, options=None, name=None):
     """The backend "claystone" of torch.compile.
 
-    "reduce-overhead" and "max-autotune" replay the commands of each graph on OpenCL devices; all other modes compile alike. Raises ValueError for another mode, and for options, because there are none. A graph without tensors of this
-    device is compiled by Inductor, with this mode and these options.
+    "reduce-overhead" and "max-autotune" replay the commands of each graph on OpenCL devices; all other modes compile alike. Raises
+    ValueError for another mode, and for options, because there are none. A graph without tensors of this device is compiled by Inductor,
+    with this mode and these options.
     """
     if "claystone" not in _devices(gm, example_inputs):
         return torch._TorchCompileInductorWrapper(mode, options, None)(gm, example_inputs)
@@ -52,7 +53,8 @@ def backend(gm, example_inputs, *, mode=None, options=None, name=None):
 
     capture = mode in CAPTURED and torch.claystone.is_opencl()
     trace = aot_autograd(
-        fw_compiler=functools.partial(compile_graph, capture=capture), partition_fn=min_cut_rematerialization_partition, decompositions=table(), keep_inference_input_mutations=True)
+        fw_compiler=functools.partial(compile_graph, capture=capture), partition_fn=min_cut_rematerialization_partition, decompositions=table(),
+        keep_inference_input_mutations=True)
     return trace(gm, example_inputs)
 
 

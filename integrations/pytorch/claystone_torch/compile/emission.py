@@ -40,8 +40,9 @@ class _Emission:
             self.unit(unit, fusion)
         results = [self.entry(value) for value in output.args[0]]
         kept = {slot for kind, slot in results if kind == "slot"}
-        written = [i for i, node in enumerate(placeholders) if node in written_inputs(self.graph)] if capture else None
-        compiled = _C.CompiledGraph(len(self.slots), len(placeholders), written)
+        changed = written_inputs(self.graph)
+        written = [i for i, node in enumerate(placeholders) if node in changed]
+        compiled = _C.CompiledGraph(len(self.slots), len(placeholders), written if capture else None)
         for (method, arguments, written, _), freed in zip(self.instructions, self.last_uses(kept, len(placeholders))):
             getattr(compiled, method)(*arguments, written, freed)
         compiled.set_outputs(results)
