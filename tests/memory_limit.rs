@@ -193,6 +193,10 @@ fn call(op: &Operation, n: usize, dtype: DType, device: Device) -> Option<(Vec<I
         "fold" => {
             (vec![x(&[n / 4096, 16, 256])], vec![ints(&[32, 32]), ints(&[2, 2]), ints(&[1, 1]), int(0), ints(&[2, 2])])
         }
+        "max_pool2d_backward" => {
+            let windows = [1, 1, few / 2, ROW / 2];
+            (vec![x(&windows), x(&[1, 1, few, ROW]), index(few * ROW, &windows)], vec![ints(&[2, 2])])
+        }
         name if name.contains("pool1d") => {
             (vec![x(&[1, 1, n])], vec![int(if name.starts_with("ad") { n / 2 } else { 2 })])
         }

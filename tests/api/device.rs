@@ -83,10 +83,12 @@ fn out_of_range_indices_report_the_number_of_devices() {
 
 #[test]
 fn a_missing_opencl_library_is_not_an_error() {
-    // The loader tries the path in OPENCL_DYLIB_PATH, then the usual library name. Here the first file does not exist and the
-    // second is no library.
+    // The loader tries the path in OPENCL_DYLIB_PATH, then the usual library names, of which development packages install the second. Here
+    // the first file does not exist and the others are no libraries.
     let broken = tempfile::tempdir().unwrap();
-    std::fs::write(broken.path().join("libOpenCL.so.1"), "not a library").unwrap();
+    for name in ["libOpenCL.so.1", "libOpenCL.so"] {
+        std::fs::write(broken.path().join(name), "not a library").unwrap();
+    }
     let dir = broken.path().to_str().unwrap();
     let text = listed_with(&[("OPENCL_DYLIB_PATH", "/nonexistent"), ("LD_LIBRARY_PATH", dir)]);
     assert_eq!(error_message(&text, "best="), ["cpu"], "{text}");
