@@ -566,7 +566,14 @@ impl SoftmaxJob<'_> {
                 let (top, sum) = row_statistics.split_at_mut(inner);
                 for (o, out) in out.chunks_mut(length * inner * size).enumerate() {
                     let first = (i * per_job + o) * inner;
-                    self.fold_piece(first, 0..n, [&mut *top, &mut *sum], &mut tiles);
+                    if self.keeps_exponentials::<C>() {
+                        let exponentials = bytemuck::cast_slice_mut(out);
+                        self.fold_piece(first, 0..n, [&mut *top, &mut *sum], [&mut *exponentials, &mut []]);
+                        merge_pieces(self.kind, top, sum, &[], inner);
+                        scale_lines(exponentials, top, top, sum);
+                        continue;
+                    }
+                    self.fold_piece(first, 0..n, [&mut *top, &mut *sum], tiles.each_mut().map(|tile| &mut tile[..]));
                     merge_pieces(self.kind, top, sum, &[], inner);
                     match folded {
                         true => store_tile(self.out.dtype, top, out, 0, 1),
@@ -580,14 +587,22 @@ impl SoftmaxJob<'_> {
         let (across, along) = (inner.div_ceil(width), n.div_ceil(lines));
         let slices = out.len() / size / length / inner;
         let mut pieces = vec![zero; slices * across * along * 2 * width];
-        // Pieces are ordered by slice, then by range of lines, then by position within the lines.
-        parallel::for_each_chunk(&mut pieces, 2 * width, |i, piece| {
+        // Exponentials are kept in the result, if the elements of a piece are contiguous there.
+        let kept = across == 1 && self.keeps_exponentials::<C>();
+        let exponentials: &mut [C] = if kept { bytemuck::cast_slice_mut(&mut *out) } else { &mut [] };
+        let results = exponentials.chunks_mut(n * inner).flat_map(|slice| slice.chunks_mut(lines * inner));
+        let results = results.chain(std::iter::repeat_with(|| &mut [][..]));
+        // Pieces are ordered by slice, then by position within the lines, then by range of lines.
+        let mut jobs: Vec<(&mut [C], &mut [C])> = pieces.chunks_mut(2 * width).zip(results).collect();
+        parallel::for_each(&mut jobs, |i, (piece, exponentials)| {
             let (line, column, slice) = (i % along * lines, i / along % across * width, i / along / across);
             let (top, sum) = piece.split_at_mut(width);
             let width = width.min(inner - column);
-            let end = n.min(line + lines);
-            let first = slice * inner + column;
-            self.fold_piece(first, line..end, [&mut top[..width], &mut sum[..width]], &mut new_tiles(width));
+            let statistics = [&mut top[..width], &mut sum[..width]];
+            let (lines, first, mut tiles) = (line..n.min(line + lines), slice * inner + column, new_tiles(width));
+            let tiles = tiles.each_mut().map(|tile| &mut tile[..]);
+            let [xs, zs] = tiles;
+            self.fold_piece(first, lines, statistics, [if kept { exponentials } else { xs }, zs]);
         });
         let mut row_statistics = vec![zero; slices * across * 2 * width];
         parallel::for_each_chunk(&mut row_statistics, 2 * width, |i, row_statistics| {
@@ -595,6 +610,14 @@ impl SoftmaxJob<'_> {
             let pieces = &pieces[i * along * 2 * width..][..along * 2 * width];
             merge_pieces(self.kind, top, sum, pieces, width);
         });
+        if kept {
+            let results = exponentials.chunks_mut(n * inner).flat_map(|slice| slice.chunks_mut(lines * inner));
+            let mut jobs: Vec<(&[C], &mut [C])> = pieces.chunks(2 * width).zip(results).collect();
+            return parallel::for_each(&mut jobs, |i, (piece, exponentials)| {
+                let (top, sum) = row_statistics[i / along * 2 * width..][..2 * width].split_at(width);
+                scale_lines(exponentials, &piece[..width], top, sum);
+            });
+        }
         let statistics_of = |slice: usize, column: usize| {
             let row_statistics = &row_statistics[(slice * across + column / width) * 2 * width..][..2 * width];
             let (top, sum) = row_statistics.split_at(width);
@@ -650,30 +673,39 @@ impl SoftmaxJob<'_> {
         }
     }
 
-    /// Computes the maximum and the sum of each row over some lines, for the rows starting at row `first`.
+    /// True if the exponentials that are added up are stored in the result, and scaled there.
+    fn keeps_exponentials<C: Number>(&self) -> bool {
+        self.kind == RowOp::Softmax && self.out.dtype == C::COMPUTE.dtype()
+    }
+
+    /// Computes the maximum and the sum of each row over some lines, for the rows starting at row `first`. If all lines fit in the first
+    /// buffer, they are read once, and the buffer then holds the exponentials.
     fn fold_piece<C: Number>(
         &self,
         first: usize,
         lines: Range<usize>,
         statistics: [&mut [C]; 2],
-        tiles: &mut Tiles<C>,
+        buffers: [&mut [C]; 2],
     ) {
-        let ([top, sum], [xs, zs]) = (statistics, tiles);
+        let ([top, sum], [xs, zs]) = (statistics, buffers);
         let (width, kind) = (top.len(), self.kind);
         let at_a_time = (TILE_ELEMENTS / width).max(1);
         top.fill(C::from_f64(f64::NEG_INFINITY));
         sum.fill(C::from_i32(0));
-        // Lines that fit in one tile are read once.
-        let once = lines.len() <= at_a_time;
+        let once = lines.len() * width <= xs.len();
+        let range = |line: usize| {
+            let at = if once { (line - lines.start) * width } else { 0 };
+            at..at + width * at_a_time.min(lines.end - line)
+        };
         if !self.is_gradient() {
             for line in lines.clone().step_by(at_a_time) {
-                let x = &mut xs[..width * at_a_time.min(lines.end - line)];
+                let x = &mut xs[range(line)];
                 self.load(0, first, line, width, x);
                 max_lines(x, top);
             }
         }
         for line in lines.clone().step_by(at_a_time) {
-            let x = &mut xs[..width * at_a_time.min(lines.end - line)];
+            let x = &mut xs[range(line)];
             if kind != RowOp::LogSoftmaxGrad && (self.is_gradient() || !once) {
                 self.load(0, first, line, width, x);
             }
@@ -805,6 +837,18 @@ vectorised! {
             }
             _ => {}
         }
+    }
+}
+
+vectorised! {
+    /// Scales exponentials of differences from `near`, the maxima of some lines, to softmax, given the maxima of all lines and the
+    /// reciprocals of their sums.
+    fn scale_lines<'a, C: Number>(_simd: S, x: &'a mut [C], near: &'a [C], top: &'a [C], sum: &'a [C]) {
+        let mut factors = near.to_vec();
+        each(&mut factors, top, C::sub);
+        C::exp_in_place(&mut factors, |x| x);
+        each(&mut factors, sum, C::mul);
+        each_line(x, &factors, C::mul);
     }
 }
 
