@@ -160,9 +160,9 @@ fn computes_in_f32(dtype: DType) -> bool {
 }
 
 impl Epilogue<'_> {
-    /// Computes a product of f32, f16 or bf16 with its epilogue and returns true if there is a single matrix, all results are contiguous
-    /// and have one dtype, and each extra operand is indexed like the results, or is one row or one number. Only a row or a number may be
-    /// f16 or bf16. Otherwise returns false.
+    /// Computes products of f32, f16 or bf16 with their epilogue and returns true if all results are contiguous and have one dtype, and
+    /// each extra operand is indexed like the results, or is one row or one number. Only a row or a number may be f16 or bf16. A single
+    /// result may be a batch of contiguous matrices, or of any rows if there is no formula. Otherwise returns false.
     fn try_run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
         let dtype = outs[0].dtype;
         let mut kinds: SmallVec<[OperandKind; 2]> = SmallVec::new();
@@ -176,13 +176,14 @@ impl Epilogue<'_> {
             }
         }
         let plan = GemmPlan::new(&g.a.layout, &g.b.layout, shape, &[&outs[0].layout]);
-        let rows = GemmOperand { row: plan.n as isize, col: 1, batch: SmallVec::new() };
-        let straight = supports_pieces((plan.m, plan.n, plan.k)) && plan.count() == 1 && plan.others[0] == rows;
+        let GemmOperand { row, col, ref batch } = plan.others[0];
+        let matrices = row == plan.n as isize || (row > 0 && *g.epilogue == [Expr::input(0)]);
+        let straight = supports_pieces((plan.m, plan.n, plan.k)) && col == 1 && batch.iter().all(|&step| step >= 0);
         let program = Program::shared(g.epilogue).into_owned();
         let operands: SmallVec<[&Tensor; 4]> = outs.iter().take(1).chain(g.extras.iter().copied()).collect();
         if !straight
             || !computes_in_f32(dtype)
-            || !outs.iter().all(|t| t.dtype == dtype && t.is_contiguous())
+            || !outs.iter().all(|t| t.dtype == dtype && (t.is_contiguous() || (outs.len() == 1 && matrices)))
             || program.seeds() > 0
             || compute_type(&program, &operands, &outs.iter().collect::<SmallVec<[&Tensor; 2]>>()) != Compute::F32
         {
@@ -275,23 +276,21 @@ fn compute<T: Pod + Send + Sync>(
             dtype: outs[0].dtype,
             plain: *g.epilogue == [Expr::input(0)],
         };
+        let layouts: SmallVec<[_; 1]> = plan.batches(first).collect();
         if let Some(finish) = epilogue.finish(g.epilogue, plan)
             && let ([t], [bytes]) = (outs, &mut *writes)
-            && let Some([at_a, at_b, _]) = plan.batches(first).next()
+            && let ([[at_a, at_b, _]], true) = (&layouts[..], t.is_contiguous())
         {
             let out = &mut bytemuck::cast_slice_mut(bytes)[t.layout.offset..][..t.numel()];
-            if gemm_with_epilogue((plan.m, plan.n, plan.k), out, (a, at_a), (b, at_b), finish)? {
+            if gemm_with_epilogue((plan.m, plan.n, plan.k), out, (a, *at_a), (b, *at_b), finish)? {
                 return Ok(());
             }
         }
         let results = outs.iter().zip(writes);
-        let mut results: SmallVec<[&mut [T]; 2]> = results
-            .map(|(t, bytes)| &mut bytemuck::cast_slice_mut::<u8, T>(bytes)[t.layout.offset..][..t.numel()])
-            .collect();
-        plan.batches(first).try_for_each(|[at_a, at_b, _]| {
-            gemm_into((plan.m, plan.n, plan.k), &mut results, (a, at_a), (b, at_b), |first, product, outs| {
-                epilogue.evaluate(first, product, outs);
-            })
+        let mut results: SmallVec<[&mut [T]; 2]> =
+            results.map(|(t, bytes)| &mut bytemuck::cast_slice_mut::<u8, T>(bytes)[t.layout.offset..]).collect();
+        gemm_into((plan.m, plan.n, plan.k), &mut results, (a, b), &layouts, |first, product, outs| {
+            epilogue.evaluate(first, product, outs);
         })
     })?
 }

@@ -234,7 +234,40 @@ fn multiply_with(
     // SAFETY: none of the sizes is 0. All three matrices are in their slices (`check_layouts`), which are initialised and stay valid
     // during the call. `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct; the sums are in `out`,
     // and none of them is an element of the result. The epilogue's operand is borrowed and has the size that the kernels read.
-    Ok(unsafe { blocks::product(kernels, (m, n, k), to, a.matrix(layout_a), b.matrix(layout_b), sums) })
+    Ok(unsafe { blocks::product(kernels, (m, n, k), to, a.matrix(layout_a), b.matrix(layout_b), sums, false) })
+}
+
+/// Calls `product` for the index of each entry of `layouts`, which are checked. If there are enough products, each thread computes whole
+/// products alone (the second argument is true): the threads then neither share panels nor wait for each other between products.
+#[cfg(target_arch = "x86_64")]
+fn for_each_product(
+    (m, n, k): (usize, usize, usize),
+    layouts: &[[MatrixLayout; 3]],
+    product: impl Fn(usize, bool) + Sync,
+) {
+    let (count, threads) = (layouts.len(), threads());
+    let is_even = count.is_multiple_of(threads) || count >= 4 * threads; // no thread waits long for the last product
+    let small = m.saturating_mul(n).saturating_mul(k) <= blocks::OWN_PANELS_MAX_PRODUCTS;
+    match count > 1 && is_even && small && are_disjoint((m, n), layouts) {
+        true => parallel::for_each_index(count, |z| product(z, true)),
+        false => (0..count).for_each(|z| product(z, false)),
+    }
+}
+
+/// True if no two of the `m` x `n` results share an element. May be false for results that are not stored row by row.
+#[cfg(target_arch = "x86_64")]
+fn are_disjoint((m, n): (usize, usize), layouts: &[[MatrixLayout; 3]]) -> bool {
+    let MatrixLayout { row, col, .. } = layouts[0][2];
+    let (Ok(row), 1) = (usize::try_from(row), col) else { return false };
+    let first = layouts.iter().map(|l| l[2].offset).min().unwrap_or(0);
+    // The first column and the first row of each result in a matrix whose rows are `row` elements long.
+    let corner = |l: &[MatrixLayout; 3]| ((l[2].offset - first) % row, (l[2].offset - first) / row);
+    let mut corners: SmallVec<[(usize, usize); 32]> = layouts.iter().map(corner).collect();
+    corners.sort_unstable();
+    row >= n
+        && layouts.iter().all(|l| (l[2].row, l[2].col) == (row as isize, 1))
+        && corners.iter().all(|&(column, _)| column + n <= row)
+        && corners.windows(2).all(|c| c[0].0 + n <= c[1].0 || (c[0].0 == c[1].0 && c[0].1 + m <= c[1].1))
 }
 
 /// Computes one product for each entry of `layouts`, which has the layouts of a, b and the result. Returns the errors of [`gemm`].
@@ -264,10 +297,18 @@ pub(crate) fn gemm_f32(
     }
     #[cfg(target_arch = "x86_64")]
     if let Some(kernels) = select_kernels(size, a, b) {
-        return layouts.try_for_each(|[layout_a, layout_b, layout]| {
-            let finish = KernelEpilogue::Nothing;
-            multiply_with(kernels, size, (out, layout), [(a, layout_a), (b, layout_b)], finish, None).map(|_| ())
+        let (layouts, start) = (layouts.collect::<SmallVec<[_; 1]>>(), SharedPtr(out.as_mut_ptr()));
+        for [layout_a, layout_b, layout] in &layouts {
+            check_layouts(size, (out.len(), *layout), (a.len(), *layout_a), (b.len(), *layout_b))?;
+        }
+        for_each_product(size, &layouts, |z, alone| {
+            let ([layout_a, layout_b, layout], start) = (layouts[z], &start);
+            let to = pack::Matrix { start: start.0.wrapping_add(layout.offset), row: layout.row, col: layout.col };
+            let to = blocks::Destination::Memory(to, KernelEpilogue::Nothing);
+            // SAFETY: as in `multiply_with`; products that are computed at the same time have disjoint results.
+            unsafe { blocks::product(kernels, size, to, a.matrix(layout_a), b.matrix(layout_b), None, alone) };
         });
+        return Ok(());
     }
     layouts.into_iter().try_for_each(|[layout_a, layout_b, layout]| {
         floats::gemm_widened(size, (out, layout), (a, layout_a), (b, layout_b))
@@ -324,9 +365,9 @@ pub(crate) fn supports_pieces(size: (usize, usize, usize)) -> bool {
     false
 }
 
-/// Computes a product of f32 or halves, and passes its elements to `each`, which writes one or several contiguous `m` x `n` results.
-/// `each(first, product, outs)` gets elements of the product, beginning at index `first` and still in the cache, and the corresponding
-/// elements of each result.
+/// Computes a product of f32 or halves for each entry of `layouts`, which has the layouts of a, b and the results, whose columns are one
+/// element apart. Passes the elements to `each`, which writes one or several results: `each(first, product, outs)` gets elements of the
+/// products, still in the cache, of which the first has index `first` over all products, and the corresponding elements of each result.
 ///
 /// # Errors
 /// Returns the errors of [`gemm`], and an error for sizes for which [`supports_pieces`] is false.
@@ -334,36 +375,38 @@ pub(crate) fn supports_pieces(size: (usize, usize, usize)) -> bool {
 pub(crate) fn gemm_into<T: Send + Sync>(
     size: (usize, usize, usize),
     outs: &mut [&mut [T]],
-    (a, layout_a): (Floats, MatrixLayout),
-    (b, layout_b): (Floats, MatrixLayout),
+    (a, b): (Floats, Floats),
+    layouts: &[[MatrixLayout; 3]],
     each: impl Fn(usize, &[f32], &mut [&mut [T]]) + Sync,
 ) -> Result<()> {
-    let n = size.1;
+    let (m, n) = (size.0, size.1);
     let Some(kernels) = select_kernels(size, a, b).filter(|_| supports_pieces(size)) else {
         return Err(Error::invalid("gemm", "products of this size cannot be computed in pieces"));
     };
-    let contiguous = MatrixLayout { offset: 0, row: n as isize, col: 1 };
-    for out in outs.iter() {
-        check_layouts(size, (out.len(), contiguous), (a.len(), layout_a), (b.len(), layout_b))?;
+    for (out, [layout_a, layout_b, layout]) in outs.iter().flat_map(|out| layouts.iter().map(move |l| (out, l))) {
+        let layout = MatrixLayout { col: 1, ..*layout };
+        check_layouts(size, (out.len(), layout), (a.len(), *layout_a), (b.len(), *layout_b))?;
     }
     let starts: SmallVec<[SharedPtr<T>; 2]> = outs.iter_mut().map(|out| SharedPtr(out.as_mut_ptr())).collect();
-    let pass_on = |first: usize, product: &[f32]| {
-        // SAFETY: the elements belong to the results, which are borrowed exclusively during the call; every element is passed to `each`
-        // once, so no other thread accesses it.
-        let outs = starts.iter().map(|s| unsafe { std::slice::from_raw_parts_mut(s.0.add(first), product.len()) });
-        each(first, product, &mut outs.collect::<SmallVec<[&mut [T]; 2]>>());
-    };
-    let hand_over = |rows: Range<usize>, columns: Range<usize>, product: &[f32]| {
-        let first = rows.start * n + columns.start;
-        match columns.len() == n {
-            true => pass_on(first, product),
-            false => product.chunks(columns.len()).enumerate().for_each(|(i, row)| pass_on(first + i * n, row)),
-        }
-    };
-    let to = blocks::Destination::Pieces(&hand_over);
-    // SAFETY: none of the sizes is 0. Both matrices are in their slices (`check_layouts`), which are initialised and stay valid during
-    // the call.
-    unsafe { blocks::product(kernels, size, to, a.matrix(layout_a), b.matrix(layout_b), None) };
+    for_each_product(size, layouts, |z, alone| {
+        let [layout_a, layout_b, layout] = layouts[z];
+        let pass_on = |i: usize, j: usize, product: &[f32]| {
+            let at = MatrixLayout { col: 1, ..layout }.index_of(i, j);
+            // SAFETY: the elements belong to the results, which are borrowed exclusively during the call; every element is passed to
+            // `each` once, so no other thread accesses it.
+            let outs = starts.iter().map(|s| unsafe { std::slice::from_raw_parts_mut(s.0.add(at), product.len()) });
+            each((z * m + i) * n + j, product, &mut outs.collect::<SmallVec<[&mut [T]; 2]>>());
+        };
+        let contiguous = layout.row == n as isize;
+        let hand_over = |rows: Range<usize>, columns: Range<usize>, product: &[f32]| match contiguous {
+            true if columns.len() == n => pass_on(rows.start, 0, product),
+            _ => rows.zip(product.chunks(columns.len())).for_each(|(i, row)| pass_on(i, columns.start, row)),
+        };
+        let to = blocks::Destination::Pieces(&hand_over);
+        // SAFETY: none of the sizes is 0. Both matrices are in their slices (`check_layouts`), which are initialised and stay valid
+        // during the call.
+        unsafe { blocks::product(kernels, size, to, a.matrix(layout_a), b.matrix(layout_b), None, alone) };
+    });
     Ok(())
 }
 
@@ -372,8 +415,8 @@ pub(crate) fn gemm_into<T: Send + Sync>(
 pub(crate) fn gemm_into<T>(
     _: (usize, usize, usize),
     _: &mut [&mut [T]],
-    _: (Floats, MatrixLayout),
-    _: (Floats, MatrixLayout),
+    _: (Floats, Floats),
+    _: &[[MatrixLayout; 3]],
     _: impl Fn(usize, &[f32], &mut [&mut [T]]) + Sync,
 ) -> Result<()> {
     Err(Error::invalid("gemm", "there are no kernels for it"))

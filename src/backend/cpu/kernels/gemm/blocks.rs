@@ -21,7 +21,7 @@ use crate::device::cpu::{parallel, threads};
 const TILE_STEPS_PER_LANE: usize = 64;
 /// Maximum number of multiplications of a product in which every thread packs its own panels: fetching panels from the cache of another
 /// core takes longer than packing them twice.
-const OWN_PANELS_MAX_PRODUCTS: usize = 1 << 28;
+pub(super) const OWN_PANELS_MAX_PRODUCTS: usize = 1 << 28;
 /// The number of elements of the left matrix that a thread reads in place in the time it takes to pack one element.
 const IN_PLACE_READS_PER_PACKED: usize = 6;
 /// Maximum number of multiplications of a part that one thread computes alone, without splitting the part into groups for other threads.
@@ -60,7 +60,8 @@ pub(super) fn even_len(n: usize, most: usize, step: usize) -> usize {
 }
 
 /// Computes `out = a b` for an `m` x `k` and a `k` x `n` matrix; no size may be 0. Kernels of pairs require two matrices of bf16.
-/// If `a` is packed, the sums of its `m` rows are written to `sums`; returns whether the sums were written.
+/// If `a` is packed, the sums of its `m` rows are written to `sums`; returns whether the sums were written. With `alone`, one thread
+/// starts the product, and other threads help only with a large product.
 ///
 /// # Safety
 /// All elements are in memory that stays valid during the call. No code writes to the operands, including the epilogue's operand, which
@@ -72,6 +73,7 @@ pub(super) unsafe fn product(
     a: Matrix<ElementPtr>,
     b: Matrix<ElementPtr>,
     sums: Option<*mut f32>,
+    alone: bool,
 ) -> bool {
     if let Destination::Memory(out, KernelEpilogue::Nothing) = out
         && out.col != 1
@@ -80,7 +82,7 @@ pub(super) unsafe fn product(
         // SAFETY: the caller guarantees the requirements of this function. The columns of the transposed result are one element apart.
         return unsafe {
             let out = Destination::Memory(out.transposed(), KernelEpilogue::Nothing);
-            product(kernels, (n, m, k), out, b.transposed(), a.transposed(), None)
+            product(kernels, (n, m, k), out, b.transposed(), a.transposed(), None, alone)
         };
     }
     debug_assert!(match out {
@@ -93,9 +95,10 @@ pub(super) unsafe fn product(
     // each part.
     let of_a = if a.left_in_place().is_some() { m / IN_PLACE_READS_PER_PACKED } else { m };
     let right_in_place = |rows| b.right_in_place(kernels.lanes, (m / rows, n * rows / threads(), k));
-    let own = partition((m, n, k), of_a, |rows| if right_in_place(rows).is_some() { 0 } else { n });
+    let own = || partition((m, n, k), of_a, |rows| if right_in_place(rows).is_some() { 0 } else { n });
     let ((down, across), threads) = match m.saturating_mul(n).saturating_mul(k) <= OWN_PANELS_MAX_PRODUCTS {
-        true => (own, 1),
+        _ if alone => ((1, 1), 1),
+        true => (own(), 1),
         false => ((1, 1), threads()),
     };
     let along =

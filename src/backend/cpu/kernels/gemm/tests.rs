@@ -106,14 +106,16 @@ fn in_pieces_it_is_the_same(
     b: (Floats, MatrixLayout),
 ) {
     let mut outs = [vec![f32::NAN; whole.len()], vec![f32::NAN; whole.len()]];
-    gemm_into(size, &mut outs.each_mut().map(|out| &mut out[..]), a, b, |first, product, outs| {
+    let layouts = [[a.1, b.1, place(0, size.1 as isize, 1)]];
+    gemm_into(size, &mut outs.each_mut().map(|out| &mut out[..]), (a.0, b.0), &layouts, |first, product, outs| {
         outs[0].copy_from_slice(product);
         outs[1].iter_mut().enumerate().for_each(|(i, number)| *number = (first + i) as f32);
     })
     .unwrap();
     assert!(outs[0] == whole, "{size:?} in pieces");
     assert!(outs[1].iter().enumerate().all(|(i, &number)| number == i as f32), "{size:?}: the numbers of elements");
-    assert!(gemm_into(size, &mut [&mut outs[0][1..]], a, b, |_, _, _| ()).is_err(), "a result that is too short");
+    let short = gemm_into(size, &mut [&mut outs[0][1..]], (a.0, b.0), &layouts, |_, _, _| ());
+    assert!(short.is_err(), "a result that is too short");
 }
 
 #[test]
