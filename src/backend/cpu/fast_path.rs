@@ -1,7 +1,7 @@
 //! Launches on the CPU that need no plan. Most launches of small tensors are of these kinds, and planning takes longer than computing
 //! them:
 //!
-//! - One primitive with contiguous, row-broadcast or scalar operands of the result's dtype ([`FlatLaunch`]; [`SmallPrimitive`] for the smallest).
+//! - One primitive with contiguous, row-broadcast, column-broadcast or scalar operands of the result's dtype ([`FlatLaunch`]; [`SmallPrimitive`] for the smallest).
 //! - One cheap primitive of f16 or bf16 ([`compute_halves`]), which reads, converts, computes and writes in one loop. In the tile
 //!   interpreter, every element would be written to a tile of f32 and read again three times.
 //! - Formulas over one or two bool tensors ([`try_run_masks`]). Every such formula is a polynomial over bits, which is evaluated on bytes.
@@ -46,8 +46,8 @@ pub(crate) fn try_run(formulas: &Formulas) -> Result<bool> {
     if out.dtype == DType::Bool { try_run_masks(program, inputs, out) } else { Ok(false) }
 }
 
-/// Computes one primitive if its operands have the result's dtype and each is contiguous, one broadcast row or one number. Returns false
-/// otherwise.
+/// Computes one primitive if its operands have the result's dtype and each is contiguous, one broadcast row or column, or one number.
+/// Returns false otherwise.
 fn try_run_primitive(formulas: &Formulas, out: &Tensor) -> Result<bool> {
     let Formulas { op, program, inputs, outputs, .. } = *formulas;
     let scalars = formulas.params.scalars;
@@ -66,12 +66,13 @@ fn try_run_primitive(formulas: &Formulas, out: &Tensor) -> Result<bool> {
             _ => return Ok(false),
         }
     }
-    // The interpreter accepts a repeated row only together with a slice operand.
+    // The interpreter accepts a repeated row or column only together with a slice operand.
     let two = matches!(step.action, Action::Compute(Op::Binary(_)));
     let each = |kind: &Option<OperandKind>| matches!(kind, Some(OperandKind::Contiguous) | None);
-    if kinds.iter().any(|kind| matches!(kind, Some(OperandKind::RowBroadcast(_))))
-        && !(two && kinds.len() == 2 && kinds.iter().any(each))
-    {
+    let repeated = |kind: &Option<OperandKind>| {
+        matches!(kind, Some(OperandKind::RowBroadcast(_) | OperandKind::ColumnBroadcast { .. }))
+    };
+    if kinds.iter().any(repeated) && !(two && kinds.len() == 2 && kinds.iter().any(each)) {
         return Ok(false);
     }
     let mut launch = FlatLaunch { program, inputs, kinds: &kinds, scalars, out, streamed: false };
@@ -79,8 +80,11 @@ fn try_run_primitive(formulas: &Formulas, out: &Tensor) -> Result<bool> {
         return launch.try_run_halves();
     }
     let bytes = inputs.iter().map(|t| t.numel()).sum::<usize>().saturating_add(count) * out.dtype.size();
+    let column = kinds.iter().any(|kind| matches!(kind, Some(OperandKind::ColumnBroadcast { .. })));
     launch.streamed = !kinds.contains(&None) && program.should_bypass_cache(count * out.dtype.size(), bytes);
-    if (launch.streamed && !program.can_bypass_cache()) || compute_type(program, inputs, outputs).dtype() != out.dtype {
+    if (launch.streamed && (column || !program.can_bypass_cache()))
+        || compute_type(program, inputs, outputs).dtype() != out.dtype
+    {
         return Ok(false);
     }
     let zero = match out.dtype {
@@ -286,6 +290,11 @@ impl FlatLaunch<'_> {
             inputs.push(match *kind {
                 Some(OperandKind::Contiguous) => TileIn::Slice(&elements()[first..first + len]),
                 Some(OperandKind::RowBroadcast(n)) => TileIn::Rows(&elements()[..n], first % n),
+                Some(OperandKind::ColumnBroadcast { row, step }) => {
+                    let (at, first) = (first % row, first / row * step);
+                    let last = first + (at + len - 1) / row * step;
+                    TileIn::Columns { column: &elements()[first..=last], step, row, at }
+                }
                 Some(OperandKind::Scalar) => TileIn::Scalar(elements()[0]),
                 Some(OperandKind::Strided) => unreachable!("such a launch is planned"),
                 None => before,
@@ -302,8 +311,8 @@ impl FlatLaunch<'_> {
         let Action::Compute(Op::Binary(op)) = step.action else { return Ok(false) };
         let fits = |kind: &Option<OperandKind>| match *kind {
             Some(OperandKind::RowBroadcast(n)) => n >= MIN_HALF_ROW_LEN,
+            Some(OperandKind::ColumnBroadcast { .. }) | None => false,
             Some(_) => true,
-            None => false,
         };
         let has_loop = is_cheap(op) || op == Binary::Div;
         if !has_loop || !kinds.iter().all(fits) || !kinds.contains(&Some(OperandKind::Contiguous)) {
@@ -500,7 +509,8 @@ mod tests {
                 ([&flat_row, &full], true),
                 ([&full, &one], true),
                 ([&one, &other], true),
-                ([&full, &column], columns == 1 || rows == 1),
+                ([&full, &column], true),
+                ([&column, &other], true),
                 ([&row, &row], rows == 1 || columns == 1),
             ] {
                 let got = try_run("test", &Program::shared(std::slice::from_ref(&sum)), &inputs, &[], &[&out]).unwrap();

@@ -170,7 +170,7 @@ impl Epilogue<'_> {
             let converted =
                 |kind| t.dtype == DType::F32 || (computes_in_f32(t.dtype) && kind != OperandKind::Contiguous);
             match OperandKind::classify(t, &outs[0]) {
-                OperandKind::Strided => return Ok(false),
+                OperandKind::Strided | OperandKind::ColumnBroadcast { .. } => return Ok(false),
                 kind if converted(kind) && !outs.iter().any(|out| t.shares_storage(out)) => kinds.push(kind),
                 _ => return Ok(false),
             }
@@ -308,7 +308,9 @@ impl<'a> ExtraOperand<'a> {
                 ExtraOperand::RowBroadcast(converted(row).repeat(TILE.div_ceil(row) + 1), row)
             }
             OperandKind::Scalar => ExtraOperand::Scalar(converted(1)[0]),
-            OperandKind::Strided => unreachable!("it is left to the formulas' own launch"),
+            OperandKind::Strided | OperandKind::ColumnBroadcast { .. } => {
+                unreachable!("it is left to the formulas' own launch")
+            }
         }
     }
 }

@@ -29,6 +29,9 @@ pub(crate) enum TileIn<'a, C> {
     Scalar(C),
     /// A row that repeats, and the index within the row of the tile's first element. Only for a binary primitive whose other operand is a slice.
     Rows(&'a [C], usize),
+    /// The elements of a column for the tile's rows, `step` apart. A row has `row` elements, and the tile begins with element `at` of its
+    /// first row. Only for a binary primitive whose other operand is a slice.
+    Columns { column: &'a [C], step: usize, row: usize, at: usize },
     /// The old contents of the result with this index. Requires [`Program::can_overwrite_input`], and that no result is stored past the
     /// cache.
     Output(usize),
@@ -202,6 +205,7 @@ pub(crate) fn is_cheap(op: Binary) -> bool {
 fn contains_zero<C: Number>(x: TileIn<'_, C>) -> bool {
     match x {
         TileIn::Slice(s) | TileIn::Rows(s, _) => s.iter().any(|&x| !x.is_true()),
+        TileIn::Columns { column, step, .. } => column.iter().step_by(step).any(|&x| !x.is_true()),
         TileIn::Scalar(x) => !x.is_true(),
         TileIn::Output(_) => unreachable!("what is divided by is copied"),
     }
@@ -280,6 +284,21 @@ vectorised! {
                 *d = F::call((x, y));
             }
             (dst, each, rest) = (then, &each[n..], row);
+        }
+    }
+}
+
+vectorised! {
+    /// Fills `dst` with the function's results for the elements of `each` and of a column: see [`TileIn::Columns`].
+    fn fill_from_columns<'a, C: Number, F: Function<(C, C), C>>(
+        _simd: S, dst: &'a mut [C], each: &'a [C], column: &'a [C], step: usize, row: usize, at: usize
+    ) {
+        let (mut dst, mut each, mut left) = (dst, each, row - at);
+        for &y in column.iter().step_by(step) {
+            let n = left.min(dst.len());
+            let (now, then) = dst.split_at_mut(n);
+            now.iter_mut().zip(each).for_each(|(d, &x)| *d = F::call((x, y)));
+            (dst, each, left) = (then, &each[n..], row);
         }
     }
 }
@@ -441,7 +460,7 @@ fn map_binary<C: Number, F: Function<(C, C), C>, Swapped: Function<(C, C), C>>(
     b: TileIn<'_, C>,
     dst: &mut [C],
 ) -> Option<C> {
-    use TileIn::{Rows, Scalar, Slice};
+    use TileIn::{Columns, Rows, Scalar, Slice};
     match (a, b) {
         (Slice(a), Slice(b)) => fill::<C, _, F>(dst, a.iter().copied().zip(b.iter().copied())),
         (Slice(a), Scalar(y)) => fill::<C, _, F>(dst, a.iter().map(|&x| (x, y))),
@@ -449,6 +468,10 @@ fn map_binary<C: Number, F: Function<(C, C), C>, Swapped: Function<(C, C), C>>(
         (Scalar(x), Scalar(y)) => return Some(F::call((x, y))),
         (Slice(each), Rows(row, at)) => fill_from_rows::<C, F>(dst, each, row, at),
         (Rows(row, at), Slice(each)) => fill_from_rows::<C, Swapped>(dst, each, row, at),
+        (Slice(each), Columns { column, step, row, at }) => fill_from_columns::<C, F>(dst, each, column, step, row, at),
+        (Columns { column, step, row, at }, Slice(each)) => {
+            fill_from_columns::<C, Swapped>(dst, each, column, step, row, at)
+        }
         _ => unreachable!("rows go with a slice"),
     }
     None
@@ -500,7 +523,7 @@ fn binary<C: Number>(op: Binary, a: TileIn<'_, C>, b: TileIn<'_, C>, streamed: b
     // bit.
     if let (Binary::Pow, TileIn::Scalar(y)) = (op, b)
         && y == C::from_i32(2)
-        && !matches!(a, TileIn::Rows(..))
+        && !matches!(a, TileIn::Rows(..) | TileIn::Columns { .. })
     {
         return binary(Binary::Mul, a, a, streamed, dst);
     }

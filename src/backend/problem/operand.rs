@@ -10,6 +10,8 @@ pub(crate) enum OperandKind {
     Contiguous,
     /// The index is `i` modulo this length: a contiguous row is broadcast.
     RowBroadcast(usize),
+    /// The index is `i / row * step`: one element for each row of the output.
+    ColumnBroadcast { row: usize, step: usize },
     /// The index is 0: one element for all outputs.
     Scalar,
     /// The index is computed from dims and strides.
@@ -22,6 +24,13 @@ impl OperandKind {
         let (dims, all) = (t.shape().dims(), out.shape().dims());
         if t.layout.same_layout(&out.layout, 1) && t.device() == out.device() {
             return if out.is_contiguous() { OperandKind::Contiguous } else { OperandKind::Strided }; // the most frequent case
+        }
+        if let ([before @ .., row], [rows @ .., 1]) = (all, dims)
+            && before == rows
+            && t.device() == out.device()
+            && let Some(step) = column_step(t).filter(|_| *row > 1)
+        {
+            return OperandKind::ColumnBroadcast { row: *row, step };
         }
         let ones = dims.iter().take_while(|&&d| d == 1).count();
         if t.device() != out.device() || dims.len() > all.len() || !all.ends_with(&dims[ones..]) || !t.is_contiguous() {
@@ -45,6 +54,15 @@ impl OperandKind {
             () if iteration.is_contiguous_from(outer, k) => OperandKind::RowBroadcast(row),
             () => OperandKind::Strided,
         }
+    }
+}
+
+/// Returns the stride between the elements of a column, if it is positive and the same for all.
+fn column_step(t: &Tensor) -> Option<usize> {
+    let steps = StridedDims::new(t.shape(), [t.strides()]);
+    match steps.strides[0][..] {
+        [step] => usize::try_from(step).ok().filter(|&step| step > 0),
+        _ => None,
     }
 }
 
