@@ -86,7 +86,7 @@ macro_rules! adam {
             fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
                 // Bias correction: the running means start at zero and would be too small in the first steps.
                 let correct1 = 1.0 / (1.0 - self.beta1.powi(step));
-                let correct2 = 1.0 / (1.0 - self.beta2.powi(step));
+                let correct2 = (1.0 / (1.0 - self.beta2.powi(step))).sqrt();
                 let decay = if $decoupled { 1.0 - self.lr * self.weight_decay } else { self.weight_decay };
                 let (beta1, beta2) = (self.beta1, self.beta2);
                 to.extend([beta1, 1.0 - beta1, beta2, 1.0 - beta2, self.lr * correct1, correct2, self.eps, decay]);
@@ -100,7 +100,7 @@ macro_rules! adam {
                 let m = &s[0] * &state[0] + &s[1] * &g;
                 let v = &s[2] * &state[1] + &s[3] * (&g * &g);
                 let greatest = self.amsgrad.then(|| state[2].max(&v));
-                let w = w - &s[4] * &m / ((greatest.as_ref().unwrap_or(&v) * &s[5]).sqrt() + &s[6]);
+                let w = w - &s[4] * (&m / (greatest.as_ref().unwrap_or(&v).sqrt() * &s[5] + &s[6]));
                 (w, [m, v].into_iter().chain(greatest).collect())
             }
         }
