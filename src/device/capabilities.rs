@@ -182,11 +182,21 @@ fn parse_number(text: &str) -> Option<u64> {
     }
 }
 
+/// Returns a property of cache `index` of the first processor; `None` if Linux does not report it.
+fn read_cache(index: usize, property: &str) -> Option<u64> {
+    read_number(&format!("/sys/devices/system/cpu/cpu0/cache/index{index}/{property}"))
+}
+
 /// Returns the size and the line size of the first processor's largest cache, in bytes; `None` if Linux does not report the size.
 fn largest_cache() -> (Option<u64>, Option<u64>) {
-    let read = |index, what| read_number(&format!("/sys/devices/system/cpu/cpu0/cache/index{index}/{what}"));
-    let caches = (0..8).filter_map(|index| Some((read(index, "size")?, read(index, "coherency_line_size"))));
+    let caches = (0..8).filter_map(|i| Some((read_cache(i, "size")?, read_cache(i, "coherency_line_size"))));
     caches.max().map_or((None, None), |(size, line)| (Some(size), line))
+}
+
+/// Returns the size of a core's L2 cache in bytes: the first processor's, or 1 MiB if Linux does not report it.
+pub(super) fn l2_bytes() -> usize {
+    let l2 = (0..8).filter(|&i| read_cache(i, "level") == Some(2)).find_map(|i| read_cache(i, "size"));
+    l2.and_then(|bytes| bytes.try_into().ok()).unwrap_or(1 << 20)
 }
 
 #[cfg(test)]

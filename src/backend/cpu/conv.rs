@@ -18,15 +18,11 @@ use crate::backend::cpu::kernels::gemm::serial::{LeftMatrix, RightMatrix, Serial
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::windows::{Windows, sizes_4d};
 use crate::device::cpu::blocks::{Block, BlockPartition, for_each_block};
-use crate::device::cpu::{parallel, threads};
+use crate::device::cpu::{l2_bytes, parallel, threads};
 use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
 use crate::{DType, Result, Tensor};
 
-/// The number of slab elements in a job. Slabs and product stay in the L2 cache.
-const SLAB_ELEMENTS: usize = 3 << 15;
-/// The maximum number of elements of the product that a job computes.
-const PRODUCT_ELEMENTS: usize = 1 << 16;
 /// The minimum number of windows in a job.
 const MIN_JOB_WINDOWS: usize = 128;
 /// The number of jobs for each thread, if there is enough work.
@@ -52,6 +48,16 @@ const READ_SLACK: usize = 32;
 const PANEL_STEPS: usize = 256;
 /// The number of rows of the weight's gradient that are summed together.
 const SUMMED_ROWS: usize = 16;
+
+/// Returns the number of slab elements in a job: three eighths of the L2 cache, which also holds the product and a part of the weight.
+fn slab_elements() -> usize {
+    l2_bytes() * 3 / 8 / size_of::<f32>()
+}
+
+/// Returns the maximum number of elements of the product that a job computes: a quarter of the L2 cache.
+fn product_elements() -> usize {
+    l2_bytes() / 4 / size_of::<f32>()
+}
 
 /// A convolution of images `[N, groups * inner, image]` to windows `[N, groups * outer, grid]`, with a weight `[groups * outer, inner, kernel]`.
 #[derive(Clone)]
@@ -160,7 +166,7 @@ impl Conv {
     /// Returns the number of channels, at most `most`, whose slabs fit in the cache together.
     fn slab_channels<T>(&self, job_windows: JobWindows, most: usize) -> usize {
         let slabs = self.w.kernel[1] * slab::slab_stride::<T>(&self.w, &self.window_part(job_windows, 0, 0));
-        even_size(most, SLAB_ELEMENTS * size_of::<f32>() / (slabs * size_of::<T>()))
+        even_size(most, slab_elements() * size_of::<f32>() / (slabs * size_of::<T>()))
     }
 
     /// Returns the number of kernel steps for `channels` channels: half as many, rounded up, if steps are pairs.
@@ -221,10 +227,10 @@ impl Conv {
         let shape = [self.groups * self.outer, self.inner, kh, kw];
         let out = out.map_or_else(|| Tensor::empty_with_shape(shape, dtype, x.device()), Ok)?;
         // A block is a number of channels whose sums fit in the cache. Each part of the windows has separate sums.
-        let block = even_size(self.inner, SLAB_ELEMENTS / (taps * self.outer));
+        let block = even_size(self.inner, slab_elements() / (taps * self.outer));
         let blocks = self.inner.div_ceil(block);
         let parts = (2 * threads()).div_ceil(self.groups * blocks);
-        let most = (PRODUCT_ELEMENTS / self.outer).max(MIN_JOB_WINDOWS);
+        let most = (product_elements() / self.outer).max(MIN_JOB_WINDOWS);
         let job_windows = self.divide_windows(self.images_per_job(), most, parts.div_ceil(self.n));
         let pieces = self.piece_count(job_windows);
         let units = self.n.div_ceil(job_windows.images) * pieces;
@@ -382,7 +388,7 @@ impl Convolution for Conv {
         let jobs = (JOBS_PER_THREAD * threads()).div_ceil(self.groups);
         let images = if self.groups == 1 { self.images_per_job() } else { 1 };
         let job_windows =
-            self.divide_windows(images, (PRODUCT_ELEMENTS / self.outer).max(MIN_JOB_WINDOWS), jobs.div_ceil(self.n));
+            self.divide_windows(images, (product_elements() / self.outer).max(MIN_JOB_WINDOWS), jobs.div_ceil(self.n));
         let inner = self.steps(self.inner);
         let channels = self.serial_gemm.round_steps(self.slab_channels::<f32>(job_windows, inner));
         let chunks = inner.div_ceil(channels);
@@ -473,7 +479,7 @@ impl Convolution for Conv {
         let [rows, columns] = self.w.image;
         let out = Tensor::empty_with_shape([self.n, self.groups * self.inner, rows, columns], dtype, x.device())?;
         let outer = self.steps(self.outer);
-        let most = (SLAB_ELEMENTS / outer).min(PRODUCT_ELEMENTS / taps).max(1);
+        let most = (slab_elements() / outer).min(product_elements() / taps).max(1);
         let images = if self.groups == 1 { self.images_per_job() } else { 1 };
         let job_windows = self.divide_windows(images, most, 1);
         let pieces = self.piece_count(job_windows);
@@ -482,7 +488,8 @@ impl Convolution for Conv {
         let of_image = job_windows.images * self.image_len();
         let channels = even_size(
             height,
-            (PRODUCT_ELEMENTS / (taps * self.window_part(job_windows, 0, 0).count())).min(MAX_SUM_ELEMENTS / of_image),
+            (product_elements() / (taps * self.window_part(job_windows, 0, 0).count()))
+                .min(MAX_SUM_ELEMENTS / of_image),
         );
         let height = height.next_multiple_of(channels);
         let blocks = self.inner.div_ceil(channels);

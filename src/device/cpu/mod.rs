@@ -8,6 +8,8 @@ pub(crate) mod huge_pages;
 pub(crate) mod parallel;
 pub(crate) mod streaming;
 
+use std::sync::OnceLock;
+
 /// True if the processor has AVX-512 and the feature `avx512` is enabled. Without the feature, this is constant and the linker
 /// drops the AVX-512 code.
 #[cfg(target_arch = "x86_64")]
@@ -31,6 +33,12 @@ pub(crate) fn vector_features() -> Vec<&'static str> {
     #[cfg(target_arch = "aarch64")]
     detect!(is_aarch64_feature_detected: "neon" "fp16");
     found
+}
+
+/// Returns the size of a core's L2 cache in bytes.
+pub(crate) fn l2_bytes() -> usize {
+    static BYTES: OnceLock<usize> = OnceLock::new();
+    *BYTES.get_or_init(super::capabilities::l2_bytes)
 }
 
 /// Returns the number of threads that share one operation: the threads of rayon's current pool, which is the calling thread's
