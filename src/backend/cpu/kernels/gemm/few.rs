@@ -16,6 +16,8 @@ use crate::device::cpu::threads;
 pub(super) const MAX_ROWS: usize = 7;
 /// The number of sums that stay in the L1 cache while rows of the right matrix are read.
 const CACHED_SUMS: usize = 4096;
+/// The number of rows of the right matrix whose multiples are summed first, so that the error of a sum does not grow with all rows.
+const ROWS_PER_BLOCK: usize = 128;
 /// The number of rows of the right matrix that one pass adds. More rows per pass mean fewer loads and stores of the sums.
 const ROWS_PER_PASS: usize = 8;
 
@@ -275,23 +277,31 @@ unsafe fn dot_columns<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N:
 #[inline(always)]
 unsafe fn rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>) {
     let stretch = CACHED_SUMS / M / V::LANES * V::LANES;
-    // The buffer stays uninitialised, because a small product needs only few of its elements.
-    let mut sums = [const { MaybeUninit::<f32>::uninit() }; CACHED_SUMS];
+    // The buffers stay uninitialised, because a small product needs only few of their elements.
+    let mut buffers = [[const { MaybeUninit::<f32>::uninit() }; CACHED_SUMS]; 2];
     for first in columns.clone().step_by(stretch) {
         let n = stretch.min(columns.end - first);
-        let sums = &mut sums[..M * n];
-        sums.fill(MaybeUninit::new(0.0));
-        // SAFETY: the sums have been initialised; for the rest the caller's promise.
-        unsafe {
-            let sums = &mut *(&raw mut *sums as *mut [f32]);
-            let whole = x.k / ROWS_PER_PASS * ROWS_PER_PASS;
-            (0..whole)
-                .step_by(ROWS_PER_PASS)
-                .for_each(|p| add_rows::<V, T, M, ROWS_PER_PASS>(x, p, (first, n), sums.as_mut_ptr()));
-            (whole..x.k).for_each(|p| add_rows::<V, T, M, 1>(x, p, (first, n), sums.as_mut_ptr()));
-            for (i, sums) in sums.chunks_exact(n).enumerate() {
-                sums.iter().enumerate().for_each(|(j, sum)| x.write(i, first + j, *sum));
+        let [sums, totals] = buffers.each_mut().map(|buffer| {
+            let sums = &mut buffer[..M * n];
+            sums.fill(MaybeUninit::new(0.0));
+            // SAFETY: these elements have been initialised.
+            unsafe { &mut *(&raw mut *sums as *mut [f32]) }
+        });
+        for start in (0..x.k).step_by(ROWS_PER_BLOCK) {
+            let end = x.k.min(start + ROWS_PER_BLOCK);
+            let whole = start + (end - start) / ROWS_PER_PASS * ROWS_PER_PASS;
+            // SAFETY: the sums have been initialised; the caller guarantees the remaining requirements.
+            unsafe {
+                (start..whole)
+                    .step_by(ROWS_PER_PASS)
+                    .for_each(|p| add_rows::<V, T, M, ROWS_PER_PASS>(x, p, (first, n), sums.as_mut_ptr()));
+                (whole..end).for_each(|p| add_rows::<V, T, M, 1>(x, p, (first, n), sums.as_mut_ptr()));
             }
+            totals.iter_mut().zip(&mut *sums).for_each(|(total, sum)| *total += std::mem::take(sum));
+        }
+        for (i, totals) in totals.chunks_exact(n).enumerate() {
+            // SAFETY: the caller guarantees the requirements of this function.
+            totals.iter().enumerate().for_each(|(j, total)| unsafe { x.write(i, first + j, *total) });
         }
     }
 }
