@@ -18,6 +18,8 @@ pub(super) const MAX_ROWS: usize = 7;
 const CACHED_SUMS: usize = 4096;
 /// The number of rows of the right matrix whose multiples are summed first, so that the error of a sum does not grow with all rows.
 const ROWS_PER_BLOCK: usize = 128;
+/// The number of vectors of a dot product that are summed first.
+const VECTORS_PER_BLOCK: usize = 64;
 /// The number of rows of the right matrix that one pass adds. More rows per pass mean fewer loads and stores of the sums.
 const ROWS_PER_PASS: usize = 8;
 
@@ -248,17 +250,23 @@ unsafe fn dot_columns<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N:
     // SAFETY: the caller guarantees the requirements of this function.
     unsafe {
         let column = |c: usize| x.b.start.offset((j + c) as isize * x.b.col);
-        let mut sums = [[V::zero(); M]; N];
-        for p in (0..whole).step_by(V::LANES) {
-            let rows: [V; M] = std::array::from_fn(|i| V::load(x.left(i, p)));
-            for (c, sums) in sums.iter_mut().enumerate() {
-                let y = V::widen(column(c).add(p));
-                for (sum, row) in sums.iter_mut().zip(rows) {
-                    *sum = sum.add_product(row, y);
+        let mut totals = [[V::zero(); M]; N];
+        for start in (0..whole).step_by(VECTORS_PER_BLOCK * V::LANES) {
+            let mut sums = [[V::zero(); M]; N];
+            for p in (start..whole.min(start + VECTORS_PER_BLOCK * V::LANES)).step_by(V::LANES) {
+                let rows: [V; M] = std::array::from_fn(|i| V::load(x.left(i, p)));
+                for (c, sums) in sums.iter_mut().enumerate() {
+                    let y = V::widen(column(c).add(p));
+                    for (sum, row) in sums.iter_mut().zip(rows) {
+                        *sum = sum.add_product(row, y);
+                    }
                 }
             }
+            for (total, sum) in totals.as_flattened_mut().iter_mut().zip(sums.as_flattened()) {
+                *total = total.add(*sum);
+            }
         }
-        for (c, sums) in sums.into_iter().enumerate() {
+        for (c, sums) in totals.into_iter().enumerate() {
             for (i, sum) in sums.into_iter().enumerate() {
                 let mut lanes = [0f32; 16];
                 sum.store(lanes.as_mut_ptr());
