@@ -7,7 +7,7 @@ use bytemuck::Pod;
 use half::f16;
 
 use crate::backend::cpu::dispatch::{Function, function, vectorised};
-use crate::backend::cpu::kernels::convert::{bf16_bits, narrow, truncate, widen};
+use crate::backend::cpu::kernels::convert::{bf16_bits, narrow, narrow_bf16, truncate, widen};
 use crate::backend::cpu::scalar::Number;
 use crate::{Compute, DType};
 
@@ -65,6 +65,10 @@ pub(crate) fn store_tile<C: Number>(dtype: DType, values: &[C], bytes: &mut [u8]
     match dtype {
         DType::F32 => store!(f32, x => x.to_f32()),
         DType::F16 => store_f16(values, bytes, start, stride),
+        DType::BF16 if stride == 1 && C::COMPUTE == Compute::F32 => {
+            let to = &mut bytemuck::cast_slice_mut(bytes)[start..start + values.len()];
+            narrow_bf16(bytemuck::cast_slice(values), to);
+        }
         DType::BF16 => store!(u16, x => bf16_bits(x.to_f32())),
         DType::F64 => store!(f64, x => x.to_f64()),
         DType::I64 if stride == 1 && C::COMPUTE == Compute::F32 => {

@@ -64,6 +64,25 @@ pub(crate) fn bf16_bits(x: f32) -> u16 {
     if x.is_nan() { (u >> 16) as u16 | 0x40 } else { rounded }
 }
 
+/// Converts f32 to the bits of bf16, rounded to nearest even.
+pub(crate) fn narrow_bf16(from: &[f32], to: &mut [u16]) {
+    assert_eq!(from.len(), to.len());
+    #[cfg(target_arch = "x86_64")]
+    if !crate::device::cpu::has_avx512() && is_x86_feature_detected!("avx2") {
+        let ((from, from_rest), (to, to_rest)) = (from.as_chunks(), to.as_chunks_mut());
+        // SAFETY: the condition above detected AVX2.
+        unsafe { x86::narrow_bf16_8(from, to) };
+        return bf16_each(from_rest, to_rest);
+    }
+    bf16_each(from, to);
+}
+
+vectorised! {
+    fn bf16_each<'a>(_simd: S, from: &'a [f32], to: &'a mut [u16]) {
+        to.iter_mut().zip(from).for_each(|(to, &x)| *to = bf16_bits(x));
+    }
+}
+
 /// An operand: f16 or bf16 elements given by their bits, or one number.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum HalfOperand<'a> {
@@ -181,6 +200,20 @@ mod x86 {
     by_vectors!(narrow_16, "avx512f", [f32] -> [f16; 16], _mm512_loadu_ps, _mm256_storeu_si256, _mm512_cvtps_ph::<NEAREST>);
     by_vectors!(narrow_8, "avx,f16c", [f32] -> [f16; 8], _mm256_loadu_ps, _mm_storeu_si128, _mm256_cvtps_ph::<NEAREST>);
 
+    by_vectors!(narrow_bf16_8, "avx2", [f32] -> [u16; 8], _mm256_loadu_ps, _mm_storeu_si128, bf16_bits_8);
+
+    /// Returns the bits of bf16, as `bf16_bits` does.
+    #[target_feature(enable = "avx2")]
+    fn bf16_bits_8(x: __m256) -> __m128i {
+        let bits = _mm256_castps_si256(x);
+        let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+        let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+        let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
+        let is_nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+        let high = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, is_nan));
+        _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256::<1>(high))
+    }
+
     /// Converts vectors of 8 elements. The conversion instruction already gives i64::MIN for values below the range.
     #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
     pub(super) fn truncate(from: &[[f32; 8]], to: &mut [[i64; 8]]) {
@@ -254,6 +287,18 @@ mod tests {
 
     fn beside(x: f32, steps: i32) -> f32 {
         f32::from_bits(x.to_bits().wrapping_add_signed(steps))
+    }
+
+    #[test]
+    fn floats_round_to_bf16_at_any_length() {
+        let ties =
+            (0..=u16::MAX).flat_map(|high| [0, 1, 0x7FFF, 0x8000, 0x8001].map(|low| u32::from(high) << 16 | low));
+        let all: Vec<f32> = ties.map(f32::from_bits).collect();
+        for n in [0, 1, 7, 8, 9, 17, all.len()] {
+            let mut halves = vec![1; n];
+            narrow_bf16(&all[..n], &mut halves);
+            assert!(all.iter().zip(&halves).all(|(&x, &bits)| half::bf16::from_f32(x).to_bits() == bits), "{n}");
+        }
     }
 
     #[test]
