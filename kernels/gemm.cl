@@ -192,15 +192,16 @@ static inline double8 vector_f64(const __global f64_t* p, ulong i) { return vloa
 #ifdef PANEL
 #define WIDTH (NV * W)
 
-// Multiplies MR rows of the block, from row `i` of the block on, by `count` rows of B. LEFT is element k of row r, and RIGHT is vector v
-// of row k. Rows past the edge repeat the last row and are not written.
+// Multiplies MR rows of the block, from row `i` of the block on, by `count` rows of B, and adds the products to `sums`. LEFT is element k of
+// row r, and RIGHT is vector v of row k. Rows past the edge repeat the last row and are not written. Products of one call are summed before
+// they are added, so that the error of a sum does not grow with the depth.
 #define MULTIPLY(i, count, LEFT, RIGHT)                                                                                \
     {                                                                                                                  \
         long row[MR];                                                                                                  \
         VEC acc[MR][NV];                                                                                               \
         for (int r = 0; r < MR; r++) {                                                                                 \
             row[r] = a0 + (i0 + min((i) + r, rows - 1)) * A_ROW + k0 * a_col;                                          \
-            for (int v = 0; v < NV; v++) acc[r][v] = sums[(i) + r][v];                                                 \
+            for (int v = 0; v < NV; v++) acc[r][v] = 0;                                                                \
         }                                                                                                              \
         for (long k = 0; k < (count); k++) {                                                                           \
             VEC bv[NV];                                                                                                \
@@ -211,7 +212,7 @@ static inline double8 vector_f64(const __global f64_t* p, ulong i) { return vloa
             }                                                                                                          \
         }                                                                                                              \
         for (int r = 0; r < MR; r++)                                                                                   \
-            for (int v = 0; v < NV; v++) sums[(i) + r][v] = acc[r][v];                                                 \
+            for (int v = 0; v < NV; v++) sums[(i) + r][v] += acc[r][v];                                                \
     }
 #define AT_A (ACC)CAT(load_, A)(a, row[r] + k * a_col)
 
@@ -233,8 +234,8 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         for (int v = 0; v < NV; v++) sums[r][v] = 0;
 #if B_UNIT
     if (rows <= MR && cols == WIDTH) {
-        const long k0 = 0;
-        MULTIPLY(0, depth, AT_A, CAT(vector_, B)(b, b0 + k * b_row + v * W))
+        for (long k0 = 0; k0 < depth; k0 += PANEL_DEPTH)
+            MULTIPLY(0, min((long)PANEL_DEPTH, depth - k0), AT_A, CAT(vector_, B)(b, b0 + (k0 + k) * b_row + v * W))
     } else
 #endif
     for (long k0 = 0; k0 < depth; k0 += PANEL_DEPTH) {
@@ -279,6 +280,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 #endif
 
 #ifdef DOT
+#define DOT_DEPTH 1024L // products are summed in parts of this depth
 #define SUM2(x) ((x).lo + (x).hi)
 #define SUM4(x) SUM2((x).lo + (x).hi)
 #define SUM8(x) SUM4((x).lo + (x).hi)
@@ -293,27 +295,33 @@ __kernel void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, 
     const long depth = DEPTH, whole = depth / W * W;
 
     long row[MR], col[NR]; // past the edge, the last row or column is repeated, and results are not written
-    VEC acc[MR][NR];
+    VEC acc[MR][NR], sums[MR][NR]; // the sums of a part of the depth, and of all parts
     for (int c = 0; c < NR; c++) col[c] = b0 + (j0 + min(c, cols - 1)) * B_COL;
     for (int r = 0; r < MR; r++) {
         row[r] = a0 + (i0 + min(r, rows - 1)) * A_ROW;
-        for (int c = 0; c < NR; c++) acc[r][c] = 0;
+        for (int c = 0; c < NR; c++) sums[r][c] = 0;
     }
-    for (long k = 0; k < whole; k += W) {
-        VEC bv[NR];
-        #pragma unroll
-        for (int c = 0; c < NR; c++) bv[c] = CAT(vector_, B)(b, col[c] + k);
-        #pragma unroll
-        for (int r = 0; r < MR; r++) {
-            const VEC av = CAT(vector_, A)(a, row[r] + k);
+    for (long k0 = 0; k0 < whole; k0 += DOT_DEPTH) {
+        for (int r = 0; r < MR; r++)
+            for (int c = 0; c < NR; c++) acc[r][c] = 0;
+        for (long k = k0; k < min(whole, k0 + DOT_DEPTH); k += W) {
+            VEC bv[NR];
             #pragma unroll
-            for (int c = 0; c < NR; c++) acc[r][c] = MADD(av, bv[c], acc[r][c]);
+            for (int c = 0; c < NR; c++) bv[c] = CAT(vector_, B)(b, col[c] + k);
+            #pragma unroll
+            for (int r = 0; r < MR; r++) {
+                const VEC av = CAT(vector_, A)(a, row[r] + k);
+                #pragma unroll
+                for (int c = 0; c < NR; c++) acc[r][c] = MADD(av, bv[c], acc[r][c]);
+            }
         }
+        for (int r = 0; r < MR; r++)
+            for (int c = 0; c < NR; c++) sums[r][c] += acc[r][c];
     }
     OPERAND_OFFSETS(z)
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < cols; c++) {
-            ACC sum = CAT(SUM, W)(acc[r][c]);
+            ACC sum = CAT(SUM, W)(sums[r][c]);
             for (long k = whole; k < depth; k++)
                 sum = MADD((ACC)CAT(load_, A)(a, row[r] + k), (ACC)CAT(load_, B)(b, col[c] + k), sum);
             FINISH(i0 + r, j0 + c, sum)

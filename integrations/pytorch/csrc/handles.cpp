@@ -18,7 +18,8 @@ constexpr std::pair<ClaystoneDtype, at::ScalarType> DTYPES[] = {
     {CLAYSTONE_DTYPE_I8, at::kChar},    {CLAYSTONE_DTYPE_I16, at::kShort},
 };
 
-// The number of OpenCL devices to use: 0 if CLAYSTONE_TORCH_DEVICE is `cpu`.
+// The number of OpenCL devices to use: 0 if CLAYSTONE_TORCH_DEVICE is `cpu`. Segments of the CPU device then grow in place unless
+// CLAYSTONE_ALLOC_CONF is set, because a training step reserves less that way. The allocator reads the variable at its first use.
 int opencl_devices() {
     static const int count = [] {
         const char* wanted = std::getenv("CLAYSTONE_TORCH_DEVICE");
@@ -26,6 +27,11 @@ int opencl_devices() {
         if (wanted == nullptr || std::strcmp(wanted, "cpu") != 0) {
             check(claystone_device_count(&found));
         }
+#ifdef __linux__
+        if (found == 0) {
+            setenv("CLAYSTONE_ALLOC_CONF", "expandable_segments:True", 0);
+        }
+#endif
         return found;
     }();
     return count;
