@@ -192,18 +192,20 @@ static inline double8 vector_f64(const __global f64_t* p, ulong i) { return vloa
 #ifdef PANEL
 #define WIDTH (NV * W)
 
+#define PART_DEPTH 128L // products are summed in parts of this depth, so that the error of a sum does not grow with the whole depth
+
 // Multiplies MR rows of the block, from row `i` of the block on, by `count` rows of B, and adds the products to `sums`. LEFT is element k of
-// row r, and RIGHT is vector v of row k. Rows past the edge repeat the last row and are not written. Products of one call are summed before
-// they are added, so that the error of a sum does not grow with the depth.
+// row r, and RIGHT is vector v of row k. Rows past the edge repeat the last row and are not written.
 #define MULTIPLY(i, count, LEFT, RIGHT)                                                                                \
-    {                                                                                                                  \
+    for (long part = 0; part < (count); part += PART_DEPTH) {                                                          \
         long row[MR];                                                                                                  \
         VEC acc[MR][NV];                                                                                               \
         for (int r = 0; r < MR; r++) {                                                                                 \
             row[r] = a0 + (i0 + min((i) + r, rows - 1)) * A_ROW + k0 * a_col;                                          \
             for (int v = 0; v < NV; v++) acc[r][v] = 0;                                                                \
         }                                                                                                              \
-        for (long k = 0; k < (count); k++) {                                                                           \
+        const long end = min(part + PART_DEPTH, (long)(count));                                                        \
+        for (long k = part; k < end; k++) {                                                                            \
             VEC bv[NV];                                                                                                \
             _Pragma("unroll") for (int v = 0; v < NV; v++) bv[v] = RIGHT;                                              \
             _Pragma("unroll") for (int r = 0; r < MR; r++) {                                                           \
@@ -234,8 +236,8 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         for (int v = 0; v < NV; v++) sums[r][v] = 0;
 #if B_UNIT
     if (rows <= MR && cols == WIDTH) {
-        for (long k0 = 0; k0 < depth; k0 += PANEL_DEPTH)
-            MULTIPLY(0, min((long)PANEL_DEPTH, depth - k0), AT_A, CAT(vector_, B)(b, b0 + (k0 + k) * b_row + v * W))
+        const long k0 = 0;
+        MULTIPLY(0, depth, AT_A, CAT(vector_, B)(b, b0 + k * b_row + v * W))
     } else
 #endif
     for (long k0 = 0; k0 < depth; k0 += PANEL_DEPTH) {
