@@ -497,8 +497,8 @@ extern "C" {
 ClaystoneStatus claystone_memory_enable_caching(int32_t number,
                                                 bool enable);
 
-// Takes the segments of the CPU device from functions of the program from now on. Segments are cached and divided as configured; memory
-// that is live stays with the earlier allocator. An error for OpenCL devices, whose memory is a `cl_mem` and not an address.
+// Takes the segments of the CPU device from functions of the program from now on. Segments are cached and divided as configured, but do not
+// grow in place, because a function allocates a segment as a whole. Memory that is live stays with the earlier allocator. An error for OpenCL devices, whose memory is a `cl_mem` and not an address.
 ClaystoneStatus claystone_memory_set_allocator(int32_t number,
                                                const ClaystoneAllocator *functions);
 

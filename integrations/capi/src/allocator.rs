@@ -135,8 +135,8 @@ unsafe impl Driver for PluggedDriver {
     }
 }
 
-/// Takes the segments of the CPU device from functions of the program from now on. Segments are cached and divided as configured; memory
-/// that is live stays with the earlier allocator. An error for OpenCL devices, whose memory is a `cl_mem` and not an address.
+/// Takes the segments of the CPU device from functions of the program from now on. Segments are cached and divided as configured, but do not
+/// grow in place, because a function allocates a segment as a whole. Memory that is live stays with the earlier allocator. An error for OpenCL devices, whose memory is a `cl_mem` and not an address.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_memory_set_allocator(
     number: i32,
@@ -154,7 +154,8 @@ pub unsafe extern "C" fn claystone_memory_set_allocator(
             return Err(Fault::Argument("allocate or free is null".into()));
         }
         let plugged = Arc::new(PluggedDriver { functions, own: driver(device)? });
-        let allocator = build_allocator(plugged, Config::from_env()?)?;
+        let config = Config { expandable_segments: false, ..Config::from_env()? };
+        let allocator = build_allocator(plugged, config)?;
         let mut switched = SWITCHED.lock().unwrap_or_else(PoisonError::into_inner);
         set_allocator(device, allocator)?;
         switched.remove(&number);
