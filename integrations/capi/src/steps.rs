@@ -68,7 +68,7 @@ pub fn fused_adamw_(step: &FusedStep, state: &FusedAdamState, config: &AdamWConf
 
 /// Index of the step size among the scalars of the Adam formula.
 const STEP_SIZE_INDEX: usize = 4;
-/// Index of the bias correction of the squared gradients among these scalars.
+/// Index of the bias correction of the root of the squared gradients among these scalars.
 const CORRECTION_INDEX: usize = 5;
 /// Index of the weight decay among these scalars.
 const DECAY_INDEX: usize = 7;
@@ -87,7 +87,7 @@ fn adam(
     let numbers = step_numbers("fused_adam_", step, state.steps, rule.learning_rate(), &logs, |count, lr, s| {
         // 1 - beta^step, computed without the cancellation of a subtraction.
         let [bias1, bias2] = [0, 1].map(|i| -(count * &s[i]).expm1());
-        [lr / bias1, bias2.recip()]
+        [lr / bias1, bias2.sqrt().recip()]
     })?;
     let lr = step.lr;
     let held = &lists[..if amsgrad { 3 } else { 2 }];
