@@ -18,8 +18,21 @@ constexpr std::pair<ClaystoneDtype, at::ScalarType> DTYPES[] = {
     {CLAYSTONE_DTYPE_I8, at::kChar},    {CLAYSTONE_DTYPE_I16, at::kShort},
 };
 
-// The number of OpenCL devices to use: 0 if CLAYSTONE_TORCH_DEVICE is `cpu`. Segments of the CPU device then grow in place unless
-// CLAYSTONE_ALLOC_CONF is set, because a training step reserves less that way. The allocator reads the variable at its first use.
+// Lets segments of the CPU device grow in place unless CLAYSTONE_ALLOC_CONF is set, because a training step reserves less that way. The
+// variable is read at the first use of a device, here, and is not left to child processes, which may use OpenCL.
+void let_segments_grow() {
+#ifdef __linux__
+    const char* const name = "CLAYSTONE_ALLOC_CONF";
+    if (std::getenv(name) == nullptr) {
+        setenv(name, "expandable_segments:True", 0);
+        const ClaystoneStatus status = claystone_memory_reset_peak(CLAYSTONE_CPU);
+        unsetenv(name);
+        check(status);
+    }
+#endif
+}
+
+// The number of OpenCL devices to use: 0 if CLAYSTONE_TORCH_DEVICE is `cpu`.
 int opencl_devices() {
     static const int count = [] {
         const char* wanted = std::getenv("CLAYSTONE_TORCH_DEVICE");
@@ -27,11 +40,9 @@ int opencl_devices() {
         if (wanted == nullptr || std::strcmp(wanted, "cpu") != 0) {
             check(claystone_device_count(&found));
         }
-#ifdef __linux__
         if (found == 0) {
-            setenv("CLAYSTONE_ALLOC_CONF", "expandable_segments:True", 0);
+            let_segments_grow();
         }
-#endif
         return found;
     }();
     return count;

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use smallvec::SmallVec;
 
 use crate::backend::cpu::dispatch::{Function, function, vectorised};
-use crate::backend::cpu::interpreter::{Scratch, Tile, TileIn, compute, is_cheap};
+use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn, compute, is_cheap};
 use crate::backend::cpu::kernels::convert::{HalfOperand, map_halves};
 use crate::backend::cpu::partition::job_len;
 use crate::backend::cpu::scalar::Number;
@@ -36,6 +36,8 @@ const MAX_REVERSED_BYTES: usize = 8 << 20;
 const REVERSED_PIECES: usize = 3;
 /// The minimum length of a broadcast row of halves. Shorter rows are left to the tile interpreter, whose tiles cover many rows.
 const MIN_HALF_ROW_LEN: usize = 64;
+/// The minimum length of rows to read a column without a plan, if the launch has more than one tile.
+const MIN_COLUMN_ROW_LEN: usize = 8;
 
 /// Computes `formulas` if they need no plan; returns false, without computing anything, otherwise. A shape mismatch also returns false.
 pub(crate) fn try_run(formulas: &Formulas) -> Result<bool> {
@@ -66,13 +68,20 @@ fn try_run_primitive(formulas: &Formulas, out: &Tensor) -> Result<bool> {
             _ => return Ok(false),
         }
     }
-    // The interpreter accepts a repeated row or column only together with a slice operand.
+    // The interpreter accepts a repeated row or column only as one operand of a binary primitive whose other operand is a slice. Long columns
+    // of short rows are planned.
     let two = matches!(step.action, Action::Compute(Op::Binary(_)));
-    let each = |kind: &Option<OperandKind>| matches!(kind, Some(OperandKind::Contiguous) | None);
-    let repeated = |kind: &Option<OperandKind>| {
-        matches!(kind, Some(OperandKind::RowBroadcast(_) | OperandKind::ColumnBroadcast { .. }))
+    let kind_of = |value: &Value| if let Value::Input(k) = *value { Some(kinds[k]) } else { None };
+    let each = |value: &Value| matches!(kind_of(value), Some(Some(OperandKind::Contiguous) | None));
+    let repeated = |value: &Value| match kind_of(value) {
+        Some(Some(OperandKind::RowBroadcast(_))) => Some(true),
+        Some(Some(OperandKind::ColumnBroadcast { row, .. })) => Some(row >= MIN_COLUMN_ROW_LEN || count <= TILE),
+        _ => None,
     };
-    if kinds.iter().any(repeated) && !(two && kinds.len() == 2 && kinds.iter().any(each)) {
+    let mut of_rows = step.args.iter().filter_map(repeated);
+    if let Some(first) = of_rows.next()
+        && !(first && of_rows.next().is_none() && two && step.args.iter().any(each))
+    {
         return Ok(false);
     }
     let mut launch = FlatLaunch { program, inputs, kinds: &kinds, scalars, out, streamed: false };
@@ -524,6 +533,14 @@ mod tests {
                         try_run("test", &Program::shared(std::slice::from_ref(&sum)), &inputs, &[], &[&out]).unwrap()
                     );
                     assert_eq!(out.to_vec::<f32>().unwrap(), right);
+                }
+            }
+            // Formulas that do not read the operand of the result's shape.
+            for (formula, other) in [(&y * &y, &column), (&y * 2.0, &column), (y.max(0.0), &row), (&y * &y, &row)] {
+                let inputs = [&full, other];
+                let program = Program::shared(std::slice::from_ref(&formula));
+                if try_run("test", &program, &inputs, &[], &[&out]).unwrap() {
+                    assert_eq!(out.to_vec::<f32>().unwrap(), planned(&formula, &inputs, &out));
                 }
             }
             for refused in [x.clone(), &x * 2.0 + &y] {

@@ -162,7 +162,7 @@ fn computes_in_f32(dtype: DType) -> bool {
 impl Epilogue<'_> {
     /// Computes products of f32, f16 or bf16 with their epilogue and returns true if all results are contiguous and have one dtype, and
     /// each extra operand is indexed like the results, or is one row or one number. Only a row or a number may be f16 or bf16. A single
-    /// result may be a batch of contiguous matrices, or of any rows if there is no formula. Otherwise returns false.
+    /// result without extra operands may be a batch of contiguous matrices, or of any rows if there is no formula. Otherwise returns false.
     fn try_run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
         let dtype = outs[0].dtype;
         let mut kinds: SmallVec<[OperandKind; 2]> = SmallVec::new();
@@ -177,7 +177,7 @@ impl Epilogue<'_> {
         }
         let plan = GemmPlan::new(&g.a.layout, &g.b.layout, shape, &[&outs[0].layout]);
         let GemmOperand { row, col, ref batch } = plan.others[0];
-        let matrices = row == plan.n as isize || (row > 0 && *g.epilogue == [Expr::input(0)]);
+        let matrices = g.extras.is_empty() && (row == plan.n as isize || (row > 0 && *g.epilogue == [Expr::input(0)]));
         let straight = supports_pieces((plan.m, plan.n, plan.k)) && col == 1 && batch.iter().all(|&step| step >= 0);
         let program = Program::shared(g.epilogue).into_owned();
         let operands: SmallVec<[&Tensor; 4]> = outs.iter().take(1).chain(g.extras.iter().copied()).collect();
