@@ -233,7 +233,7 @@ recurrence(TENSOR(In, x), TENSOR(Out, result),
 static inline void multiply(float sum[R][VEC], const Raw w, __local const float *grads, uint j) {
     float each[VEC];
     widen(each, w);
-#ifdef __NV_CL_C_VERSION // with this pragma, PoCL 3.1 computes NaN for 8 sequences
+#ifdef __NV_CL_C_VERSION // PoCL 3.1 computes NaN for 8 sequences with this pragma; compilers may unroll the loop without it
     #pragma unroll
 #endif
     for (int r = 0; r < R; ++r) {

@@ -679,7 +679,7 @@ impl SoftmaxJob<'_> {
     }
 
     /// Computes the maximum and the sum of each row over some lines, for the rows starting at row `first`. If all lines fit in the first
-    /// buffer, they are read once, and the buffer then holds the exponentials.
+    /// buffer, they are read once. Of softmax, the buffer then holds the exponentials.
     fn fold_piece<C: Number>(
         &self,
         first: usize,

@@ -14,7 +14,7 @@ use crate::device::cpu::threads;
 
 /// The maximum number of rows: with more rows, packing panels is faster.
 pub(super) const MAX_ROWS: usize = 7;
-/// The number of sums that stay in the L1 cache while rows of the right matrix are read.
+/// The number of sums that stay in the L1 cache while rows of the right matrix are read. A second buffer of this size holds the totals of blocks.
 const CACHED_SUMS: usize = 4096;
 /// The number of rows of the right matrix whose multiples are summed first, so that the error of a sum does not grow with all rows.
 const ROWS_PER_BLOCK: usize = 128;
