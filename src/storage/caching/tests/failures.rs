@@ -238,6 +238,9 @@ impl tracing::Subscriber for Allocating {
 fn a_log_subscriber_may_allocate_during_a_compaction() {
     let full = FullDevice::new(false, &[THROUGH_HOST, THROUGH_HOST]);
     let messages = Arc::new(AtomicUsize::new(0));
+    // While one subscriber exists, tracing asks the current thread's alone whether it wants a new message, and keeps the answer for all
+    // threads: another test would answer for this one.
+    let _second = tracing::Dispatch::new(tracing::subscriber::NoSubscriber::default());
     let subscriber = Allocating(Arc::clone(&full.allocator), Arc::clone(&messages));
     (0..1000).for_each(|_| full.sim.fail_next_commit(Failure::DeviceMemory));
     let told = tracing::subscriber::with_default(subscriber, || full.allocator.allocate(14 * MIB, StreamId::DEFAULT));
