@@ -132,8 +132,8 @@ recorded_backend! {
     fn interpolate(&self, i: &Interpolate) -> Result<()> =
         describe(if i.transposed { "interpolate backward" } else { "interpolate" }, [i.x, i.out]);
 
-    /// True if [`attention`](Self::attention) and its gradients can be computed without storing the scores in memory.
-    fn has_attention(&self, a: &FusedAttention) -> Result<bool>;
+    /// True if [`attention`](Self::attention), and with `gradients` its backward pass too, can be computed without storing the scores in memory.
+    fn has_attention(&self, a: &FusedAttention, gradients: bool) -> Result<bool>;
     /// Computes the result and the log-sum-exp of each row of scores (see [`AttentionBackward`]). Requires [`has_attention`](Self::has_attention).
     fn attention(&self, a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
         describe_attention("scaled_dot_product_attention", a, [out, logsumexp], 2);

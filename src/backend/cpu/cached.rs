@@ -8,10 +8,10 @@ use std::ops::Range;
 
 use half::f16;
 
-use crate::backend::cpu::accumulate::{Add, Max, fold_simd};
+use crate::backend::cpu::accumulate::{Max, fold_simd};
 use crate::backend::cpu::convert::{load_tile, read_or_convert, store_tile};
 use crate::backend::cpu::dispatch::vectorised;
-use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::kernels::math::exp_and_sum;
 use crate::backend::problem::cached::{CacheRows, CacheType, CachedAttention};
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
@@ -158,7 +158,7 @@ impl Job<'_> {
             let row_sums = part_sums.chunks_exact_mut(width + 2);
             for ((weights, sums), &seen) in weights.chunks_exact_mut(PART_KEYS).zip(row_sums).zip(&seen) {
                 sums[..width].fill(0.0);
-                sums[width..].copy_from_slice(&exponentials(&mut weights[..seen]));
+                sums[width..].copy_from_slice(&exponentials(&mut weights[..seen], f32::NEG_INFINITY));
             }
             for (block, n) in blocks {
                 let values = widen_rows(a.cache[1], bytes[2], head * capacity + first + block, n, &mut buffer);
@@ -224,12 +224,12 @@ vectorised! {
 }
 
 vectorised! {
-    /// Replaces the scores of a row by weights, `exp(score - greatest score)`. Returns the greatest score and the sum of the weights.
-    fn exponentials<'a>(simd: S, scores: &'a mut [f32]) -> [f32; 2] {
-        let top = fold_simd::<Max, f32, S>(simd, scores);
+    /// Replaces the scores of a row by weights, `exp(score - greatest score)`. Returns the greatest score, which is `least` or more, and the
+    /// sum of the weights.
+    pub(crate) fn exponentials<'a>(simd: S, scores: &'a mut [f32], least: f32) -> [f32; 2] {
+        let top = fold_simd::<Max, f32, S>(simd, scores).max(least);
         let base = if top == f32::NEG_INFINITY { 0.0 } else { top };
-        f32::exp_in_place(scores, |x| x - base);
-        [top, fold_simd::<Add, f32, S>(simd, scores)]
+        [top, exp_and_sum(simd, scores, base)]
     }
 }
 

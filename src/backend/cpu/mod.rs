@@ -1,6 +1,8 @@
 //! The CPU backend: computes problems with vectorised loops on a thread pool.
 
 pub(crate) mod accumulate;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod attention;
 pub(crate) mod cached;
 #[cfg(target_arch = "x86_64")] // uses product kernels, which exist on x86-64 only
 pub(crate) mod conv;
@@ -109,10 +111,8 @@ impl Backend for Cpu {
             counted(window::col2im(windows, columns, out));
         pool(p: &Pooling) -> Result<()> = counted(window::pool(p));
         interpolate(i: &Interpolate) -> Result<()> = counted(interpolate::resize_images(i));
-        has_attention(_: &FusedAttention) -> Result<bool> = Ok(false);
-        attention(_: &FusedAttention, _: &Tensor, _: &Tensor) -> Result<()> = unreachable!("`has_attention` is false");
         attention_backward(_: &FusedAttention, _: &AttentionBackward) -> Result<()> =
-            unreachable!("`has_attention` is false");
+            unreachable!("`has_attention` is false for gradients");
         cached_attention(a: &CachedAttention) -> Result<()> = counted(cached::attend(a));
     }
 
@@ -129,6 +129,20 @@ impl Backend for Cpu {
         }
         _ = single;
         None
+    }
+
+    fn has_attention(&self, _a: &FusedAttention, gradients: bool) -> Result<bool> {
+        #[cfg(target_arch = "x86_64")]
+        return Ok(!gradients && attention::is_supported(_a));
+        #[cfg(not(target_arch = "x86_64"))]
+        Ok(false)
+    }
+
+    fn attention(&self, _a: &FusedAttention, _out: &Tensor, _logsumexp: &Tensor) -> Result<()> {
+        #[cfg(target_arch = "x86_64")]
+        return counted(attention::attend(_a, _out, _logsumexp));
+        #[cfg(not(target_arch = "x86_64"))]
+        unreachable!("`has_attention` is false")
     }
 
     fn recurrence(&self, _pass: &Recurrence) -> Result<bool> {

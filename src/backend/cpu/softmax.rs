@@ -404,8 +404,9 @@ impl RowsLayout {
 /// Reads a block of `rows` rows and transposes it into columns.
 fn load_block<C: Number>(dtype: DType, bytes: &[u8], from: RowsLayout, columns: &mut [Column<C>], rows: usize) {
     let n = columns.len();
-    if from.element == 1 && from.row == n as isize && dtype == C::COMPUTE.dtype() {
-        let elements: &[C] = &bytemuck::cast_slice(bytes)[from.start..][..n * rows];
+    if from.element == 1 && from.row == n as isize {
+        let mut converted = Vec::new();
+        let elements: &[C] = read_or_convert((dtype, bytes), from.start, 1, n * rows, &mut converted);
         for (j, column) in columns.iter_mut().enumerate() {
             column.iter_mut().zip(elements.chunks_exact(n)).for_each(|(x, row)| *x = row[j]);
         }
@@ -419,11 +420,17 @@ fn load_block<C: Number>(dtype: DType, bytes: &[u8], from: RowsLayout, columns: 
 /// Writes a block of `rows` rows from columns.
 fn store_block<C: Number>(dtype: DType, columns: &[Column<C>], bytes: &mut [u8], to: RowsLayout, rows: usize) {
     // Contiguous writes are preferred to contiguous reads, because strided stores cost more than strided loads.
-    if to.element == 1 && columns.len() >= 8 && dtype == C::COMPUTE.dtype() {
-        let elements: &mut [C] = bytemuck::cast_slice_mut(bytes);
+    if to.element == 1 && columns.len() >= 8 {
+        let mut converted = [C::from_i32(0); MAX_SHORT_ROW_LEN];
         for lane in 0..rows.min(BLOCK_ROWS) {
-            let row = &mut elements[to.offset_of(lane, 0)..][..columns.len()];
-            columns.iter().zip(row).for_each(|(column, x)| *x = column[lane]);
+            let at = to.offset_of(lane, 0);
+            let fill = |row: &mut [C]| columns.iter().zip(row).for_each(|(column, x)| *x = column[lane]);
+            if dtype == C::COMPUTE.dtype() {
+                fill(&mut bytemuck::cast_slice_mut(bytes)[at..][..columns.len()]);
+            } else {
+                fill(&mut converted[..columns.len()]);
+                store_tile(dtype, &converted[..columns.len()], bytes, at, 1);
+            }
         }
         return;
     }

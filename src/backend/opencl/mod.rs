@@ -105,7 +105,7 @@ impl Backend for OpenCl {
         col2im(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = window::fold(windows, columns, out);
         pool(pooling: &Pooling) -> Result<()> = window::pool(pooling);
         interpolate(problem: &Interpolate) -> Result<()> = interpolate::interpolate(problem);
-        has_attention(a: &FusedAttention) -> Result<bool> = attention::is_supported(a);
+        has_attention(a: &FusedAttention, _: bool) -> Result<bool> = attention::is_supported(a);
         attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
             attention::forward(a, out, logsumexp);
         attention_backward(a: &FusedAttention, of: &AttentionBackward) -> Result<()> = attention::backward(a, of);

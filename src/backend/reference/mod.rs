@@ -63,7 +63,7 @@ impl Backend for Reference {
         col2im(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = images::col2im(windows, columns, out);
         pool(p: &Pooling) -> Result<()> = images::pool(p.windows, p.task, p.x, p.index, p.out);
         interpolate(i: &Interpolate) -> Result<()> = images::interpolate(i.resize, i.x, i.out, i.transposed);
-        has_attention(_: &FusedAttention) -> Result<bool> = Ok(true);
+        has_attention(_: &FusedAttention, _: bool) -> Result<bool> = Ok(true);
         attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
             attention::forward(a, out, logsumexp);
         attention_backward(a: &FusedAttention, of: &AttentionBackward) -> Result<()> = attention::backward(a, of);

@@ -1,7 +1,8 @@
 //! Scaled dot-product attention.
 //!
-//! On GPUs, `fused` computes attention with one kernel, and the gradients with two more. All other devices compute two batched products
-//! with a softmax between them, in three launches forward and five backward; `blocks` limits the memory for long sequences.
+//! On GPUs, `fused` computes attention with one kernel, and the gradients with two more; on x86-64 processors, it computes attention whose
+//! gradient is not needed or is computed from new scores. Otherwise, attention consists of two batched products with a softmax between
+//! them, in three launches forward and five backward; `blocks` limits the memory for long sequences.
 //!
 //! The epilogue of the first product applies the scale, and the softmax applies the mask. Heads are strided views: queries, keys and
 //! values may be views of one projection, and query heads that share a key head read this key head with batch stride 0. The result is
@@ -92,9 +93,10 @@ impl Tensor {
     /// - f16 or bf16 with more than 16 queries on a device with tensor cores.
     ///
     /// If there are many scores, other devices compute them in blocks of queries, and compute them again in the backward pass, which saves
-    /// the same memory. On the CPU, this starts above 4 MiB of scores if `is_causal` is set or no gradient is needed, otherwise above 1/32
-    /// of the device's memory. Blocks are not used with dropout, for the gradient of a mask, or if L is at most E. Fails with
-    /// [`Error::UnsupportedDType`] for integers and for a mask of integers; [`Error::Invalid`] for a `dropout_p` outside `0.0..1.0`.
+    /// the same memory. On the CPU, the backward pass does so above 4 MiB of scores if `is_causal` is set, otherwise above 1/32 of the
+    /// device's memory; without gradients, x86-64 processors store no scores of 16 or more queries of f32, f16 or bf16. Blocks are not
+    /// used with dropout, for the gradient of a mask, or if L is at most E. Fails with [`Error::UnsupportedDType`] for integers and for a
+    /// mask of integers; [`Error::Invalid`] for a `dropout_p` outside `0.0..1.0`.
     #[track_caller]
     pub fn scaled_dot_product_attention(&self, key: &Tensor, value: &Tensor, options: Attention<'_>) -> Result<Tensor> {
         let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
@@ -400,7 +402,11 @@ impl Recomputed {
             return Ok(Some((out, Recomputed::Fused(Box::new(fused)))));
         }
         let Some(blocks) = BlockedAttention::new(inputs, options, backward) else { return Ok(None) };
-        Ok(Some((blocks.forward(op, inputs, options.attn_mask)?, Recomputed::Blocked(blocks))))
+        let out = match Fused::forward(op, inputs, options, false)? {
+            Some((out, _)) => out,
+            None => blocks.forward(op, inputs, options.attn_mask)?,
+        };
+        Ok(Some((out, Recomputed::Blocked(blocks))))
     }
 
     fn backward(&self, pass: BackwardPass) -> Result<[Option<Tensor>; 3]> {

@@ -13,6 +13,8 @@
 
 use std::f32::consts::{LOG2_E, PI};
 
+use pulp::Simd;
+
 use crate::expr::polynomials::{cos_small, log_near_one, log_tail, poly, sin_small};
 
 /// A constant that rounds an f32 of magnitude below 2²² to an integer, by adding and subtracting the constant. The low bits of the sum
@@ -306,13 +308,51 @@ fn exp_end((n, r): (u32, f32)) -> f32 {
     exp_reduced(r) * f32::from_bits(half) * f32::from_bits((n << 23).wrapping_sub(half))
 }
 
+/// The coefficients of r² and higher powers in `e^r`.
+const EXP_REDUCED: [f32; 5] = [0.499_999_94, 0.166_665_167, 0.041_668_281, 0.008_369_249_29, 0.001_382_077_93];
+
 /// Returns `e^r`, for |r| <= ln 2 / 2.
 #[inline(always)]
 fn exp_reduced(r: f32) -> f32 {
-    const C: [f32; 5] = [0.499_999_94, 0.166_665_167, 0.041_668_281, 0.008_369_249_29, 0.001_382_077_93];
+    const C: [f32; 5] = EXP_REDUCED;
     let z = r * r;
     let p = (C[0] + C[1] * r) + z * ((C[2] + C[3] * r) + z * C[4]);
     z * p + r + 1.0
+}
+
+/// Replaces each element x by `e^(x - base)`, and returns the sum of the results. `base` must be at least every element, or NaN. A result below
+/// 2^-126 is 0. Unlike the other functions, uses fused multiply-adds where the processor has them. The caller must be compiled for the instructions of `S`.
+#[inline(always)]
+pub(crate) fn exp_and_sum<S: Simd>(simd: S, elements: &mut [f32], base: f32) -> f32 {
+    const LEAST: f32 = -87.3;
+    let splat = |x: f32| simd.splat_f32s(x);
+    let (base_lanes, least, round, one) = (splat(base), splat(LEAST), splat(ONE), splat(1.0));
+    let (log2_e, high, low) = (splat(LOG2_E), splat(LN2_HI), splat(LN2_LO));
+    let c = EXP_REDUCED.map(splat);
+    let (vectors, rest) = S::as_mut_simd_f32s(elements);
+    let mut sums = [splat(0.0); 4];
+    for chunk in vectors.chunks_mut(4) {
+        for (element, sum) in chunk.iter_mut().zip(&mut sums) {
+            let x = simd.sub_f32s(*element, base_lanes);
+            let t = simd.mul_add_e_f32s(x, log2_e, round);
+            let n = simd.sub_f32s(t, round);
+            let r = simd.negate_mul_add_e_f32s(n, low, simd.negate_mul_add_e_f32s(n, high, x));
+            let z = simd.mul_f32s(r, r);
+            let last = simd.mul_add_e_f32s(z, c[4], simd.mul_add_e_f32s(r, c[3], c[2]));
+            let p = simd.mul_add_e_f32s(z, last, simd.mul_add_e_f32s(r, c[1], c[0]));
+            let y = simd.add_f32s(simd.mul_add_e_f32s(z, p, r), one);
+            let scale = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(t), simd.splat_u32s(23));
+            let y = simd.mul_f32s(y, simd.transmute_f32s_u32s(scale));
+            *element = simd.select_f32s(simd.less_than_f32s(x, least), splat(0.0), y);
+            *sum = simd.add_f32s(*sum, *element);
+        }
+    }
+    let [a, b, c, d] = sums;
+    let total = simd.reduce_sum_f32s(simd.add_f32s(simd.add_f32s(a, b), simd.add_f32s(c, d)));
+    rest.iter_mut().fold(total, |total, x| {
+        *x = if *x - base < LEAST { 0.0 } else { Exp::eval(*x - base) };
+        total + *x
+    })
 }
 
 two_stage! {
@@ -493,6 +533,7 @@ two_stage! {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::cpu::dispatch::vectorised;
 
     /// Returns the difference between `got` and the correct value, in units in the last place of the f32 nearest to the correct value.
     pub(super) fn ulps(got: f32, right: f64) -> f64 {
@@ -547,6 +588,40 @@ mod tests {
         check("erf", Erf::eval, libm::erf, 2.0, -4.5, 4.5);
         check("atan", atan, f64::atan, 2.0, -4.0, 4.0);
         check("sigmoid", Sigmoid::eval, |x| 1.0 / (1.0 + (-x).exp()), 3.0, -20.0, 20.0);
+    }
+
+    vectorised! {
+        fn exponentials_of<'a>(simd: S, elements: &'a mut [f32], base: f32) -> f32 {
+            exp_and_sum(simd, elements, base)
+        }
+    }
+
+    #[test]
+    fn exponentials_and_their_sum_are_within_their_stated_errors() {
+        for (n, base) in [(0, 0.0), (1, 3.0), (7, 0.5), (33, -8.0), (1037, 40.0), (100_003, 0.0)] {
+            let from: Vec<f32> = (0..n).map(|i| base - 90.0 * (i as f32 / n as f32)).collect();
+            let mut got = from.clone();
+            let sum = exponentials_of(&mut got, base);
+            let mut total = 0.0;
+            for (x, got) in from.iter().zip(&got) {
+                let right = f64::from(x - base).exp();
+                total += right;
+                assert!(
+                    ulps(*got, right) <= 1.0 || (*got == 0.0 && right < 2f64.powi(-125)),
+                    "e^({x} - {base}): {got}"
+                );
+            }
+            assert!((f64::from(sum) - total).abs() <= 1e-5 * total, "{n} elements: {sum}, not {total}");
+        }
+        let special = [f32::NEG_INFINITY, f32::NAN, 0.0, f32::MIN, -1e-40, f32::INFINITY];
+        for (base, right) in [(0.0, [0.0, f32::NAN, 1.0, 0.0, 1.0]), (f32::INFINITY, [0.0, f32::NAN, 0.0, 0.0, 0.0])] {
+            let mut got = special.repeat(5);
+            let sum = exponentials_of(&mut got, base);
+            assert!(sum.is_nan());
+            for (i, got) in got.iter().enumerate().filter(|(i, _)| i % 6 < 5) {
+                assert!(*got == right[i % 6] || (got.is_nan() && right[i % 6].is_nan()), "element {i}: {got}");
+            }
+        }
     }
 
     #[test]

@@ -60,7 +60,8 @@ fn compare_case(suite: &mut Suite, case: Case, sizes: Sizes, [of_q, of_k]: [Opti
             scale: 0.5,
             dropout: (case.dropout > 0.0).then_some((case.dropout, seed)),
         };
-        if !side.backend.has_attention(&a)? {
+        let gradients = side.backend.has_attention(&a, true)?;
+        if !gradients && !side.backend.has_attention(&a, false)? {
             return Ok(None);
         }
         // Results have the strides that operations give them: the heads are an inner dim.
@@ -69,6 +70,9 @@ fn compare_case(suite: &mut Suite, case: Case, sizes: Sizes, [of_q, of_k]: [Opti
         let logsumexp = side.alloc_output([2, batch, heads, queries], dtype.compute().dtype())?;
         let (dk, dv) = (side.alloc_output(k.shape(), dtype)?, side.alloc_output(v.shape(), dtype)?);
         side.backend.attention(&a, &out, &logsumexp)?;
+        if !gradients {
+            return Ok(Some(vec![out, logsumexp]));
+        }
         let results = [&dq, &dk, &dv];
         let of = AttentionBackward { out: &out, logsumexp: &logsumexp, grad: &grad, results };
         side.backend.attention_backward(&a, &of)?;
@@ -91,6 +95,12 @@ pub(super) fn attention(suite: &mut Suite) -> Result<()> {
     for special in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
         compare_case(suite, PLAIN, [1, 1, 17, 9, 8, 8], [Some(special), None])?;
         compare_case(suite, PLAIN, [1, 1, 17, 9, 8, 8], [None, Some(special)])?;
+    }
+    // Several blocks of queries and of keys of the CPU's attention.
+    suite.runs_on_opencl = false;
+    let mask = Case { dtype: F16, view: View::Gapped, mask: Some(Bool), causal: true, ..PLAIN };
+    for case in [PLAIN, Case { causal: true, ..PLAIN }, mask] {
+        compare_case(suite, case, [1, 2, 301, 523, 8, 24], NONE)?;
     }
     suite.runs_on_opencl = all;
     // Sizes just below and above tiles of 8 to 64 queries and 8 to 32 keys.

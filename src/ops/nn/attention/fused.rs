@@ -37,7 +37,7 @@ impl Fused {
     /// Computes the result outside the graph, and keeps the data for the backward pass. `options.scale` is set. With grouped heads, the
     /// heads that share keys are a separate dim.
     ///
-    /// Returns `None` if the device has no fused kernel, if the gradient of the mask is needed, and if the operands do not match, in
+    /// Returns `None` if the device has no fused kernel (with `tracked`, also none for the gradients), if the gradient of the mask is needed, and if the operands do not match, in
     /// which case the code without a fused kernel returns the error.
     pub(crate) fn forward(
         op: &'static str,
@@ -48,7 +48,7 @@ impl Fused {
         let (q, mask) = (inputs[0], options.attn_mask);
         let Some(mut call) = FusedParams::new(op, inputs, options) else { return Ok(None) };
         let views = call.views(inputs, mask);
-        if !backend::of_device(q.device()).has_attention(&call.problem(&views))? {
+        if !backend::of_device(q.device()).has_attention(&call.problem(&views), tracked)? {
             return Ok(None);
         }
         if let Some((_, seed)) = &mut call.dropout {

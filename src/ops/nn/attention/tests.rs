@@ -204,21 +204,37 @@ fn blocked_gradients_of_halves_match_f64() {
     });
 }
 
-/// Each block takes three launches, like attention that computes all scores at once.
+/// Each block takes three launches, like attention that computes all scores at once. The CPU has blocks for f64 only.
 #[test]
 fn each_block_takes_three_launches() {
     each_device(|device| {
         if device.info().unwrap().kind != DeviceKind::Cpu {
             return; // a GPU uses one fused kernel instead of blocks
         }
-        let [q, k] = [24, 30].map(|n| Tensor::randn(&[2, n, 4], device).unwrap());
+        let dtype = if device == Device::Cpu { DType::F64 } else { DType::F32 };
+        let [q, k] = [24, 30].map(|n| Tensor::randn(&[2, n, 4], (dtype, device)).unwrap());
         let call = |causal| q.scaled_dot_product_attention(&k, &k, options(None, causal)).unwrap();
         assert_eq!(count_launches(|| drop(call(true))).1, 3);
         // The byte limits give blocks of eight queries of one head, of all queries of one head, and of all queries and heads.
-        for (bytes, blocks) in [(0, 6), (24 * 30 * 4, 2), (2 * 24 * 30 * 4, 1)] {
+        let size = dtype.size();
+        for (bytes, blocks) in [(0, 6), (24 * 30 * size, 2), (2 * 24 * 30 * size, 1)] {
             assert_eq!(in_blocks(bytes, || count_launches(|| drop(call(false))).1), 3 * blocks, "{bytes} bytes");
         }
     });
+}
+
+/// On processors with kernels of products, f32 attention takes one launch, also in a recorded graph that computes the scores again.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn attention_on_the_cpu_takes_one_launch() {
+    if !is_x86_feature_detected!("avx2") || !is_x86_feature_detected!("fma") {
+        return;
+    }
+    let q = Tensor::randn(&[2, 24, 4], Device::Cpu).unwrap();
+    for q in [q.detach(), q.detach().requires_grad_(true).unwrap()] {
+        let call = || drop(q.scaled_dot_product_attention(&q, &q, options(None, true)).unwrap());
+        assert_eq!(in_blocks(0, || count_launches(call).1), 1);
+    }
 }
 
 #[test]
