@@ -98,7 +98,7 @@ macro_rules! adam {
                     false => (w.clone(), add_weight_decay(g, w, self.weight_decay, &s[7])),
                 };
                 let m = &s[0] * &state[0] + &s[1] * &g;
-                let v = &s[2] * &state[1] + &s[3] * (&g * &g);
+                let v = &s[2] * &state[1] + &s[3] * &g * &g;
                 let greatest = self.amsgrad.then(|| state[2].max(&v));
                 let w = w - &s[4] * (&m / (greatest.as_ref().unwrap_or(&v).sqrt() * &s[5] + &s[6]));
                 (w, [m, v].into_iter().chain(greatest).collect())

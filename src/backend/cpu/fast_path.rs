@@ -54,7 +54,7 @@ fn try_run_primitive(formulas: &Formulas, out: &Tensor) -> Result<bool> {
     let Formulas { op, program, inputs, outputs, .. } = *formulas;
     let scalars = formulas.params.scalars;
     let [step] = &program.steps().list[..] else { return Ok(false) };
-    let computes = !matches!(step.action, Action::Copy | Action::MultiplyAdd(_) | Action::Compute(Op::Leaf(_)));
+    let computes = !matches!(step.action, Action::Copy | Action::MultiplyAdd(..) | Action::Compute(Op::Leaf(_)));
     let count = out.numel();
     if !computes || count == 0 || !out.is_contiguous() {
         return Ok(false);

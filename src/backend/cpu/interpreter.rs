@@ -117,7 +117,7 @@ impl Program {
         match (step.action, step.args.iter().filter(is_dst).count()) {
             (_, 0) => false,
             (Action::Compute(Op::Binary(op)), 1) => !is_cheap(op),
-            (Action::MultiplyAdd(_), 1) => false,
+            (Action::MultiplyAdd(..), 1) => false,
             _ => true,
         }
     }
@@ -227,9 +227,19 @@ pub(crate) fn compute<'a, C: Number>(
         Action::Compute(Op::Binary(op)) => binary(op, operand(0), operand(1), streamed, dst),
         Action::Compute(Op::Select) => select(operand(0), operand(1), operand(2), dst),
         Action::Compute(Op::Leaf(_)) => unreachable!("leaves are operands or random numbers"),
-        Action::MultiplyAdd(sum) => multiply_add(sum, [operand(0), operand(1), operand(2)], dst),
+        Action::MultiplyAdd(sum, numbers) => {
+            let number = |k: usize| match numbers[k].map(|i| operand(3 + i)) {
+                Some(TileIn::Scalar(x)) => x,
+                _ => C::from_i32(1),
+            };
+            multiply_add(sum, [operand(0), operand(1), operand(2)], [number(0), number(1)], dst)
+        }
         Action::Function(function) => vector_function(function, operand(0), dst),
         Action::Clamp => clamp(operand(0), operand(1), operand(2), dst),
+        Action::RootQuotient(scaled) => {
+            let s = if scaled { operand(3) } else { TileIn::Scalar(C::from_i32(1)) };
+            root_quotient([operand(0), operand(1)], [operand(2), s], dst)
+        }
     }
 }
 
@@ -583,56 +593,83 @@ fn clamp<C: Number>(x: TileIn<'_, C>, low: TileIn<'_, C>, high: TileIn<'_, C>, d
     None
 }
 
-/// Computes a product and the sum that uses it in one pass, with half the loads and stores. Product and sum are rounded separately, as in
-/// two passes. At most one operand is [`TileIn::Output`], the old contents of `dst`.
-fn multiply_add<C: Number>(sum: ProductSum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
+/// Computes [`Action::RootQuotient`], whose roundings are those of separate passes.
+fn root_quotient<C: Number>([x, y]: [TileIn<'_, C>; 2], numbers: [TileIn<'_, C>; 2], dst: &mut [C]) -> Option<C> {
+    use TileIn::{Scalar, Slice};
+    function!(F, (x, y, e, s): (C, C, C, C) => x.div(y.sqrt().mul(s).add(e)));
+    let [Scalar(e), Scalar(s)] = numbers else { unreachable!("these operands are numbers") };
+    match (x, y) {
+        (Slice(x), Slice(y)) => fill::<C, _, F>(dst, x.iter().zip(y).map(|(x, y)| (*x, *y, e, s))),
+        (Slice(x), Scalar(y)) => fill::<C, _, F>(dst, x.iter().map(|x| (*x, y, e, s))),
+        (Scalar(x), Slice(y)) => fill::<C, _, F>(dst, y.iter().map(|y| (x, *y, e, s))),
+        (Scalar(x), Scalar(y)) => return Some(F::call((x, y, e, s))),
+        _ => unreachable!("operands of a primitive of two"),
+    }
+    None
+}
+
+/// Computes `(x s) y` and `z t`, of factors x and y, a summand z and numbers s and t, and their sum, in one pass. Each is rounded, as in
+/// several passes. At most one operand is [`TileIn::Output`], the old contents of `dst`.
+fn multiply_add<C: Number>(sum: ProductSum, operands: [TileIn<'_, C>; 3], [s, t]: [C; 2], dst: &mut [C]) -> Option<C> {
     use TileIn::{Output, Scalar, Slice};
     // The factors commute, so they are ordered: a number becomes the second factor, and an overwritten operand the first.
-    let (a, b) = match (a, b) {
-        (Scalar(_), Slice(_) | Output(_)) | (Slice(_), Output(_)) => (b, a),
-        _ => (a, b),
+    let one = C::from_i32(1);
+    let ([a, b, c], n) = match operands {
+        [a @ Scalar(_), b @ (Slice(_) | Output(_)), c] | [a @ Slice(_), b @ Output(_), c] => ([b, a, c], [one, s, t]),
+        _ => (operands, [s, one, t]),
     };
     macro_rules! each {
-        ($x:ident, $y:ident, $z:ident => $e:expr) => {{
-            function!(F, ($x, $y, $z): (C, C, C) => $e);
+        ($p:ident, $z:ident => $e:expr) => {{
+            function!(F, (x, y, $z, n): (C, C, C, [C; 3]) => {
+                let ($p, $z) = (x.mul(n[0]).mul(y.mul(n[1])), $z.mul(n[2]));
+                $e
+            });
             // The result overwrites the first factor, or the summand.
-            function!(OverFactor, ($x, ($y, $z)): (C, (C, C)) => $e);
-            function!(OverSummand, ($z, ($x, $y)): (C, (C, C)) => $e);
+            function!(OverFactor, (x, (y, z, n)): (C, (C, C, [C; 3])) => F::call((x, y, z, n)));
+            function!(OverSummand, (z, (x, y, n)): (C, (C, C, [C; 3])) => F::call((x, y, z, n)));
+            let count = dst.len();
             match (a, b, c) {
                 (Slice(a), Slice(b), Slice(c)) => {
-                    fill::<C, _, F>(dst, a.iter().zip(b).zip(c).map(|((x, y), z)| (*x, *y, *z)));
+                    fill::<C, _, F>(dst, a.iter().zip(b).zip(c).map(|((x, y), z)| (*x, *y, *z, n)));
                 }
-                (Slice(a), Scalar(y), Slice(c)) => fill::<C, _, F>(dst, a.iter().zip(c).map(|(x, z)| (*x, y, *z))),
-                (Slice(a), Scalar(y), Scalar(z)) => fill::<C, _, F>(dst, a.iter().map(|x| (*x, y, z))),
+                (Slice(a), Scalar(y), Slice(c)) => {
+                    fill::<C, _, F>(dst, a.iter().zip(c).map(|(x, z)| (*x, y, *z, n)));
+                }
+                (Slice(a), Slice(b), Scalar(z)) => {
+                    fill::<C, _, F>(dst, a.iter().zip(b).map(|(x, y)| (*x, *y, z, n)));
+                }
+                (Slice(a), Scalar(y), Scalar(z)) => fill::<C, _, F>(dst, a.iter().map(|x| (*x, y, z, n))),
                 (Slice(a), Slice(b), Output(_)) => {
-                    overwrite::<C, _, OverSummand>(dst, a.iter().zip(b).map(|(x, y)| (*x, *y)));
+                    overwrite::<C, _, OverSummand>(dst, a.iter().zip(b).map(|(x, y)| (*x, *y, n)));
                 }
-                (Slice(a), Scalar(y), Output(_)) => overwrite::<C, _, OverSummand>(dst, a.iter().map(|x| (*x, y))),
-                (Output(_), Scalar(y), Slice(c)) => overwrite::<C, _, OverFactor>(dst, c.iter().map(|z| (y, *z))),
-                _ => return multiply_then_add(sum, [a, b, c], dst),
+                (Slice(a), Scalar(y), Output(_)) => {
+                    overwrite::<C, _, OverSummand>(dst, a.iter().map(|x| (*x, y, n)));
+                }
+                (Output(_), Scalar(y), Slice(c)) => {
+                    overwrite::<C, _, OverFactor>(dst, c.iter().map(|z| (y, *z, n)));
+                }
+                (Output(_), Slice(b), Slice(c)) => {
+                    overwrite::<C, _, OverFactor>(dst, b.iter().zip(c).map(|(y, z)| (*y, *z, n)));
+                }
+                (Output(_), Slice(b), Scalar(z)) => {
+                    overwrite::<C, _, OverFactor>(dst, b.iter().map(|y| (*y, z, n)));
+                }
+                (Output(_), Scalar(y), Scalar(z)) => {
+                    overwrite::<C, _, OverFactor>(dst, std::iter::repeat_n((y, z, n), count));
+                }
+                (Scalar(x), Scalar(y), Slice(c)) => fill::<C, _, F>(dst, c.iter().map(|z| (x, y, *z, n))),
+                (Scalar(x), Scalar(y), Output(_)) => {
+                    overwrite::<C, _, OverSummand>(dst, std::iter::repeat_n((x, y, n), count));
+                }
+                (Scalar(x), Scalar(y), Scalar(z)) => return Some(F::call((x, y, z, n))),
+                _ => unreachable!("operands of a primitive of two, or two overwritten operands"),
             }
             None
         }};
     }
     match sum {
-        ProductSum::Add => each!(x, y, z => x.mul(y).add(z)),
-        ProductSum::Sub => each!(x, y, z => x.mul(y).sub(z)),
-        ProductSum::SubFrom => each!(x, y, z => z.sub(x.mul(y))),
-    }
-}
-
-/// Computes the product and then the sum, in two passes; in one pass if both factors are numbers.
-fn multiply_then_add<C: Number>(sum: ProductSum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
-    let op = if sum == ProductSum::Add { Binary::Add } else { Binary::Sub };
-    let product = match (a, b) {
-        (TileIn::Scalar(x), TileIn::Scalar(y)) => TileIn::Scalar(x.mul(y)),
-        _ => {
-            binary(Binary::Mul, a, b, false, dst);
-            TileIn::Output(0)
-        }
-    };
-    match sum {
-        ProductSum::SubFrom => binary(op, c, product, false, dst),
-        _ => binary(op, product, c, false, dst),
+        ProductSum::Add => each!(p, z => p.add(z)),
+        ProductSum::Sub => each!(p, z => p.sub(z)),
+        ProductSum::SubFrom => each!(p, z => z.sub(p)),
     }
 }

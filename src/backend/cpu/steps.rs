@@ -26,12 +26,15 @@ pub(crate) enum Action {
     Compute(Op),
     /// Copies an input, a scalar, a constant or another result to a result.
     Copy,
-    /// The product of the first two arguments, combined with the third in one step.
-    MultiplyAdd(ProductSum),
+    /// The product of the first two arguments, combined with the third in one step. The first and the third argument may be multiplied by a
+    /// number first: the indices of these two numbers among the arguments after the third.
+    MultiplyAdd(ProductSum, [Option<usize>; 2]),
     /// A function such as gelu that has its own vector loop, and may be written as several primitives in the formula.
     Function(VectorFunction),
     /// [`Expr::clamp`](crate::ops::Expr::clamp) of the first operand between two constant bounds.
     Clamp,
+    /// `x / (sqrt(y) * s + e)` of operands x and y and numbers e and s, the update of Adam; s is an operand if `true`, otherwise 1.
+    RootQuotient(bool),
 }
 
 /// The combination of the product `a * b` with `c`.
@@ -82,7 +85,7 @@ impl Program {
     }
 }
 
-/// Returns the action and operands of each node on which results depend. A product that is used only by one sum is merged into that sum.
+/// Returns the action and operands of each node on which results depend. Products that are used only by one sum are merged into that sum.
 fn node_actions(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
     let as_written = |i: usize| (Action::Compute(dag.nodes[i].expr.op()), dag.nodes[i].args.clone());
     let find = |i| recognise(&dag.nodes, i).unwrap_or_else(|| as_written(i));
@@ -97,22 +100,50 @@ fn node_actions(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
     let mut out: Vec<_> = nodes.into_iter().map(Some).collect();
     for i in 0..out.len() {
         let product = |out: &[Option<(Action, Args<usize>)>], a: usize| match &out[a] {
-            Some((Action::Compute(Op::Binary(Binary::Mul)), args)) if uses[a] == 1 => Some(args.clone()),
+            Some((Action::Compute(Op::Binary(Binary::Mul)), args)) if uses[a] == 1 => Some([args[0], args[1]]),
             _ => None,
         };
+        // A product of a number and one other factor: the factor and the number.
+        let multiple = |out: &[Option<(Action, Args<usize>)>], a: usize| {
+            let [x, y] = product(out, a)?;
+            [(x, y), (y, x)].into_iter().find(|&(x, y)| is_number(&dag.nodes, y) && !is_number(&dag.nodes, x))
+        };
         let Some((Action::Compute(Op::Binary(op @ (Binary::Add | Binary::Sub))), args)) = &out[i] else { continue };
-        let (op, args) = (*op, args.clone());
+        let (op, args) = (*op, [args[0], args[1]]);
         if uses[i] == 0 {
             continue;
         }
-        let Some((k, mut factors)) = (0..2).find_map(|k| Some((k, product(&out, args[k])?))) else { continue };
+        // Preferably a product with a factor that is itself a multiple: `number * a * b`.
+        let with_multiple = |out: &[_], a: usize| {
+            let [p, q] = product(out, a)?;
+            [(p, q), (q, p)].into_iter().find_map(|(p, q)| Some((p, multiple(out, p)?, q)))
+        };
+        let of_three = (0..2).find(|&k| with_multiple(&out, args[k]).is_some());
+        let Some(k) = of_three.or_else(|| (0..2).find(|&k| product(&out, args[k]).is_some())) else { continue };
+        let (mut merged, mut numbers, mut of_summands) = (vec![args[k]], Args::new(), [None; 2]);
+        let [a, b] = match (with_multiple(&out, args[k]), product(&out, args[k])) {
+            (Some((factor, (a, number), b)), _) => {
+                (merged.push(factor), numbers.push(number));
+                of_summands[0] = Some(0);
+                [a, b]
+            }
+            (None, Some(factors)) => factors,
+            (None, None) => continue,
+        };
+        let mut summand = args[1 - k];
+        if let Some((x, number)) = multiple(&out, summand) {
+            of_summands[1] = Some(numbers.len());
+            (merged.push(summand), numbers.push(number));
+            summand = x;
+        }
         let sum = match (op, k) {
             (Binary::Add, _) => ProductSum::Add,
             (_, 0) => ProductSum::Sub,
             _ => ProductSum::SubFrom,
         };
-        factors.push(args[1 - k]);
-        (out[i], out[args[k]]) = (Some((Action::MultiplyAdd(sum), factors)), None);
+        merged.into_iter().for_each(|a| out[a] = None);
+        let operands = [a, b, summand].into_iter().chain(numbers).collect();
+        out[i] = Some((Action::MultiplyAdd(sum, of_summands), operands));
     }
     out.into_iter().zip(uses).map(|(node, uses)| node.filter(|_| uses > 0)).collect()
 }
@@ -190,6 +221,10 @@ fn recognise(nodes: &[DagNode], i: usize) -> Option<(Action, Args<usize>)> {
             let (x, _) = either.into_iter().find(|&(x, y)| unary_operand(nodes, y, Unary::Sigmoid) == Some(x))?;
             function(VectorFunction::Silu, x)
         }
+        Op::Binary(Binary::Div) => {
+            let operands = match_root_quotient(nodes, i)?;
+            Some((Action::RootQuotient(operands.len() > 3), operands))
+        }
         Op::Select => {
             if let Some(args) = match_clamp(nodes, i) {
                 return Some((Action::Clamp, Args::from_slice(&args)));
@@ -209,6 +244,11 @@ fn recognise(nodes: &[DagNode], i: usize) -> Option<(Action, Args<usize>)> {
 
 fn node_op(nodes: &[DagNode], i: usize) -> Op {
     nodes[i].expr.op()
+}
+
+/// True if node `i` is a number that is the same for all elements of a launch.
+fn is_number(nodes: &[DagNode], i: usize) -> bool {
+    matches!(node_op(nodes, i), Op::Leaf(Leaf::Const(_) | Leaf::Scalar(_) | Leaf::Number { .. }))
 }
 
 /// True if node `i` is the primitive `binary` with operands `args`.
@@ -257,12 +297,25 @@ fn match_clamp(nodes: &[DagNode], i: usize) -> Option<[usize; 3]> {
         (Op::Select, &[condition, a, b]) => Some((condition, a, b)),
         _ => None,
     };
-    let number =
-        |i: usize| matches!(node_op(nodes, i), Op::Leaf(Leaf::Const(_) | Leaf::Scalar(_) | Leaf::Number { .. }));
     let (above, high, raised) = select(i)?;
     let (below, low, x) = select(raised)?;
     let fits = is_binary(nodes, above, Binary::Lt, [high, raised]) && is_binary(nodes, below, Binary::Lt, [x, low]);
-    (fits && number(low) && number(high)).then_some([x, low, high])
+    (fits && is_number(nodes, low) && is_number(nodes, high)).then_some([x, low, high])
+}
+
+/// Returns the operands of [`Action::RootQuotient`] if node `i` is such a formula, else `None`.
+fn match_root_quotient(nodes: &[DagNode], i: usize) -> Option<Args<usize>> {
+    // Returns the other operand and the number if the node is the commutative primitive `binary` of an operand and a number.
+    let with_number = |i: usize, binary| {
+        let [a, b] = nodes[i].args[..] else { return None };
+        let found = [(a, b), (b, a)].into_iter().find(|&(_, number)| is_number(nodes, number))?;
+        (node_op(nodes, i) == Op::Binary(binary)).then_some(found)
+    };
+    let [x, sum] = nodes[i].args[..] else { return None };
+    let (scaled, e) = with_number(sum, Binary::Add)?;
+    let (root, s) = with_number(scaled, Binary::Mul).map_or((scaled, None), |(root, s)| (root, Some(s)));
+    let y = unary_operand(nodes, root, Unary::Sqrt)?;
+    Some([x, y, e].into_iter().chain(s).collect())
 }
 
 #[cfg(test)]
@@ -308,20 +361,37 @@ mod tests {
         assert_eq!(steps(&[&a * &b + &c]), (1, 0));
         assert_eq!(steps(&[&c - &a * &b]), (1, 0));
         assert_eq!(steps(&[&a * &b - &c]), (1, 0));
-        assert_eq!(steps(&[&a * &b + &c * 2.0]), (2, 1));
+        assert_eq!(steps(&[&a * &b + &c * 2.0]), (1, 0));
+        assert_eq!(steps(&[&c - 0.5 * &a * &b]), (1, 0));
+        assert_eq!(steps(&[&c - 0.5 * (&a * &b)]), (2, 1));
+        assert_eq!(steps(&[&a * &b + &c * &a]), (2, 1));
         let product = &a * &b;
         assert_eq!(steps(&[&product + &product]), (2, 1), "read twice");
         assert_eq!(steps(&[(&product + &c) * &product]), (3, 2), "read later");
         assert_eq!(steps(&[&product + &c, product.clone()]), (2, 0), "a result");
         let momentum = &a * 0.9 + &b;
         assert_eq!(steps(&[&c - &momentum * 0.1, momentum]), (2, 0), "SGD");
+        let (s, v) = (Expr::scalar, Expr::input(3));
+        let (mean, square) = (s(0) * &b + s(1) * &c, s(2) * &v + s(3) * &c * &c);
+        let step = s(4) * (&mean / (square.sqrt() * s(5) + s(6)));
+        assert_eq!(steps(&[&a * s(7) - step, mean, square]).0, 4, "AdamW");
     }
 
     #[test]
     fn recognises_fused_functions() {
         let (x, y, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
         let steps = |e: &Expr| Program::new(std::slice::from_ref(e)).steps().list.len();
-        for e in [x.gelu(), x.gelu_tanh(), x.silu(), x.sigmoid() * &x, x.clamp(0.0, 1.0), x.clamp(&s, 6.0), x.relu()] {
+        for e in [
+            x.gelu(),
+            x.gelu_tanh(),
+            x.silu(),
+            x.sigmoid() * &x,
+            x.clamp(0.0, 1.0),
+            x.clamp(&s, 6.0),
+            x.relu(),
+            &y / (x.sqrt() + 0.5),
+            &y / (&s + x.sqrt() * 0.7),
+        ] {
             assert_eq!(steps(&e), 1, "{e:?}");
         }
         // These formulas resemble fused formulas, but must not be fused, because they give other results.
@@ -332,6 +402,8 @@ mod tests {
             &y * x.sigmoid(),
             x.clamp(&y, 1.0),
             x.hardtanh(0.0, 1.0),
+            &x / (x.sqrt() + &y),
+            &x / (x.sqrt() * &y + 0.5),
             x.le(0.0).select(1.0, &x),
             x.lt(0.0).select(0.0, &x),
         ] {

@@ -174,11 +174,15 @@ fn results_may_overwrite_operands() {
 fn multiply_add_accepts_every_operand_form() {
     let (a, b, c) = (Expr::input(0), Expr::input(1), Expr::input(2));
     type Of = fn(f32, f32, f32) -> f32;
-    let formulas: [(Expr, Of); 4] = [
+    let formulas: [(Expr, Of); 8] = [
         (&a * &b + &c, |a, b, c| a * b + c),
         (&c + &a * &b, |a, b, c| c + a * b),
         (&a * &b - &c, |a, b, c| a * b - c),
         (&c - &a * &b, |a, b, c| c - a * b),
+        (0.5 * &a * &b + &c, |a, b, c| a * 0.5 * b + c),
+        (&c * 0.3 - &a * &b, |a, b, c| c * 0.3 - a * b),
+        (0.7 * &c - &a * (&b * 0.6), |a, b, c| c * 0.7 - b * 0.6 * a),
+        (0.6 * &b * &a - &c * 0.7, |a, b, c| b * 0.6 * a - c * 0.7),
     ];
     for (expr, of) in formulas {
         let program = Program::new(&[expr]);
