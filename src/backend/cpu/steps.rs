@@ -113,13 +113,15 @@ fn node_actions(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
         if uses[i] == 0 {
             continue;
         }
-        // Preferably a product with a factor that is itself a multiple: `number * a * b`.
+        // A product with a factor that is itself a multiple, `number * a * b`, is preferred, and to a multiple a product of two operands.
         let with_multiple = |out: &[_], a: usize| {
             let [p, q] = product(out, a)?;
             [(p, q), (q, p)].into_iter().find_map(|(p, q)| Some((p, multiple(out, p)?, q)))
         };
-        let of_three = (0..2).find(|&k| with_multiple(&out, args[k]).is_some());
-        let Some(k) = of_three.or_else(|| (0..2).find(|&k| product(&out, args[k]).is_some())) else { continue };
+        let first = |fits: &dyn Fn(usize) -> bool| (0..2).find(|&k| fits(args[k]));
+        let of_two = |a| product(&out, a).is_some() && multiple(&out, a).is_none();
+        let chosen = first(&|a| with_multiple(&out, a).is_some()).or_else(|| first(&of_two));
+        let Some(k) = chosen.or_else(|| first(&|a| product(&out, a).is_some())) else { continue };
         let (mut merged, mut numbers, mut of_summands) = (vec![args[k]], Args::new(), [None; 2]);
         let [a, b] = match (with_multiple(&out, args[k]), product(&out, args[k])) {
             (Some((factor, (a, number), b)), _) => {
