@@ -137,6 +137,7 @@ recorded_backend! {
     /// Computes the result and the log-sum-exp of each row of scores (see [`AttentionBackward`]). Requires [`has_attention`](Self::has_attention).
     fn attention(&self, a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
         describe_attention("scaled_dot_product_attention", a, [out, logsumexp], 2);
+    /// Computes the gradients. Requires [`has_attention`](Self::has_attention) with `gradients`.
     fn attention_backward(&self, a: &FusedAttention, of: &AttentionBackward) -> Result<()> =
         describe_attention("scaled_dot_product_attention backward", a, [of.out, of.grad].into_iter().chain(of.results), 5);
     /// Stores new keys and values in a cache, and computes attention over the cache.

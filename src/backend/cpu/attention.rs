@@ -1,8 +1,8 @@
 //! Attention without gradients, whose scores stay in the cache of a core.
 //!
-//! A task computes the results of a chunk of queries of one head. It packs a block of keys and values, and multiplies a block of queries after
-//! the other with them. Each query keeps its greatest score so far, the sum of its weights and the sum of its values, which are scaled when a
-//! greater score is found (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
+//! A task computes the results of a chunk of queries of one head. It packs a block of keys and values, multiplies one block of queries after
+//! another with them, and continues with the next block of keys. Each query has its greatest score so far, the sum of its weights and the
+//! weighted sum of values. A greater score scales both sums (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
 
 use std::sync::Mutex;
 
@@ -22,7 +22,8 @@ use crate::layout::shape::Shape;
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Tensor};
 
-/// The number of keys that are packed at a time: they, their values, and the scores of a block of queries fit in an L2 cache of 512 KiB.
+/// The number of keys that are packed at a time. With up to 192 elements in a row, keys, values and the scores of a block of queries fit in
+/// an L2 cache of 512 KiB.
 const BLOCK_KEYS: usize = 256;
 /// The number of queries that are multiplied with packed keys at a time.
 const BLOCK_QUERIES: usize = 128;
@@ -31,8 +32,8 @@ const MAX_TASK_QUERIES: usize = 2048;
 /// The minimum number of queries. For fewer, packing would take longer than the products.
 const MIN_QUERIES: usize = 16;
 
-/// True if the attention can be computed here: in f32, without dropout, on a processor with kernels for f32 but none for pairs of the operands'
-/// dtype, which would be faster, for at least [`MIN_QUERIES`] queries, and keys whose elements are adjacent.
+/// True for attention in f32 without dropout, of at least [`MIN_QUERIES`] queries, with keys of adjacent elements in ascending rows, if the
+/// processor has product kernels for f32 and none for pairs of the operands' dtype, which would be faster.
 pub(crate) fn is_supported(a: &FusedAttention) -> bool {
     let ([_, queries, _, width, _], dtype) = (a.sizes(), a.q.dtype);
     let has_pairs = || dtype == DType::BF16 && SerialGemm::for_pairs(width).is_some();
@@ -63,7 +64,8 @@ pub(crate) fn attend(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Re
     let height = per_task.clamp(BLOCK_QUERIES, MAX_TASK_QUERIES).next_multiple_of(BLOCK_QUERIES);
     let size = out.dtype.size();
     let width = value_width * size;
-    let pitch = if queries == 1 { width } else { out.strides()[units.rank()] as usize * size };
+    // The rows of the result's memory hold all heads of a query if the heads are an inner dim, otherwise one head.
+    let pitch = out.strides()[units.rank()] as usize * size;
     let cut = BlockPartition { columns: pitch, pitch, band: queries, height, width };
     let storages: SmallVec<[_; 4]> = operands.iter().map(|t| &t.storage).collect();
     with_host(&storages, &[&out.storage, &logsumexp.storage], |bytes, writes| {

@@ -224,8 +224,8 @@ vectorised! {
 }
 
 vectorised! {
-    /// Replaces the scores of a row by weights, `exp(score - greatest score)`. Returns the greatest score, which is `least` or more, and the
-    /// sum of the weights.
+    /// Replaces the scores of a row by weights, `exp(score - greatest)`. Returns `greatest`, the greatest of the scores and `least`, and the
+    /// sum of the weights, which is NaN if a score is NaN.
     pub(crate) fn exponentials<'a>(simd: S, scores: &'a mut [f32], least: f32) -> [f32; 2] {
         let top = fold_simd::<Max, f32, S>(simd, scores).max(least);
         let base = if top == f32::NEG_INFINITY { 0.0 } else { top };

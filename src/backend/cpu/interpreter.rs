@@ -230,9 +230,11 @@ pub(crate) fn compute<'a, C: Number>(
         Action::MultiplyAdd(sum, numbers) => {
             let number = |k: usize| match numbers[k].map(|i| operand(3 + i)) {
                 Some(TileIn::Scalar(x)) => x,
-                _ => C::from_i32(1),
+                Some(_) => unreachable!("these operands are numbers"),
+                None => C::from_i32(1),
             };
-            multiply_add(sum, [operand(0), operand(1), operand(2)], [number(0), number(1)], dst)
+            let plain = numbers == [None, None];
+            multiply_add(sum, plain, [operand(0), operand(1), operand(2)], [number(0), number(1)], dst)
         }
         Action::Function(function) => vector_function(function, operand(0), dst),
         Action::Clamp => clamp(operand(0), operand(1), operand(2), dst),
@@ -609,21 +611,25 @@ fn root_quotient<C: Number>([x, y]: [TileIn<'_, C>; 2], numbers: [TileIn<'_, C>;
 }
 
 /// Computes `(x s) y` and `z t`, of factors x and y, a summand z and numbers s and t, and their sum, in one pass. Each is rounded, as in
-/// several passes. At most one operand is [`TileIn::Output`], the old contents of `dst`.
-fn multiply_add<C: Number>(sum: ProductSum, operands: [TileIn<'_, C>; 3], [s, t]: [C; 2], dst: &mut [C]) -> Option<C> {
+/// several passes. `plain` says that both numbers are 1. At most one operand is [`TileIn::Output`], the old contents of `dst`.
+fn multiply_add<C: Number>(
+    sum: ProductSum,
+    plain: bool,
+    operands: [TileIn<'_, C>; 3],
+    [s, t]: [C; 2],
+    dst: &mut [C],
+) -> Option<C> {
     use TileIn::{Output, Scalar, Slice};
     // The factors commute, so they are ordered: a number becomes the second factor, and an overwritten operand the first.
+    // The numbers of both factors and of the summand are reordered with them.
     let one = C::from_i32(1);
     let ([a, b, c], n) = match operands {
         [a @ Scalar(_), b @ (Slice(_) | Output(_)), c] | [a @ Slice(_), b @ Output(_), c] => ([b, a, c], [one, s, t]),
         _ => (operands, [s, one, t]),
     };
     macro_rules! each {
-        ($p:ident, $z:ident => $e:expr) => {{
-            function!(F, (x, y, $z, n): (C, C, C, [C; 3]) => {
-                let ($p, $z) = (x.mul(n[0]).mul(y.mul(n[1])), $z.mul(n[2]));
-                $e
-            });
+        ($x:ident, $y:ident, $z:ident, $n:ident => $e:expr) => {{
+            function!(F, ($x, $y, $z, $n): (C, C, C, [C; 3]) => $e);
             // The result overwrites the first factor, or the summand.
             function!(OverFactor, (x, (y, z, n)): (C, (C, C, [C; 3])) => F::call((x, y, z, n)));
             function!(OverSummand, (z, (x, y, n)): (C, (C, C, [C; 3])) => F::call((x, y, z, n)));
@@ -667,9 +673,12 @@ fn multiply_add<C: Number>(sum: ProductSum, operands: [TileIn<'_, C>; 3], [s, t]
             None
         }};
     }
-    match sum {
-        ProductSum::Add => each!(p, z => p.add(z)),
-        ProductSum::Sub => each!(p, z => p.sub(z)),
-        ProductSum::SubFrom => each!(p, z => z.sub(p)),
+    match (sum, plain) {
+        (ProductSum::Add, true) => each!(x, y, z, _n => x.mul(y).add(z)),
+        (ProductSum::Sub, true) => each!(x, y, z, _n => x.mul(y).sub(z)),
+        (ProductSum::SubFrom, true) => each!(x, y, z, _n => z.sub(x.mul(y))),
+        (ProductSum::Add, false) => each!(x, y, z, n => x.mul(n[0]).mul(y.mul(n[1])).add(z.mul(n[2]))),
+        (ProductSum::Sub, false) => each!(x, y, z, n => x.mul(n[0]).mul(y.mul(n[1])).sub(z.mul(n[2]))),
+        (ProductSum::SubFrom, false) => each!(x, y, z, n => z.mul(n[2]).sub(x.mul(n[0]).mul(y.mul(n[1])))),
     }
 }

@@ -26,8 +26,8 @@ pub(crate) enum Action {
     Compute(Op),
     /// Copies an input, a scalar, a constant or another result to a result.
     Copy,
-    /// The product of the first two arguments, combined with the third in one step. The first and the third argument may be multiplied by a
-    /// number first: the indices of these two numbers among the arguments after the third.
+    /// The product of the first two arguments, combined with the third in one step. The first and the third argument may be multiplied by
+    /// numbers, which follow the third argument: the indices, among these numbers, of the first and of the third argument's number.
     MultiplyAdd(ProductSum, [Option<usize>; 2]),
     /// A function such as gelu that has its own vector loop, and may be written as several primitives in the formula.
     Function(VectorFunction),
@@ -85,7 +85,8 @@ impl Program {
     }
 }
 
-/// Returns the action and operands of each node on which results depend. Products that are used only by one sum are merged into that sum.
+/// Returns the action and operands of each node on which results depend. A sum is merged with a product that only the sum uses, and with the
+/// multiplications by numbers of that product's factor and of the other summand.
 fn node_actions(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
     let as_written = |i: usize| (Action::Compute(dag.nodes[i].expr.op()), dag.nodes[i].args.clone());
     let find = |i| recognise(&dag.nodes, i).unwrap_or_else(|| as_written(i));
@@ -113,7 +114,7 @@ fn node_actions(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
         if uses[i] == 0 {
             continue;
         }
-        // A product with a factor that is itself a multiple, `number * a * b`, is preferred, and to a multiple a product of two operands.
+        // The product is the summand of the form `number * a * b`; if there is none, `a * b`; otherwise `number * a`.
         let with_multiple = |out: &[_], a: usize| {
             let [p, q] = product(out, a)?;
             [(p, q), (q, p)].into_iter().find_map(|(p, q)| Some((p, multiple(out, p)?, q)))

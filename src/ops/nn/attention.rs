@@ -93,10 +93,13 @@ impl Tensor {
     /// - f16 or bf16 with more than 16 queries on a device with tensor cores.
     ///
     /// If there are many scores, other devices compute them in blocks of queries, and compute them again in the backward pass, which saves
-    /// the same memory. On the CPU, the backward pass does so above 4 MiB of scores if `is_causal` is set, otherwise above 1/32 of the
-    /// device's memory; without gradients, x86-64 processors store no scores of 16 or more queries of f32, f16 or bf16. Blocks are not
-    /// used with dropout, for the gradient of a mask, or if L is at most E. Fails with [`Error::UnsupportedDType`] for integers and for a
-    /// mask of integers; [`Error::Invalid`] for a `dropout_p` outside `0.0..1.0`.
+    /// the same memory. On the CPU, this starts above 4 MiB of scores if `is_causal` is set or no gradient is needed, otherwise above 1/32
+    /// of the device's memory. Blocks are not used with dropout, for the gradient of a mask, or if L is at most E. Processors with AVX2
+    /// keep the scores in their caches instead, if no gradient is needed or the scores are computed again for it: for f32, f16 and bf16
+    /// (bf16 if no faster instructions multiply it), at least 16 queries, keys of adjacent elements, and no dropout.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for integers and for a mask of integers; [`Error::Invalid`] for a `dropout_p` outside `0.0..1.0`.
     #[track_caller]
     pub fn scaled_dot_product_attention(&self, key: &Tensor, value: &Tensor, options: Attention<'_>) -> Result<Tensor> {
         let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
@@ -402,7 +405,9 @@ impl Recomputed {
             return Ok(Some((out, Recomputed::Fused(Box::new(fused)))));
         }
         let Some(blocks) = BlockedAttention::new(inputs, options, backward) else { return Ok(None) };
-        let out = match Fused::forward(op, inputs, options, false)? {
+        // A device may have a kernel for the result alone.
+        let alone = if backward { Fused::forward(op, inputs, options, false)? } else { None };
+        let out = match alone {
             Some((out, _)) => out,
             None => blocks.forward(op, inputs, options.attn_mask)?,
         };

@@ -18,7 +18,7 @@ pub(crate) enum Content {
     Piece,
     /// The partial sums of a convolution's weight gradient.
     Sums,
-    /// The scratch memory of a job of a convolution.
+    /// The scratch memory of a job of a convolution or an attention.
     Scratch,
 }
 
@@ -48,7 +48,7 @@ pub(crate) fn aligned_room(buffer: &mut Vec<f32>, room: usize, line: usize) -> &
     &mut buffer[first..]
 }
 
-/// Calls `f` with scratch slices of the lengths `rooms` for a job of a convolution, each aligned to a cache line.
+/// Calls `f` with scratch slices of the lengths `rooms` for a job, each aligned to a cache line.
 pub(crate) fn with_scratch<const N: usize>(rooms: [usize; N], f: impl FnOnce([&mut [f32]; N])) {
     const LINE: usize = 16;
     let need: usize = rooms.iter().map(|room| room.next_multiple_of(LINE)).sum();

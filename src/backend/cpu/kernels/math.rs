@@ -2,8 +2,8 @@
 //!
 //! The standard library's `exp`, `tanh` and so on are calls for single elements, so a loop over them does not vectorise. These
 //! functions have no branches (only selections) and no calls: each is a range reduction and a polynomial, whose coefficients are
-//! fitted for the least maximum relative error and rounded to f32. They use only + - * / sqrt and bit operations, never a fused
-//! multiply-add, so the results are the same on every processor.
+//! fitted for the least maximum relative error and rounded to f32. Except for [`exp_and_sum`], they use only + - * / sqrt and bit
+//! operations, never a fused multiply-add, so the results are the same on every processor.
 //!
 //! The error against f64, in units in the last place, is below 1 for `exp`, `log`, `log1p` and `pow`, below 2 for `log2`, `log10`,
 //! `expm1`, `sin`, `cos`, `tanh`, `erf` and `atan`, and below 3 for `sigmoid` and, above -86, `silu`. The tests assert this over every
@@ -320,11 +320,11 @@ fn exp_reduced(r: f32) -> f32 {
     z * p + r + 1.0
 }
 
-/// Replaces each element x by `e^(x - base)`, and returns the sum of the results. `base` must be at least every element, or NaN. A result below
-/// 2^-126 is 0. Unlike the other functions, uses fused multiply-adds where the processor has them. The caller must be compiled for the instructions of `S`.
+/// Replaces each element x by `e^(x - base)`, and returns the sum of the results. Unless an element is NaN, `base` must be at least every
+/// element. A result below 2^-126 is 0. The caller must be compiled for the instructions of `S`.
 #[inline(always)]
 pub(crate) fn exp_and_sum<S: Simd>(simd: S, elements: &mut [f32], base: f32) -> f32 {
-    const LEAST: f32 = -87.3;
+    const LEAST: f32 = -87.336_54; // ln 2^-126
     let splat = |x: f32| simd.splat_f32s(x);
     let (base_lanes, least, round, one) = (splat(base), splat(LEAST), splat(ONE), splat(1.0));
     let (log2_e, high, low) = (splat(LOG2_E), splat(LN2_HI), splat(LN2_LO));

@@ -102,6 +102,8 @@ pub(super) fn attention(suite: &mut Suite) -> Result<()> {
     for case in [PLAIN, Case { causal: true, ..PLAIN }, mask] {
         compare_case(suite, case, [1, 2, 301, 523, 8, 24], NONE)?;
     }
+    compare_case(suite, PLAIN, [1, 1, 17, 523, 8, 8], [None, Some(f64::NAN)])?;
+    compare_case(suite, Case { mask: Some(F64), ..PLAIN }, [2, 1, 33, 300, 1, 1], NONE)?;
     suite.runs_on_opencl = all;
     // Sizes just below and above tiles of 8 to 64 queries and 8 to 32 keys.
     for sizes in [[1, 1, 1, 1, 1, 1], [1, 1, 65, 31, 32, 32], [1, 3, 5, 7, 33, 2], [1, 1, 1, 1031, 16, 16]] {

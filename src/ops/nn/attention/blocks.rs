@@ -1,4 +1,4 @@
-//! Attention in blocks of queries, for devices without a fused kernel.
+//! Attention in blocks of queries, where no fused kernel computes the result or its gradients.
 //!
 //! Only the scores of one block exist at a time, so memory grows with the number of queries and of keys, not with their product. The
 //! backward pass computes the scores again (Rabe and Staats 2021, "Self-attention does not need O(n²) memory"; Dao et al. 2022,

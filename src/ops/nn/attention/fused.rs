@@ -37,8 +37,8 @@ impl Fused {
     /// Computes the result outside the graph, and keeps the data for the backward pass. `options.scale` is set. With grouped heads, the
     /// heads that share keys are a separate dim.
     ///
-    /// Returns `None` if the device has no fused kernel (with `tracked`, also none for the gradients), if the gradient of the mask is needed, and if the operands do not match, in
-    /// which case the code without a fused kernel returns the error.
+    /// Returns `None` if the device has no fused kernel for the result or, with `tracked`, for the gradients; if the gradient of the mask is
+    /// needed; and if the operands do not match, in which case the code without a fused kernel returns the error.
     pub(crate) fn forward(
         op: &'static str,
         inputs: [&Tensor; 3],
