@@ -29,6 +29,8 @@ const BLOCK_KEYS: usize = 256;
 const BLOCK_QUERIES: usize = 128;
 /// The maximum number of queries of a task. The keys are packed again for each task.
 const MAX_TASK_QUERIES: usize = 2048;
+/// The number of tasks for each thread, unless [`BLOCK_QUERIES`] or [`MAX_TASK_QUERIES`] requires another number: threads then finish together.
+const TASKS_PER_THREAD: usize = 8;
 /// The minimum number of queries. For fewer, packing would take longer than the products.
 const MIN_QUERIES: usize = 16;
 
@@ -60,7 +62,7 @@ pub(crate) fn attend(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Re
     };
     let strides: SmallVec<[_; 4]> = operands.iter().map(broadcast).collect();
     let units_strides = strides.iter().map(|all| &all[..units.rank()]);
-    let per_task = (units.numel() * queries).div_ceil(8 * threads());
+    let per_task = (units.numel() * queries).div_ceil(TASKS_PER_THREAD * threads());
     let height = per_task.clamp(BLOCK_QUERIES, MAX_TASK_QUERIES).next_multiple_of(BLOCK_QUERIES);
     let size = out.dtype.size();
     let width = value_width * size;
