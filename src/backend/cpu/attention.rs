@@ -125,7 +125,9 @@ impl Job<'_> {
                 load(0, [first + i, 0], query);
                 query.iter_mut().for_each(|x| *x *= a.scale as f32);
             }
-            (sums.fill(0.0), tops.fill(f32::NEG_INFINITY), totals.fill(0.0));
+            sums.fill(0.0);
+            tops.fill(f32::NEG_INFINITY);
+            totals.fill(0.0);
             let end = if a.causal { keys.min(first + rows) } else { keys };
             for start in (0..end).step_by(BLOCK_KEYS) {
                 let n = BLOCK_KEYS.min(end - start);

@@ -126,7 +126,8 @@ fn node_actions(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
         let (mut merged, mut numbers, mut of_summands) = (vec![args[k]], Args::new(), [None; 2]);
         let [a, b] = match (with_multiple(&out, args[k]), product(&out, args[k])) {
             (Some((factor, (a, number), b)), _) => {
-                (merged.push(factor), numbers.push(number));
+                merged.push(factor);
+                numbers.push(number);
                 of_summands[0] = Some(0);
                 [a, b]
             }
@@ -136,7 +137,8 @@ fn node_actions(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
         let mut summand = args[1 - k];
         if let Some((x, number)) = multiple(&out, summand) {
             of_summands[1] = Some(numbers.len());
-            (merged.push(summand), numbers.push(number));
+            merged.push(summand);
+            numbers.push(number);
             summand = x;
         }
         let sum = match (op, k) {
