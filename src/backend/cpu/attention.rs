@@ -4,6 +4,7 @@
 //! another with them, and continues with the next block of keys. Each query has its greatest score so far, the sum of its weights and the
 //! weighted sum of values. A greater score scales both sums (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
 
+use std::ops::Range;
 use std::sync::Mutex;
 
 use bytemuck::cast_slice_mut;
@@ -99,84 +100,42 @@ struct Job<'a> {
 impl Job<'_> {
     /// Computes the results of the queries from `first` on, one for each row of `out`, and returns their log-sum-exps.
     fn run_task(&self, unit: usize, first: usize, dtype: DType, mut out: Block<u8>) -> Vec<f32> {
-        let (&Job { a, gemm, .. }, [_, _, keys, width, value_width], rows) = (self, self.a.sizes(), out.rows());
-        let (offsets, columns) = (self.units.offsets(unit), gemm.tile_columns());
-        let load = |k: usize, at: [usize; 2], to: &mut [f32]| {
-            let (t, from) = (self.operands[k], &last_strides(self.operands[k]));
-            let start = offsets[k] + at[0] as isize * from[0] + at[1] as isize * from[1];
-            load_tile(t.dtype, self.bytes[k], t.layout.offset.wrapping_add_signed(start), from[1], to);
-        };
-        let keys_start = self.operands[1].layout.offset.wrapping_add_signed(offsets[1]);
-        let keys_step = last_strides(self.operands[1])[0] as usize;
-        let (panel, value_panel) = (gemm.packed_len(columns, width), BLOCK_KEYS * columns);
+        let ([_, _, keys, width, value_width], rows) = (self.a.sizes(), out.rows());
+        let task = Task { job: self, offsets: self.units.offsets(unit), first };
+        let panels = |n: usize| n.div_ceil(self.gemm.tile_columns());
         let rooms = [
             rows * width,
-            BLOCK_KEYS.div_ceil(columns) * panel,
-            value_width.div_ceil(columns) * value_panel,
+            panels(BLOCK_KEYS) * task.panel_len(),
+            panels(value_width) * task.value_panel_len(),
             BLOCK_QUERIES * BLOCK_KEYS,
-            rows * value_width,
             value_width.max(BLOCK_KEYS),
+            rows * value_width,
             rows,
             rows,
         ];
         let mut logsumexp = vec![0.0; rows];
-        with_scratch(rooms, |[queries, packed_keys, packed_values, scores, sums, row, tops, totals]| {
+        with_scratch(rooms, |[queries, packed_keys, values, scores, row, sums, tops, totals]| {
             for (i, query) in queries.chunks_exact_mut(width).enumerate() {
-                load(0, [first + i, 0], query);
-                query.iter_mut().for_each(|x| *x *= a.scale as f32);
+                task.load(0, [first + i, 0], query);
+                query.iter_mut().for_each(|x| *x *= self.a.scale as f32);
             }
             sums.fill(0.0);
             tops.fill(f32::NEG_INFINITY);
             totals.fill(0.0);
-            let end = if a.causal { keys.min(first + rows) } else { keys };
+            let end = if self.a.causal { keys.min(first + rows) } else { keys };
             for start in (0..end).step_by(BLOCK_KEYS) {
-                let n = BLOCK_KEYS.min(end - start);
-                for (j, panel) in (0..n).step_by(columns).zip(packed_keys.chunks_exact_mut(panel)) {
-                    let at = (keys_start + (start + j) * keys_step, keys_step);
-                    let from = Floats::new(a.k.dtype, self.bytes[1]);
-                    gemm.pack_columns(from, at, (columns.min(n - j), width), panel);
-                }
-                for key in 0..n {
-                    load(2, [start + key, 0], &mut row[..value_width]);
-                    let parts = row[..value_width].chunks(columns).zip(packed_values.chunks_exact_mut(value_panel));
-                    parts.for_each(|(part, to)| to[key * columns..][..part.len()].copy_from_slice(part));
-                }
+                let packed = start..end.min(start + BLOCK_KEYS);
+                task.pack_keys(&packed, packed_keys);
+                task.pack_values(&packed, values, row);
                 for top in (0..rows).step_by(BLOCK_QUERIES) {
                     let count = BLOCK_QUERIES.min(rows - top);
-                    let seen = |i: usize| if a.causal { n.min((first + top + i + 1).saturating_sub(start)) } else { n };
-                    let (packed, n) = (n, seen(count - 1));
-                    if n == 0 {
-                        continue;
-                    }
-                    for (j, panel) in (0..n).step_by(columns).zip(packed_keys.chunks_exact(panel)) {
-                        let (left, wide) = (&queries[top * width..], columns.min(n - j));
-                        let left = LeftMatrix::Rows { data: left, stride: width };
-                        let stride = gemm.padded_width(columns.min(packed - j));
-                        let right = RightMatrix { data: panel, stride, times: 1, jump: 0 };
-                        let mut to = Block::new(&mut scores[j..], count, wide, BLOCK_KEYS);
-                        gemm.multiply((count, wide, width), left, right, &mut to, false);
-                    }
-                    for (i, scores) in scores.chunks_exact_mut(BLOCK_KEYS).enumerate().take(count) {
-                        let (seen, at) = (seen(i).min(n), top + i);
-                        if let Some(mask) = a.mask {
-                            load(3, [first + at, start], &mut row[..seen]);
-                            add_mask(mask.dtype, &mut scores[..seen], row);
-                        }
-                        let [greatest, sum] = exponentials(&mut scores[..seen], tops[at]);
-                        scores[seen..n].fill(0.0);
-                        if greatest != tops[at] {
-                            let factor = (tops[at] - greatest).exp();
-                            totals[at] *= factor;
-                            sums[at * value_width..][..value_width].iter_mut().for_each(|x| *x *= factor);
-                        }
-                        (tops[at], totals[at]) = (greatest, totals[at] + sum);
-                    }
-                    for (j, panel) in (0..value_width).step_by(columns).zip(packed_values.chunks_exact(value_panel)) {
-                        let wide = columns.min(value_width - j);
-                        let left = LeftMatrix::Rows { data: scores, stride: BLOCK_KEYS };
-                        let right = RightMatrix { data: panel, stride: columns, times: 1, jump: 0 };
-                        let mut to = Block::new(&mut sums[top * value_width + j..], count, wide, value_width);
-                        gemm.multiply((count, wide, n), left, right, &mut to, true);
+                    let n = task.seen(top + count - 1, &packed);
+                    if n > 0 {
+                        task.multiply_keys(&queries[top * width..], packed_keys, scores, [count, n, packed.len()]);
+                        let sums = &mut sums[top * value_width..][..count * value_width];
+                        let state = [&mut *sums, &mut tops[top..][..count], &mut totals[top..][..count]];
+                        task.weigh(top, &packed, n, scores, row, state);
+                        task.add_values(scores, values, sums, [count, n]);
                     }
                 }
             }
@@ -188,6 +147,116 @@ impl Job<'_> {
             }
         });
         logsumexp
+    }
+}
+
+/// The part of a job for a chunk of the queries of one head.
+struct Task<'a> {
+    job: &'a Job<'a>,
+    /// The offset of the head in each operand.
+    offsets: SmallVec<[isize; 8]>,
+    /// The first query.
+    first: usize,
+}
+
+impl Task<'_> {
+    /// Returns the number of elements of a panel of packed keys.
+    fn panel_len(&self) -> usize {
+        self.job.gemm.packed_len(self.job.gemm.tile_columns(), self.job.a.sizes()[3])
+    }
+
+    /// Returns the number of elements of a panel of packed values, which has one row for each key.
+    fn value_panel_len(&self) -> usize {
+        BLOCK_KEYS * self.job.gemm.tile_columns()
+    }
+
+    /// Converts elements of operand `k` to f32: a part of a row, beginning with the element at `at`.
+    fn load(&self, k: usize, at: [usize; 2], to: &mut [f32]) {
+        let (t, steps) = (self.job.operands[k], last_strides(self.job.operands[k]));
+        let start = self.offsets[k] + at[0] as isize * steps[0] + at[1] as isize * steps[1];
+        load_tile(t.dtype, self.job.bytes[k], t.layout.offset.wrapping_add_signed(start), steps[1], to);
+    }
+
+    /// Returns the number of the packed keys to which the task's query `i` attends.
+    fn seen(&self, i: usize, packed: &Range<usize>) -> usize {
+        let n = packed.len();
+        if self.job.a.causal { n.min((self.first + i + 1).saturating_sub(packed.start)) } else { n }
+    }
+
+    /// Packs keys into panels of a tile's columns.
+    fn pack_keys(&self, keys: &Range<usize>, to: &mut [f32]) {
+        let (&Job { a, gemm, bytes, .. }, width) = (self.job, self.job.a.sizes()[3]);
+        let (columns, step) = (gemm.tile_columns(), last_strides(a.k)[0] as usize);
+        let first = a.k.layout.offset.wrapping_add_signed(self.offsets[1]);
+        for (key, panel) in keys.clone().step_by(columns).zip(to.chunks_exact_mut(self.panel_len())) {
+            let size = (columns.min(keys.end - key), width);
+            gemm.pack_columns(Floats::new(a.k.dtype, bytes[1]), (first + key * step, step), size, panel);
+        }
+    }
+
+    /// Packs values into panels of a tile's columns. `row` is scratch memory.
+    fn pack_values(&self, keys: &Range<usize>, to: &mut [f32], row: &mut [f32]) {
+        let (columns, row) = (self.job.gemm.tile_columns(), &mut row[..self.job.a.sizes()[4]]);
+        for (i, key) in keys.clone().enumerate() {
+            self.load(2, [key, 0], row);
+            let parts = row.chunks(columns).zip(to.chunks_exact_mut(self.value_panel_len()));
+            parts.for_each(|(part, to)| to[i * columns..][..part.len()].copy_from_slice(part));
+        }
+    }
+
+    /// Computes the scores of `count` queries and the first `n` of `packed` keys; a row has [`BLOCK_KEYS`] elements.
+    fn multiply_keys(&self, queries: &[f32], keys: &[f32], scores: &mut [f32], [count, n, packed]: [usize; 3]) {
+        let (gemm, width) = (self.job.gemm, self.job.a.sizes()[3]);
+        let columns = gemm.tile_columns();
+        for (j, panel) in (0..n).step_by(columns).zip(keys.chunks_exact(self.panel_len())) {
+            let (left, wide) = (LeftMatrix::Rows { data: queries, stride: width }, columns.min(n - j));
+            let stride = gemm.padded_width(columns.min(packed - j));
+            let right = RightMatrix { data: panel, stride, times: 1, jump: 0 };
+            let mut to = Block::new(&mut scores[j..], count, wide, BLOCK_KEYS);
+            gemm.multiply((count, wide, width), left, right, &mut to, false);
+        }
+    }
+
+    /// Replaces the scores of the first `n` packed keys by weights, for the queries from the task's query `top` on. Updates the greatest
+    /// scores and the totals of weights, and scales the sums of values where the greatest score has changed. `row` is scratch memory.
+    fn weigh(
+        &self,
+        top: usize,
+        packed: &Range<usize>,
+        n: usize,
+        scores: &mut [f32],
+        row: &mut [f32],
+        [sums, tops, totals]: [&mut [f32]; 3],
+    ) {
+        let value_width = self.job.a.sizes()[4];
+        let rows = scores.chunks_exact_mut(BLOCK_KEYS).zip(sums.chunks_exact_mut(value_width)).enumerate();
+        for ((i, (scores, sums)), (top_score, total)) in rows.zip(tops.iter_mut().zip(totals)) {
+            let seen = self.seen(top + i, packed).min(n);
+            if let Some(mask) = self.job.a.mask {
+                self.load(3, [self.first + top + i, packed.start], &mut row[..seen]);
+                add_mask(mask.dtype, &mut scores[..seen], row);
+            }
+            let [greatest, sum] = exponentials(&mut scores[..seen], *top_score);
+            scores[seen..n].fill(0.0);
+            if greatest != *top_score {
+                let factor = (*top_score - greatest).exp();
+                *total *= factor;
+                sums.iter_mut().for_each(|x| *x *= factor);
+            }
+            (*top_score, *total) = (greatest, *total + sum);
+        }
+    }
+
+    /// Adds the values of `n` keys, times their weights, to the sums of `count` queries.
+    fn add_values(&self, weights: &[f32], values: &[f32], sums: &mut [f32], [count, n]: [usize; 2]) {
+        let (gemm, value_width) = (self.job.gemm, self.job.a.sizes()[4]);
+        let columns = gemm.tile_columns();
+        for (j, panel) in (0..value_width).step_by(columns).zip(values.chunks_exact(self.value_panel_len())) {
+            let (left, wide) = (LeftMatrix::Rows { data: weights, stride: BLOCK_KEYS }, columns.min(value_width - j));
+            let right = RightMatrix { data: panel, stride: columns, times: 1, jump: 0 };
+            let mut to = Block::new(&mut sums[j..], count, wide, value_width);
+            gemm.multiply((count, wide, n), left, right, &mut to, true);
+        }
     }
 }
 
