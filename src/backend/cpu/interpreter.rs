@@ -233,8 +233,7 @@ pub(crate) fn compute<'a, C: Number>(
                 Some(_) => unreachable!("these operands are numbers"),
                 None => C::from_i32(1),
             };
-            let plain = numbers == [None, None];
-            multiply_add(sum, plain, [operand(0), operand(1), operand(2)], [number(0), number(1)], dst)
+            multiply_add(sum, [operand(0), operand(1), operand(2)], [number(0), number(1)], dst)
         }
         Action::Function(function) => vector_function(function, operand(0), dst),
         Action::Clamp => clamp(operand(0), operand(1), operand(2), dst),
@@ -611,14 +610,8 @@ fn root_quotient<C: Number>([x, y]: [TileIn<'_, C>; 2], numbers: [TileIn<'_, C>;
 }
 
 /// Computes `(x s) y` and `z t`, of factors x and y, a summand z and numbers s and t, and their sum, in one pass. Each is rounded, as in
-/// several passes. `plain` says that both numbers are 1. At most one operand is [`TileIn::Output`], the old contents of `dst`.
-fn multiply_add<C: Number>(
-    sum: ProductSum,
-    plain: bool,
-    operands: [TileIn<'_, C>; 3],
-    [s, t]: [C; 2],
-    dst: &mut [C],
-) -> Option<C> {
+/// several passes. At most one operand is [`TileIn::Output`], the old contents of `dst`.
+fn multiply_add<C: Number>(sum: ProductSum, operands: [TileIn<'_, C>; 3], [s, t]: [C; 2], dst: &mut [C]) -> Option<C> {
     use TileIn::{Output, Scalar, Slice};
     // The factors commute, so they are ordered: a number becomes the second factor, and an overwritten operand the first.
     // The numbers of both factors and of the summand are reordered with them.
@@ -673,7 +666,7 @@ fn multiply_add<C: Number>(
             None
         }};
     }
-    match (sum, plain) {
+    match (sum, s == one && t == one) {
         (ProductSum::Add, true) => each!(x, y, z, _n => x.mul(y).add(z)),
         (ProductSum::Sub, true) => each!(x, y, z, _n => x.mul(y).sub(z)),
         (ProductSum::SubFrom, true) => each!(x, y, z, _n => z.sub(x.mul(y))),
